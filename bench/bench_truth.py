@@ -44,7 +44,8 @@ SEQ_LEN = 256
 class Case:
     """A configuration; ``tight`` is a share of what its roomy plan takes on the device.
 
-    The first ``cold`` steps of ``steps`` do not count.
+    Steps go in rounds of ``in_a_round`` microbatches; None leaves these to the planner. The first ``cold`` steps of
+    ``steps`` do not count.
     """
 
     model: str
@@ -58,13 +59,15 @@ class Case:
     device_memory: str = "2GiB"
     host_memory: str = "4GiB"
     cold: int = 3
+    in_a_round: int | None = None
 
     @property
     def name(self) -> str:
         link = f", {self.link_gb_per_s:g} GB/s" if self.link_gb_per_s else ""
         budget = f", budget x {self.tight:g}" if self.tight else ""
         method = ", LoRA" if self.method == "lora" else ""
-        return f"{self.model}{method}, {self.device}, {self.home}, {self.sequences}/{self.microbatches}{link}{budget}"
+        cut = f"{self.sequences}/{self.microbatches}" + (f" by {self.in_a_round}" if self.in_a_round else "")
+        return f"{self.model}{method}, {self.device}, {self.home}, {cut}{link}{budget}"
 
 
 CASES = (
@@ -79,6 +82,10 @@ CASES = (
     Case("small", "emulated:1", "disk", 4, 8, link_gb_per_s=0.2),
     Case("small", "emulated:2", "host", 4, 8, link_gb_per_s=1.0),
     Case("wide", "emulated:2", "host", 4, 4, link_gb_per_s=0.1),
+    Case("small", "cpu", "host", 8, 16, in_a_round=2),
+    Case("wide", "cpu", "disk", 4, 8, in_a_round=2),
+    Case("small", "emulated:1", "host", 8, 16, link_gb_per_s=0.1, in_a_round=2),
+    Case("small", "emulated:2", "host", 8, 16, link_gb_per_s=1.0, in_a_round=2),
 )
 LARGE_CASES = tuple(
     Case(model, "cpu", home, 2, 4, method=method, device_memory="3GiB", host_memory="18GiB", cold=1)
@@ -105,6 +112,8 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Job:
         f"memory.host_memory={case.host_memory}",
         f"train.method={case.method}",
     ]
+    if case.in_a_round:
+        settings.append(f"train.round_microbatches={case.in_a_round}")
     if case.link_gb_per_s:
         settings.append(f"memory.link_gb_per_s={case.link_gb_per_s}")
 

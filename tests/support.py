@@ -189,12 +189,7 @@ def microbatches(batches: Sequence[Batch], count: int) -> list[list[dict[str, Te
     cut = []
     for batch in batches:
         sizes = [len(part) for part in torch.arange(batch.num_sequences).tensor_split(count)]
-        tensors = {
-            "input_ids": batch.input_ids,
-            "labels": batch.labels,
-            "attention_mask": batch.attention_mask,
-        }
-        parts = {name: tensor.split(sizes) for name, tensor in tensors.items() if tensor is not None}
+        parts = {name: tensor.split(sizes) for name, tensor in batch.inputs.items()}
         cut.append([{name: pieces[m] for name, pieces in parts.items()} for m in range(count)])
     return cut
 

@@ -50,7 +50,7 @@ def test_flags_win_over_set_over_environment_over_file_over_defaults(tmp_path):
     train = config.train
     assert (train.steps, train.seed, train.microbatches, train.save_every) == (1, 2, 3, 4)
     assert config.data.seq_len == 64
-    assert config.data.pack is True
+    assert config.data.pack == "stream"
 
 
 def test_a_flag_that_was_not_given_changes_nothing(tmp_path):
@@ -73,7 +73,7 @@ def test_an_empty_file_and_an_empty_section_mean_the_defaults(tmp_path):
 def test_values_are_written_as_in_yaml():
     config = load("optimizer.lr=2e-5", "data.pack=false", "optimizer.betas=[0.8, 0.95]", "memory.slots=null")
     assert config.optimizer.lr == 2e-5
-    assert config.data.pack is False
+    assert config.data.pack == "none"
     assert config.optimizer.betas == (0.8, 0.95)
     assert config.memory.slots is None
 
@@ -151,7 +151,8 @@ def test_a_key_like_no_other_points_to_the_documentation():
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1: must be below 1, not 1.0"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1: is missing: the list is too short"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas: must hold 2 values, not 3"),
-        ("data.pack=1", "data.pack: must be true or false, not 1"),
+        ("data.pack=1", "data.pack: must be stream, documents or none, not '1'"),
+        ("train.deterministic=1", "train.deterministic: must be true or false, not 1"),
         ("data.glob=''", "data.glob: must not be empty"),
         ("data.path=[3]", "data.path: must be text, not ['3']"),
         ("model.freeze=embed", "model.freeze: must be a list, not 'embed'"),

@@ -438,7 +438,38 @@ def test_padding_is_exact(name: str, side: str, tmp_path: Path):
         batches.append(
             Batch(batch.input_ids * mask, batch.labels.masked_fill(mask == 0, IGNORED), attention_mask=mask)
         )
-    compare(name, tmp_path, batches=batches, train={"microbatches": 2}, data={"pack": False})
+    compare(name, tmp_path, batches=batches, train={"microbatches": 2}, data={"pack": "none"})
+
+
+PACKED_LENGTHS = ((5, 3, 4), (12,), (2, 9, 1), (7, 5))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_neox", "cohere2"]
+)
+def test_documents_in_one_sequence_are_exact_and_train_as_each_by_itself(name: str, tmp_path: Path):
+    batch = make_batches(name, num_steps=1)[0]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKED_LENGTHS])
+    labels = batch.labels.masked_fill(positions == 0, IGNORED)
+    batches = [Batch(batch.input_ids, labels, position_ids=positions)]
+    got = compare(name, tmp_path, batches=batches, train={"microbatches": 2}, data={"pack": "documents"})
+    model, loss = zoo.build(name), 0.0
+    for row, lengths in enumerate(PACKED_LENGTHS):
+        for part_ids, part_labels in zip(
+            batch.input_ids[row].split(lengths), labels[row].split(lengths), strict=True
+        ):
+            one = Batch(part_ids[None], part_labels[None])
+            if one.num_target_tokens:
+                share = one.num_target_tokens / batches[0].num_target_tokens
+                part = model(input_ids=one.input_ids, labels=one.labels).loss * share
+                part.backward()
+                loss += part.item()
+    assert got.losses[0] == pytest.approx(loss, abs=1e-6)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(
+                got.gradients[0][parameter_name], parameter.grad, rtol=1e-5, atol=1e-6, msg=parameter_name
+            )
 
 
 # --- threads ------------------------------------------------------------------------------------------------

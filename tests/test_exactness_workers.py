@@ -71,8 +71,9 @@ def test_a_chunked_loss(tmp_path: Path):
     assert compare("llama", tmp_path, memory=on(3), **sections).chunk_tokens == 5
 
 
-def test_padding_and_masks(tmp_path: Path):
-    config = make_run(tmp_path, memory=on(2), data={"pack": False}, train={"microbatches": 2, "steps": 2})
+@pytest.mark.parametrize("pack", ["none", "documents"])
+def test_padding_and_masks(pack: str, tmp_path: Path):
+    config = make_run(tmp_path, memory=on(2), data={"pack": pack}, train={"microbatches": 2, "steps": 2})
     assert verify(config).equal
 
 

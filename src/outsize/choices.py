@@ -9,6 +9,8 @@ Method = Literal["full", "lora"]
 Home = Literal["auto", "host", "disk"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["auto", ComputeDtype]
+# How documents become sequences.
+Packing = Literal["stream", "documents", "none"]
 Clip = Literal["global", "unit", "none"]
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor"]
 Moments = Literal["fp32", "bf16", "int8"]

@@ -78,7 +78,7 @@ def test_a_step_without_a_single_target_changes_nothing(world: World, reading_mo
         world,
         "masked",
         model={"path": str(reading_model)},
-        data={"path": str(data), "pack": False},
+        data={"path": str(data), "pack": "none"},
         train={"loss": loss},
         optimizer={"lr": 0.1, "weight_decay": 0.5},
     )

@@ -20,7 +20,7 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 def test_what_is_cut_and_how_long_documents_are_is_shown(paths, capsys):
-    assert status_of("data", *paths, "--set", "data.pack=false") == 0
+    assert status_of("data", *paths, "--set", "data.pack=none") == 0
     out = capsys.readouterr().out
     assert "data: format prompt_completion (detected, fields prompt, completion), 1 file" in out
     assert "documents are cut at data.seq_len=32 tokens (the longest has 66)" in out
@@ -31,7 +31,7 @@ def test_what_is_cut_and_how_long_documents_are_is_shown(paths, capsys):
 
 
 def test_the_same_as_an_object(paths, capsys):
-    assert status_of("data", *paths, "--set", "data.pack=false", "--set", "train.epochs=3", "--json") == 0
+    assert status_of("data", *paths, "--set", "data.pack=none", "--set", "train.epochs=3", "--json") == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert found["sources"][0]["num_documents"] == sum(b["num_documents"] for b in found["lengths"]) == 20
@@ -43,5 +43,5 @@ def test_the_same_as_an_object(paths, capsys):
 
 
 def test_nothing_left_to_train_is_refused(paths, capsys):
-    assert status_of("data", *paths, "--seq-len", "3", "--set", "data.pack=false") == 2
+    assert status_of("data", *paths, "--seq-len", "3", "--set", "data.pack=none") == 2
     assert "DataError: no token is trained: what would be is cut off" in capsys.readouterr().err

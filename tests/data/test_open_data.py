@@ -61,10 +61,10 @@ def test_long_documents_in_pieces_lose_nothing(tmp_path, tokenizer, cache_dir):
     path.write_text(text)
     record = write_jsonl(tmp_path / "a.jsonl", [{"text": text}])
     for source in (path, record):
-        with open_small(source, tokenizer, cache_dir, seq_len=200_000, pack=False) as dataset:
+        with open_small(source, tokenizer, cache_dir, seq_len=200_000, pack="none") as dataset:
             assert dataset.detected.num_documents == 1
             batch = dataset.batch(0, 1)
-        assert tokenizer.decode(batch.input_ids[0, : batch.num_tokens]) == text + "<|endoftext|>"
+        assert tokenizer.decode(batch.input_ids[0, : batch.attention_mask.sum()]) == text + "<|endoftext|>"
 
 
 def test_a_directory_is_many_documents_and_broken_files_are_left_out(tmp_path, tokenizer, cache_dir, caplog):
@@ -75,7 +75,7 @@ def test_a_directory_is_many_documents_and_broken_files_are_left_out(tmp_path, t
     (source / "latin.py").write_bytes("é = 1".encode("latin-1"))
     (source / "empty.py").write_text("")
     (source / "image.png").write_bytes(b"\0")
-    with caplog.at_level(logging.WARNING), open_small(source, tokenizer, cache_dir, pack=False) as dataset:
+    with caplog.at_level(logging.WARNING), open_small(source, tokenizer, cache_dir, pack="none") as dataset:
         detected = dataset.detected
         batch = dataset.batch(0, 5)
     assert (detected.num_documents, detected.num_files, detected.num_skipped_files) == (5, 6, 2)
@@ -280,8 +280,8 @@ def test_bin_tokens_tell_their_type_and_continue_over_files(tmp_path, tokenizer,
         assert dataset.detected.fields == (np.dtype(dtype).name,)
         assert all_tokens(dataset) == sorted(map(tuple, tokens.reshape(-1, 16).tolist()))
         assert (dataset.detected.num_files, dataset.detected.num_documents) == (3, None)
-    with pytest.raises(ConfigError, match="pack to true"):
-        open_small(source, tokenizer, cache_dir, pack=False)
+    with pytest.raises(ConfigError, match=r"data.pack: .*set it to stream"):
+        open_small(source, tokenizer, cache_dir, pack="none")
     with pytest.raises(ConfigError, match="holds tokens, not format 'messages'"):
         open_small(source, tokenizer, cache_dir, format="messages")
 
@@ -389,7 +389,7 @@ def test_tables_are_read_by_their_columns(tmp_path, tokenizer, cache_dir):
     found = []
     for name in ("a.csv", "a.tsv", "a.jsonl"):
         how = {} if name == "a.jsonl" else {"columns": columns}
-        with open_small(tmp_path / name, tokenizer, cache_dir, pack=False, **how) as dataset:
+        with open_small(tmp_path / name, tokenizer, cache_dir, pack="none", **how) as dataset:
             found.append(all_tokens(dataset))
             assert dataset.detected.num_trained_tokens < dataset.detected.num_tokens
     assert found[0] == found[1] == found[2]
@@ -451,7 +451,7 @@ def test_the_last_reply_alone_is_trained(tmp_path, make, chatml, marked, cache_d
     tokenizer = make({"chatml": chatml, "marked": marked}[template])
     found = {}
     for train_on in ("replies", "last", "all"):
-        with open_small(path, tokenizer, cache_dir, seq_len=128, pack=False, train_on=train_on) as dataset:
+        with open_small(path, tokenizer, cache_dir, seq_len=128, pack="none", train_on=train_on) as dataset:
             found[train_on] = trained_text(dataset, tokenizer)
     assert "first" in found["replies"]
     assert "second" in found["replies"]
@@ -479,17 +479,17 @@ def test_cut_documents_are_counted_and_nothing_left_is_refused(tmp_path, tokeniz
     long = {"prompt": "the quick brown fox jumps over the lazy dog. " * 20, "completion": "yes"}
     short = {"prompt": "fox", "completion": "yes"}
     path = write_jsonl(tmp_path / "a.jsonl", [long, short, long])
-    with open_small(path, tokenizer, cache_dir, pack=False) as dataset:
+    with open_small(path, tokenizer, cache_dir, pack="none") as dataset:
         kept, text = dataset.kept(), dataset.describe()
         batch = dataset.batch(0, 3)
     assert (kept.num_documents, kept.num_cut, kept.num_untrained) == (3, 2, 2)
-    assert (kept.num_tokens, kept.num_trained) == (batch.num_tokens, batch.num_target_tokens)
+    assert (kept.num_tokens, kept.num_trained) == (batch.attention_mask.sum(), batch.num_target_tokens)
     assert "2 of 3 documents are cut at data.seq_len=16 tokens" in text
     assert f"of what is left {kept.num_trained / kept.num_tokens:.1%} is trained" in text
     assert "2 documents have nothing left to train" in text
     write_jsonl(path, [long])
     with (
-        open_small(path, tokenizer, cache_dir, pack=False) as dataset,
+        open_small(path, tokenizer, cache_dir, pack="none") as dataset,
         pytest.raises(
             DataError, match=r"what would be is cut off. 1 of 1 documents are longer than data.seq_len=16"
         ),
@@ -546,7 +546,7 @@ def test_prompts_and_completions_of_messages_are_masked_as_trl_does(
     ]
     completion = [{"role": "assistant", "content": "trained"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
-    with open_small(path, tokenizer, cache_dir, seq_len=128, pack=False, eos=False) as dataset:
+    with open_small(path, tokenizer, cache_dir, seq_len=128, pack="none", eos=False) as dataset:
         batch = dataset.batch(0, 1)
         assert dataset.detected.format == "prompt_completion"
     opened = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]

@@ -104,7 +104,9 @@ def test_labels_follow_the_mask_and_are_not_shifted():
 
 
 def test_too_little_data_for_one_sequence():
-    with pytest.raises(DataError, match=r"9 tokens, fewer than one sequence of 10.*pack to false"):
+    with pytest.raises(
+        DataError, match=r"9 tokens, fewer than one sequence of 10.*data.pack to documents or none"
+    ):
         packed(9, 10)
 
 
@@ -126,13 +128,13 @@ def test_one_document_per_sequence_is_padded_or_cut(lengths, masked):
         seen.append((int(ids[0]), count))
     starts = [0, *np.cumsum(lengths).tolist()]
     assert sorted(seen) == [(starts[i], min(n, seq_len)) for i, n in enumerate(lengths)]
-    assert batch.num_tokens == sum(min(n, seq_len) for n in lengths)
+    assert batch.attention_mask.sum() == sum(min(n, seq_len) for n in lengths)
 
 
 def test_documents_without_bounds_cannot_be_kept_apart():
     store = MemoryStore([10])
     store.num_documents = None
-    with pytest.raises(ConfigError, match="pack to true"):
+    with pytest.raises(ConfigError, match=r"data.pack: .*set it to stream"):
         OnePerDocument(store, 5, 0)
 
 

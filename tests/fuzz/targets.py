@@ -179,7 +179,7 @@ GOOD_STATE = {
     "model": "somewhere",
     "seed": 3,
     "dtype": "fp32",
-    "data": {"seq_len": 16, "pack": True, "tokens_per_step": 64},
+    "data": {"seq_len": 16, "pack": "stream", "tokens_per_step": 64},
 }
 
 

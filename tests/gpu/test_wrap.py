@@ -9,7 +9,7 @@ import torch
 import outsize
 import zoo
 from devices import DEVICE, TORCH_DEVICE, needs_accelerator
-from wrapped.loops import assert_equal, gradients, resident_backward, wrapped
+from wrapped.loops import assert_equal, gradients, planned_in, resident_backward, wrapped
 
 pytestmark = [
     pytest.mark.cuda,
@@ -19,12 +19,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_losses_and_gradients_on_a_gpu(count: int, home: str):
+@pytest.mark.parametrize(("count", "in_a_round"), [(1, 1), (3, 3), (3, 1)])
+def test_losses_and_gradients_on_a_gpu(count: int, in_a_round: int, home: str):
     where = torch.device(TORCH_DEVICE)
     plain = zoo.build("llama").to(where)
     batch = {name: value.to(where) for name, value in zoo.batch("llama", num_sequences=4).items()}
-    with wrapped(zoo.build("llama"), device=DEVICE, home=home, microbatches=count) as model:
+    settings = {"device": DEVICE, "home": home, "microbatches": count}
+    with planned_in(in_a_round), wrapped(zoo.build("llama"), **settings) as model:
         optimizer = outsize.AdamW(model, lr=1e-3)
         for _ in range(3):
             out = model(**batch)

@@ -104,6 +104,26 @@ def test_what_is_saved_in_the_forward_comes_back_in_either_backward():
         )
 
 
+def test_later_rounds_go_forward_without_a_trace_and_again_with_the_backward():
+    layout = replace(LAYOUT, num_microbatches=3, round_microbatches=2, kept=first_kept((0, 1, 0), 2))
+    validate(build_step(layout), layout)
+    passes = cut_step(layout)
+    compute = {
+        name: "; ".join(str(op) for op in getattr(passes, name) if op.microbatch is not None)
+        for name in ("forward", "following", "backward", "inference")
+    }
+    first = "F 0.0@w0; F 0.1@w0; FK 1.0@w0; F 1.1@w0; F 2.0@w0; F 2.1@w0"
+    assert compute["forward"] == first
+    assert compute["following"] == "F 0.2@w0; F 1.2@w0; F 2.2@w0"
+    assert compute["inference"] == f"{first.replace('FK', 'F')}; {compute['following']}"
+    assert compute["backward"] == (
+        "B 2.0@w0; B 2.1@w0; B 1.0@w0; B 1.1@w0; B 0.0@w0; B 0.1@w0; "
+        "F 0.2@w0; FK 1.2@w0; F 2.2@w0; B 2.2@w0; B 1.2@w0; B 0.2@w0"
+    )
+    assert passes.backward == passes.cold_backward
+    assert not cut_step(LAYOUT).following.ops
+
+
 def test_summing_goes_on_from_gradients_at_home_and_changes_nothing_else():
     backward = cut_step(LAYOUT).backward
     going_on = summing(backward, {1, 3})

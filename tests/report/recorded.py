@@ -139,6 +139,7 @@ def make_run(directory: Path, steps: int = 10, **changes) -> Path:
     told = {
         "below": "host",
         "memory_bytes": {"device": classes, "host": {"home": 56000 * MIB, "buffers": 5000 * MIB}, "disk": {}},
+        "round_microbatches": 2,
         "program": ["LOAD 0@w0.0"] * 40,
     }
     (directory / "plan.json").write_text(json.dumps(told))

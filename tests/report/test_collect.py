@@ -154,4 +154,24 @@ def test_what_json_cannot_say_is_null():
 
 
 def test_an_empty_timeline_is_none():
-    assert collecting._timeline(Timeline(()), {}) is None
+    assert collecting._timeline(Timeline(()), {}, {}) is None
+
+
+def test_a_timeline_tells_where_each_round_begins():
+    """With the first forward of any unit for one of its microbatches, whichever worker runs it."""
+    ops = (
+        "LOAD 0@w0.0",
+        "F 0.0@w0",
+        "FK 0.1@w1",
+        "FB 1.0@w0",
+        "B 0.0@w0",
+        "F 0.2@w1",
+        "F 0.3@w0",
+        "SUM 1@w0.0",
+    )
+    events = (
+        Event(lane="compute:w0", op=op, start_s=float(at), end_s=at + 1.0) for at, op in enumerate(ops, 1)
+    )
+    shown = Timeline(tuple(events))
+    assert collecting._timeline(shown, {}, {"round_microbatches": 2})["rounds"] == [1e6, 5e6]
+    assert collecting._timeline(shown, {}, {})["rounds"] == []

@@ -63,7 +63,7 @@ def test_the_data_goes_on_over_the_end_of_an_epoch(done: int, tmp_path: Path) ->
     [
         ("train", "tokens_per_step", 128),
         ("data", "seq_len", 32),
-        ("data", "pack", False),
+        ("data", "pack", "none"),
     ],
 )
 def test_other_sequences_or_steps_are_refused(section: str, key: str, value: object, tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ GOOD: dict[str, Any] = {
     "model": "m",
     "seed": 3,
     "dtype": "fp32",
-    "data": {"seq_len": 16, "pack": True, "tokens_per_step": 64},
+    "data": {"seq_len": 16, "pack": "stream", "tokens_per_step": 64},
 }
 
 
 def test_what_a_run_writes_is_taken():
     check_kinds(GOOD)
     check_kinds({**GOOD, "loss": 2.5, "more": "of it"})
+    check_kinds({**GOOD, "data": {**GOOD["data"], "pack": True}})  # of before there were three
 
 
 @pytest.mark.parametrize("key", GOOD)

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import outsize
+from outsize.wrapped import wrap_planning
 from reference import num_targets
 
 ROOM = {"device": "cpu", "device_memory": "1GiB", "host_memory": "1GiB", "disk_memory": "1GiB"}
@@ -23,6 +26,19 @@ def wrapped(model: nn.Module, **settings: Any) -> Iterator[nn.Module]:
     finally:
         if type(model).__mro__[1].__name__ == "Wrapped":
             outsize.unwrap(model)
+
+
+@contextmanager
+def planned_in(size: int) -> Iterator[None]:
+    """Have calls planned in rounds of ``size`` microbatches, whatever fits."""
+    make = wrap_planning.plan_with_heap
+
+    def made(split: Any, machine: Any, measured: Any, options: Any, held: int) -> Any:
+        return make(split, machine, measured, replace(options, round_microbatches=size), held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrap_planning, "plan_with_heap", made)
+        yield
 
 
 def parts_of(batch: Inputs, count: int) -> list[dict[str, Tensor]]:

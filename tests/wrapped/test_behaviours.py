@@ -122,6 +122,17 @@ def test_uneven_microbatches_give_the_mean_of_the_full_batch():
     assert_equal(gradients(same), gradients(plain), 1e-5)
 
 
+def test_how_microbatches_weigh_is_known_from_rows_without_a_target_too():
+    """The first call has ignored labels where the trial looks; the next one has targets of any number."""
+    first, other = zoo.batch("llama", seed=5, num_sequences=4), zoo.batch("llama", seed=2, num_sequences=4)
+    first["labels"][:2] = IGNORED
+    other["labels"][0] = other["input_ids"][0]
+    other["labels"][2:, :6] = IGNORED
+    with wrapped(zoo.build("llama"), microbatches=2) as model:
+        for one in (first, other):
+            assert torch.equal(streamed_backward(model, one), resident_backward(zoo.build("llama"), one, 2))
+
+
 class Breaking(Odd):
     """Raises in the forward of a block when told to."""
 

@@ -51,18 +51,33 @@ def test_gradients_are_dealt_out_to_the_graphs_of_the_microbatches():
     outputs = [{"loss": (leaf * 2).sum(), "logits": leaf * 3} for leaf in leaves]
     joined = join(outputs, (2, 1), (1.5, 3.0))
     roots = joined.roots([torch.tensor(3.0), torch.arange(6.0).view(3, 2)])
-    for edges, gradients in roots.values():
+    for edges, gradients in roots.waiting().values():
         torch.autograd.backward(edges, gradients)
     assert leaves[0].grad.tolist() == [[4.0, 7.0], [10.0, 13.0]]  # 2 × 3 / 1.5 + 3 × (0, 1, 2, 3)
     assert leaves[1].grad.tolist() == [[14.0, 17.0]]
-    assert joined.roots([None, None]) == {}
+    assert joined.roots([None, None]).waiting() == {}
 
 
 def test_a_microbatch_that_weighs_nothing_gets_no_gradient():
     losses = [torch.tensor(1.0, requires_grad=True) * 1, torch.tensor(float("nan"), requires_grad=True) * 1]
     joined = join([{"loss": loss} for loss in losses], (1, 1), (1.0, float("inf")))
     assert joined.build({})["loss"] == 1.0
-    assert set(joined.roots([torch.tensor(1.0)])) == {0}
+    assert set(joined.roots([torch.tensor(1.0)]).waiting()) == {0}
+
+
+def test_a_microbatch_whose_forward_runs_again_brings_its_graph_then():
+    leaves = [torch.ones(1, 2, requires_grad=True) for _ in range(2)]
+    outputs = [{"logits": leaf * 3} for leaf in leaves]
+    joined = Joined((1, 1), (1.0, 1.0))
+    for again, output in enumerate(outputs):
+        joined.add(output, again=bool(again))
+    joined.end(lambda value: None)
+    assert joined.differentiable == [0]
+    roots = joined.roots([torch.arange(4.0).view(2, 2)])
+    assert set(roots.waiting()) == {0}
+    torch.autograd.backward(*roots.again(1, {"logits": leaves[1] * 5}))
+    assert leaves[0].grad is None
+    assert leaves[1].grad.tolist() == [[10.0, 15.0]]
 
 
 def test_outputs_of_another_form_are_refused():

@@ -31,9 +31,10 @@ def test_room_for_a_loss_of_one_s_own_will_do_for_that_of_the_model():
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_outputs_held_between_forward_and_backward(count: int):
     """Of one microbatch they are in the workspace of the head, as in a step of the trainer."""
-    assert held_copies(count, scored=True, in_fp32=True) == 2 * (count - 1)
-    assert held_copies(count, scored=True, in_fp32=False) == 3 * (count - 1)
-    assert held_copies(count, scored=False, in_fp32=True) == 3 * count
+    assert held_copies(count, count, scored=True, in_fp32=True) == 2 * (count - 1)
+    assert held_copies(count, count, scored=True, in_fp32=False) == 3 * (count - 1)
+    assert held_copies(count, 1, scored=True, in_fp32=False) == count - 1
+    assert held_copies(count, 1, scored=False, in_fp32=True) == 3 * count
 
 
 def test_a_call_without_labels_is_planned_with_more_room():

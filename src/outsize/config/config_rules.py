@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters, _evaluation)
+    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters, _evaluation, _packing)
     return [line for rule in rules for line in rule(config)]
 
 
@@ -98,5 +98,15 @@ def _masters(config: "Config") -> list[str]:
     if config.optimizer.masters == "split" and config.model.dtype in ("fp32", "fp16"):
         return [
             f"optimizer.masters: only those of bf16 weights can be split, not {config.model.dtype}; leave it auto"
+        ]
+    return []
+
+
+def _packing(config: "Config") -> list[str]:
+    """FlashAttention reads borders off positions only where a microbatch is one sequence, and takes no mask."""
+    if config.data.pack == "documents" and config.model.attention == "flash_attention_2":
+        return [
+            "data.pack: documents are kept apart by a mask, and flash_attention_2 takes none; try "
+            "model.attention: sdpa, or data.pack: none"
         ]
     return []

@@ -1,10 +1,16 @@
 """Section data: what it is trained on."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from outsize.choices import Packing
 from outsize.config.section import PathText, Section
+
+
+def packing_of(value: Any) -> Any:
+    """Return the word for what was ``true`` or ``false`` before there were three ways to lay documents out."""
+    return {"true": "stream", "false": "none"}.get(str(value).lower(), value)
 
 
 class SourceConfig(Section):
@@ -61,16 +67,17 @@ class DataConfig(SourceConfig):
         description="Further sources, each with the keys of this section from path to weight, and their defaults.",
     )
     seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
-    pack: bool = Field(
-        default=True,
-        description="Whether documents are laid end to end so that sequences hold no padding; "
-        "otherwise one document makes one sequence, padded, and what is longer is cut.",
+    pack: Annotated[Packing, BeforeValidator(packing_of)] = Field(
+        default="stream",
+        description="How documents become sequences. stream: end to end, cut every seq_len tokens, and tokens attend "
+        "across documents; documents: as many whole ones as a sequence has room for, attention stops at each border "
+        "and positions begin anew; none: one document makes one sequence, padded, and what is longer is cut.",
     )
     prefetch: int = Field(
         default=2,
         ge=1,
         description="Batches that are ready, or in the making, ahead of the step that needs them; a token of each "
-        "takes 16 bytes of host memory, 24 with padding, which no budget counts.",
+        "takes 16 bytes of host memory, 24 with padding or several documents to a sequence, which no budget counts.",
     )
     workers: int = Field(
         default=1,

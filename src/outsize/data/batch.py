@@ -1,8 +1,9 @@
 """The batch: what one optimizer step trains on, and how it is cut into microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -21,23 +22,32 @@ class Batch:
             ``t`` is token ``t``, and a Hugging Face model shifts inside.
         attention_mask: int64 ``[num_sequences, seq_len]``, 1 for tokens and 0 for padding; ``None`` where
             nothing is padded.
+        position_ids: int64 ``[num_sequences, seq_len]``, 0 where a document begins, which tells a model to keep the
+            documents of a sequence apart; ``None`` where positions go on over the whole sequence.
         whole: the batch of all ranks that this is one rank's share of; ``None`` where one process trains all of it.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
     whole: "Batch | None" = None
+
+    @classmethod
+    def made_of(cls, tensors: Mapping[str, Any]) -> "Batch":
+        """Return the batch whose `inputs` are ``tensors``."""
+        return cls(**tensors)
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences."""
         return self.input_ids.shape[0]
 
-    @cached_property
-    def num_tokens(self) -> int:
-        """Number of tokens that are not padding."""
-        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The tensors that there are, by name: the keyword arguments of a model's forward."""
+        names = ("input_ids", "labels", "attention_mask", "position_ids")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @cached_property
     def num_target_tokens(self) -> int:
@@ -57,24 +67,19 @@ class Batch:
                 f"cannot cut {self.num_sequences} sequences into {num_microbatches} microbatches; "
                 "lower the number of microbatches, or raise the tokens per step"
             )
-        masks: Sequence[torch.Tensor | None] = [None] * num_microbatches
-        if self.attention_mask is not None:
-            masks = self.attention_mask.tensor_split(num_microbatches)
-        ids = self.input_ids.tensor_split(num_microbatches)
-        labels = self.labels.tensor_split(num_microbatches)
-        return [Batch(*parts) for parts in zip(ids, labels, masks, strict=True)]
+        cut = {name: tensor.tensor_split(num_microbatches) for name, tensor in self.inputs.items()}
+        return [
+            Batch.made_of({name: parts[i] for name, parts in cut.items()}) for i in range(num_microbatches)
+        ]
 
     def pinned(self) -> "Batch":
         """Return the same batch in pinned memory, from where a copy to the accelerator goes on by itself.
 
         torch keeps pinned memory for the next batch, and waits with that for copies that are under way.
         """
-        mask = self.attention_mask
         return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            attention_mask=None if mask is None else mask.pin_memory(),
+            Batch.made_of({name: tensor.pin_memory() for name, tensor in self.inputs.items()}),
+            whole=self.whole,
         )
 
     def share(self, rank: int, size: int) -> "Batch":

@@ -62,6 +62,8 @@ class Mixed:
             longest=max(part.longest for part in parts),
             num_tokens=sum(part.num_tokens for part in parts),
             num_trained=sum(part.num_trained for part in parts),
+            num_padding=sum(part.num_padding for part in parts),
+            num_saved=sum(part.num_saved for part in parts),
         )
 
     def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -77,11 +79,11 @@ class Mixed:
 def _joined(parts: Sequence[tuple[NDArray[np.int64], Batch]]) -> Batch:
     """Return one batch of rows that several batches hold."""
     order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in parts])))
-    masks = [batch.attention_mask for _, batch in parts]
-    ids, labels = (torch.cat([getattr(b, name) for _, b in parts])[order] for name in ("input_ids", "labels"))
     # Sources are all laid out alike, so that either every one has a mask or none.
-    mask = None if None in masks else torch.cat([m for m in masks if m is not None])[order]
-    return Batch(ids, labels, mask)
+    names = parts[0][1].inputs
+    return Batch.made_of(
+        {name: torch.cat([batch.inputs[name] for _, batch in parts])[order] for name in names}
+    )
 
 
 class HeldPart:

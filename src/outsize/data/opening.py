@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from outsize.choices import Packing
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
+from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
@@ -52,7 +54,7 @@ def open_data(
     seq_len: int,
     cache_dir: str | Path,
     seed: int = 0,
-    pack: bool = True,
+    pack: Packing = "stream",
     eos: bool = True,
     template: str | None = None,
     limits: ModelLimits = ModelLimits(),
@@ -67,7 +69,8 @@ def open_data(
         seq_len: tokens per sequence.
         cache_dir: where tokenised data is kept, one directory per source, tokenizer and options.
         seed: of the order of sequences.
-        pack: fill sequences with consecutive documents; else one document per sequence, cut or padded.
+        pack: how documents become sequences: ``stream``, end to end; ``documents``, several whole ones kept apart; or
+            ``none``, one per sequence, cut or padded.
         eos: end documents with the EOS token.
         template: of conversations, see `ChatTemplate`.
         limits: what the model takes.
@@ -89,17 +92,24 @@ def open_data(
             store, detected = making.open(corpus)
             unless_used.callback(store.close)
             _check_ids(detected, limits.vocab_size)
-            layout: PackedLayout = (
-                Packed(store, seq_len, detected.num_trained_tokens)
-                if pack
-                else OnePerDocument(store, seq_len, _pad_id(tokenizer))
-            )
+            layout = _laid_out(store, pack, seq_len, detected.num_trained_tokens, _pad_id(tokenizer))
             layouts.append(_part_of(layout, corpus, seed))
             found.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
         whole = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
         unless_used.pop_all()
         return PackedDataset(whole, found, seq_len=seq_len, seed=seed)
+
+
+def _laid_out(
+    store: TokenStore, pack: Packing, seq_len: int, num_trained: int | None, pad_id: int
+) -> PackedLayout:
+    """Return the sequences that documents become."""
+    if pack == "stream":
+        return Packed(store, seq_len, num_trained)
+    kinds: dict[str, type[DocumentPacks] | type[OnePerDocument]]
+    kinds = {"documents": DocumentPacks, "none": OnePerDocument}
+    return kinds[pack](store, seq_len, pad_id)
 
 
 def _part_of(layout: PackedLayout, corpus: Corpus, seed: int) -> PackedLayout:

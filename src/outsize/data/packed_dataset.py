@@ -69,7 +69,7 @@ class Packed:
         if not self.num_sequences:
             raise DataError(
                 f"the data set holds {store.num_tokens} tokens, fewer than one sequence of {seq_len}; "
-                "use more data, lower seq_len, or set pack to false"
+                "use more data, lower data.seq_len, or set data.pack to documents or none"
             )
 
     def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
@@ -103,41 +103,69 @@ class Packed:
         self._store.close()
 
 
-class OnePerDocument:
-    """One document per sequence, cut at ``seq_len`` tokens, or padded on the right and masked."""
+class DocumentLayout:
+    """What layouts share whose documents do not go on from one sequence to the next.
 
-    def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
+    Args:
+        store: the tokens, with bounds of documents.
+        seq_len: tokens of a sequence.
+        pad_id: fills what stays empty of a sequence.
+        cut_at: tokens at which a document loses its end; None where none does.
+
+    Raises:
+        ConfigError: the tokens have no bounds of documents.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int, pad_id: int, cut_at: int | None) -> None:
         if store.num_documents is None:
-            raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
+            raise ConfigError("data.pack: pre-tokenised data has no document bounds; set it to stream")
         self._store = store
         self._seq_len = seq_len
         self._pad_id = pad_id
+        self._cut_at = cut_at
+
+    def _empty(self, num_sequences: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return ids and labels of sequences that hold nothing but padding."""
+        shape = num_sequences, self._seq_len
+        return np.full(shape, self._pad_id, np.int64), np.full(shape, IGNORED, np.int64)
+
+    def _put(self, ids: NDArray[np.int64], labels: NDArray[np.int64], start: int) -> None:
+        """Set ``ids`` and ``labels`` to the tokens from ``start`` on."""
+        ids[:] = self._store.read(start, len(ids))
+        trained = self._store.read_trained(start, len(ids))
+        labels[:] = ids if trained is None else np.where(trained, ids, IGNORED)
+
+    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield lengths of documents and the targets that they keep."""
+        return kept_documents(self._store, self._cut_at)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._store.close()
+
+
+class OnePerDocument(DocumentLayout):
+    """One document per sequence, cut at ``seq_len`` tokens, or padded on the right and masked."""
+
+    def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
+        super().__init__(store, seq_len, pad_id, cut_at=seq_len)
+        assert store.num_documents is not None
         self.num_sequences = store.num_documents
 
     def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
         """Return the sequences of these numbers, the same in every epoch."""
-        shape = len(indices), self._seq_len
-        ids, labels = np.full(shape, self._pad_id, np.int64), np.full(shape, IGNORED, np.int64)
-        mask = np.zeros(shape, np.int64)
+        ids, labels = self._empty(len(indices))
+        mask = np.zeros_like(ids)
         for row, index in enumerate(indices.tolist()):
             start, end = self._store.document_range(index)
             count = min(end - start, self._seq_len)
-            ids[row, :count] = self._store.read(start, count)
-            labels[row, :count] = _labels(ids[row, :count], self._store.read_trained(start, count))
+            self._put(ids[row, :count], labels[row, :count], start)
             mask[row, :count] = 1
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(mask))
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: what is not cut off."""
         return survey_cut(self._store, self._seq_len)
-
-    def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield lengths of documents and the targets that they keep."""
-        return kept_documents(self._store, self._seq_len)
-
-    def close(self) -> None:
-        """Give the files back."""
-        self._store.close()
 
 
 class PackedDataset:
@@ -255,7 +283,3 @@ class PackedDataset:
             here = blocks == number
             permuted[here] = known[2][positions[here] - number * _BLOCK]
         return permuted
-
-
-def _labels(ids: NDArray[np.int64], trained: NDArray[np.bool_] | None) -> NDArray[np.int64]:
-    return ids if trained is None else np.where(trained, ids, IGNORED)

@@ -27,6 +27,8 @@ class KeptTokens:
         longest: tokens of the longest document.
         num_tokens: tokens that are left.
         num_trained: of these, targets.
+        num_padding: tokens of padding beside them.
+        num_saved: tokens of padding that there would be more if each document had a sequence of its own.
     """
 
     num_documents: int | None = None
@@ -35,9 +37,24 @@ class KeptTokens:
     longest: int = 0
     num_tokens: int
     num_trained: int
+    num_padding: int = 0
+    num_saved: int = 0
 
     def lines(self, seq_len: int) -> list[str]:
-        """Return what to tell people: nothing where no document loses its end."""
+        """Return what to tell people: nothing where no document loses its end, and nothing is padded."""
+        return [*self._padding(), *self._cut(seq_len)]
+
+    def _padding(self) -> list[str]:
+        """Say what share of sequences is padding, and what share would be with a sequence for each document."""
+        num_all = self.num_tokens + self.num_padding
+        padding = f"{self.num_padding / max(1, num_all):.1%} of the sequences is padding"
+        if not self.num_saved:
+            return [padding] if self.num_padding else []
+        alone = (self.num_padding + self.num_saved) / (num_all + self.num_saved)
+        return [f"{padding}; with a sequence for each document it would be {alone:.1%}"]
+
+    def _cut(self, seq_len: int) -> list[str]:
+        """Say how many documents lose their end, and what is left of them."""
         if not self.num_cut:
             return []
         share = self.num_trained / max(1, self.num_tokens)
@@ -61,7 +78,8 @@ class KeptTokens:
             raise DataError(
                 f"no token is trained: what would be is cut off. {self.num_cut:,} of {self.num_documents:,} documents "
                 f"are longer than data.seq_len={seq_len} tokens; raise data.seq_len (the longest has "
-                f"{self.longest:,}), or set data.pack to true"
+                f"{self.longest:,}), or set data.pack to "
+                "stream or documents"
             )
         raise DataError("no token is trained: the sequences hold no token that the loss would be a mean over")
 
@@ -77,18 +95,35 @@ def kept_documents(
         store: with bounds of documents.
         seq_len: tokens at which a document is cut; None cuts none.
     """
+    for starts, lengths in _documents(store):
+        kept = lengths if seq_len is None else np.minimum(lengths, seq_len)
+        yield lengths, targets_of(store, starts, kept)
+
+
+def document_parts(store: TokenStore, seq_len: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield, for blocks of documents in order, where parts of at most ``seq_len`` tokens begin, and their lengths."""
+    for starts, lengths in _documents(store):
+        counts = -(-lengths // seq_len)
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        before = numbers * seq_len
+        yield np.repeat(starts, counts) + before, np.minimum(np.repeat(lengths, counts) - before, seq_len)
+
+
+def _documents(store: TokenStore) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield, for blocks of documents in order, where they begin, and their lengths."""
     assert store.num_documents is not None
     begin = 0
     for first in range(0, store.num_documents, _DOCUMENTS):
         ends = store.document_ends(first, min(_DOCUMENTS, store.num_documents - first))
         lengths = np.diff(ends, prepend=begin)
-        kept = lengths if seq_len is None else np.minimum(lengths, seq_len)
-        yield lengths, _trained(store, ends - lengths, kept)
+        yield ends - lengths, lengths
         begin = int(ends[-1])
 
 
-def _trained(store: TokenStore, starts: NDArray[np.int64], kept: NDArray[np.int64]) -> NDArray[np.int64]:
+def targets_of(store: TokenStore, starts: NDArray[np.int64], kept: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many targets there are from the second to the last token of each part of the store."""
+    if not len(starts):
+        return starts
     begin, end = int(starts[0]), int(starts[-1] + kept[-1])
     if store.read_trained(0, 0) is None:
         return np.maximum(kept - 1, 0)
@@ -148,4 +183,5 @@ def survey_cut(store: TokenStore, seq_len: int) -> KeptTokens:
         longest=longest,
         num_tokens=num_tokens,
         num_trained=num_trained,
+        num_padding=(store.num_documents or 0) * seq_len - num_tokens,
     )

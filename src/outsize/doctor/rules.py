@@ -507,7 +507,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=run_rules.fragmented,
         causes=("microbatches of changing length", "buffers that other code takes and frees between steps"),
-        fix="CUDA: PYTORCH_ALLOC_CONF=expandable_segments:True; data.pack: true, so that all microbatches are as long",
+        fix="CUDA: PYTORCH_ALLOC_CONF=expandable_segments:True; data.pack: stream, so that microbatches are as long",
         verify="device_bytes in heartbeat.jsonl",
     ),
     Rule(

@@ -14,7 +14,7 @@ from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import RunRecord, read_mapping, record_of
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Timeline
-from outsize.planner.simulate.unit_latency import unit_latencies
+from outsize.planner.simulate.unit_latency import round_starts, unit_latencies
 from outsize.reporting import series
 from outsize.reporting.chrome import lane_order
 from outsize.reporting.downsample import MOST_BUCKETS
@@ -63,7 +63,7 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         if recorded is None
         else asdict(examine(Facts(recorded=recorded))),
         "prediction": read_mapping(directory / "prediction.json"),
-        "timeline": _timeline(read_timeline(directory / "timeline.json"), about),
+        "timeline": _timeline(read_timeline(directory / "timeline.json"), about, plan),
         "downsampled": len(history.steps) > 2 * MOST_BUCKETS,
     }
 
@@ -147,8 +147,10 @@ def _waits(recorded: RunRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Lanes and ops, compact: ``[lane, start us, length us, text, waited us, waited for]``."""
+def _timeline(
+    timeline: Timeline | None, about: Mapping[str, Any], plan: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Lanes and ops, compact: ``[lane, start us, length us, text, waited us, waited for]``; and where rounds begin."""
     if timeline is None or not timeline.events:
         return None
     events = sorted(timeline.events, key=lambda event: event.start_s - event.end_s)[:MOST_OPS]
@@ -159,6 +161,8 @@ def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, 
     for text in (text for event in events for text in (event.op, event.waited_for)):
         texts.setdefault(text, len(texts))
     rows = {lane: row for row, lane in enumerate(lanes)}
+    size = plan.get("round_microbatches")
+    starts = round_starts(timeline.events, size) if size else []
     return {
         "lanes": lanes,
         "busy": [series.rounded(timeline.busy_s(lane)) for lane in lanes],
@@ -174,6 +178,7 @@ def _timeline(timeline: Timeline | None, about: Mapping[str, Any]) -> dict[str, 
             ]
             for e in events
         ],
+        "rounds": [round((start_s - timeline.start_s) * 1e6, 1) for start_s in starts],
         "span_s": timeline.span_s,
         "left_out": len(timeline.events) - len(events),
         "units": units,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
+from outsize.config.data_section import packing_of
 from outsize.errors import CheckpointError, ConfigError
 from outsize.runtime.ops.context import StepContext
 from outsize.session.loss_scale import LossScale
@@ -112,7 +113,7 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("optimizer.momentum", *(_momentum(found) for found in (state, _optimizer(config)))),
         ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
-        ("data.pack", data["pack"], config.data.pack),
+        ("data.pack", packing_of(data["pack"]), config.data.pack),
         ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
     )
     for key, former, given in settings:

@@ -41,7 +41,7 @@ def _is_map(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    if not _is_map(value) or not isinstance(value.get("pack"), bool):
+    if not _is_map(value) or not isinstance(value.get("pack"), str | bool):
         return False
     return _counts(value.get("seq_len")) and _counts(value.get("tokens_per_step"))
 

@@ -10,7 +10,7 @@ from outsize.optim.lr_schedule import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import Microbatch
-from outsize.session.job.model_inputs import model_inputs, num_targets
+from outsize.session.job.model_inputs import num_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Mic
     total = num_targets(batch.whole or batch, shifted)
     return tuple(
         Microbatch(
-            inputs=model_inputs(part),
+            inputs=part.inputs,
             divisor=total / targets if targets else float("inf"),
             targets=max(total, 1),
         )

@@ -38,7 +38,7 @@ from outsize.group.group import Group
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import loss_of
-from outsize.session.job.model_inputs import model_inputs, num_targets
+from outsize.session.job.model_inputs import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of
 from outsize.session.job.prepare import Job, check_shares
 from outsize.session.run_state import Position
@@ -351,9 +351,7 @@ class DataParallelTrainer:
     def _loss(self, part: Batch, total: int) -> Tensor:
         """Return the sum of the losses of a microbatch over ``total`` targets."""
         targets = num_targets(part, self.prepared.measured.shifted)
-        given = {
-            name: value.to(self._device, non_blocking=True) for name, value in model_inputs(part).items()
-        }
+        given = {name: value.to(self._device, non_blocking=True) for name, value in part.inputs.items()}
         if not targets:  # a mean over nothing is NaN; all ranks have to send what is zero here
             given["labels"] = given["input_ids"]
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.prepared.dtype == "bf16"):

@@ -27,7 +27,7 @@ from outsize.runtime.forward.microbatch import loss_of
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.frozen_encoding import Decoded
 from outsize.session.job.job_options import clip_of
-from outsize.session.job.model_inputs import model_inputs, num_targets
+from outsize.session.job.model_inputs import num_targets
 from outsize.session.job.optimizer_layout import layout_for, max_norm_of
 from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
@@ -100,7 +100,7 @@ class ResidentTrainer:
         own_targets = num_targets(part, self._shifted)
         if not own_targets:  # a mean over nothing is NaN, and weighs nothing
             return 0.0
-        given = {name: value.to(self._device) for name, value in model_inputs(part).items()}
+        given = {name: value.to(self._device) for name, value in part.inputs.items()}
         with seeding(self._split, self._config.train.seed, number, index):
             if self._chunk_tokens is None:
                 loss = loss_of(self._model(**given)) / (targets / own_targets / scale)

@@ -7,12 +7,13 @@ Tensors are joined leaf by leaf, as soon as each microbatch has them, so that lo
   concatenated, in the order of the batch;
 * anything else: kept where all microbatches returned the same, else None (a cache of keys and values, say).
 
-With one microbatch everything is returned as it is. Of graphs only the edges are kept, not the tensors of microbatches.
+With one microbatch everything is returned as it is. Of graphs only the edges are kept, not the tensors of microbatches;
+and not even these where the backward runs the forward of a microbatch again.
 """
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
 
-Roots = dict[int, tuple[list[Any], list[Tensor]]]
+# Where the backward of a microbatch begins: edges of its graph, and their gradients.
+MicrobatchRoots = tuple[list[Any], list[Tensor]]
 
 
 class _Leaf:
     """A leaf of the output: its value for each microbatch, without history, and where its graphs begin.
 
     Attributes:
-        edges: by microbatch; None where there is no history.
+        edges: by microbatch; None where there is no history, or its forward is run again.
         tracked: whether a gradient of the joined value has somewhere to go.
     """
 
@@ -40,12 +42,14 @@ class _Leaf:
         )
         self._lengths: list[int] | None = None
         self.edges: list[Any] = []
+        self._differs = False
         self.tracked = False
 
-    def add(self, value: Any) -> None:
-        """Take the value of the next microbatch."""
-        tracked = isinstance(value, Tensor) and value.requires_grad
-        self.edges.append(torch.autograd.graph.get_gradient_edge(value) if tracked else None)
+    def add(self, value: Any, *, again: bool) -> None:
+        """Take the value of the next microbatch, whose forward may be run ``again``."""
+        edge = _edge_of(value)
+        self._differs = self._differs or edge is not None
+        self.edges.append(None if again else edge)
         value = value.detach() if isinstance(value, Tensor) else value
         if not self._values:
             self._room = self._make_room(value)
@@ -64,14 +68,14 @@ class _Leaf:
         if room is not None or len(values) == 1:
             has_rows = isinstance(first, Tensor) and first.dim() > 0
             self._lengths = [len(value) for value in values] if has_rows else None
-            self.tracked = any(edge is not None for edge in self.edges)
+            self.tracked = self._differs
             return first if room is None else room
         if not all(isinstance(value, Tensor) for value in values):
             return first if all(_same(value, first) for value in values) else None
         if first.dim():
             alike = (value.shape == first.shape and torch.equal(value, first) for value in values)
             return first if all(alike) else None
-        self.tracked = any(edge is not None for edge in self.edges)
+        self.tracked = self._differs
         shares = [v / divisor for v, divisor in zip(values, divisors, strict=True) if not math.isinf(divisor)]
         return _sum(shares) if first.is_floating_point() else first
 
@@ -114,13 +118,13 @@ class Joined:
         self._tracked: dict[int, _Leaf] = {}
         self.leaves: list[Any] = []
 
-    def add(self, output: Any) -> None:
-        """Take what the model returned for the next microbatch.
+    def add(self, output: Any, *, again: bool = False) -> None:
+        """Take what the model returned for the next microbatch, whose forward may be run ``again`` for its backward.
 
         Raises:
             ModelError: it has another form than that of the one before.
         """
-        leaves, structure = pytree.tree_flatten(vars(output) if _is_namespace(output) else output)
+        leaves, structure = _flat(output)
         if self._structure is None:
             self._namespace = _shell(output) if _is_namespace(output) else None
             self._structure = structure
@@ -130,7 +134,7 @@ class Joined:
                 "the model returned outputs of another form for each microbatch; set microbatches=1"
             )
         for column, leaf in zip(self._columns, leaves, strict=True):
-            column.add(leaf)
+            column.add(leaf, again=again)
 
     def end(self, take: Callable[[Any], None]) -> None:
         """Join what all microbatches have.
@@ -161,19 +165,56 @@ class Joined:
         """Keep only what `roots` needs."""
         self.leaves.clear()
 
-    def roots(self, gradients: Sequence[Tensor | None]) -> Roots:
-        """Return for each microbatch the roots of its graph and their gradients, from gradients of `differentiable`."""
-        roots: Roots = {}
-        for leaf, gradient in zip(self._tracked.values(), gradients, strict=True):
-            if gradient is None:
-                continue
-            parts = leaf.deal(gradient, self._divisors)
-            for microbatch, (edge, part) in enumerate(zip(leaf.edges, parts, strict=True)):
-                if edge is not None and part is not None:
-                    edges, values = roots.setdefault(microbatch, ([], []))
-                    edges.append(edge)
-                    values.append(part)
-        return roots
+    def roots(self, gradients: Sequence[Tensor | None]) -> "Roots":
+        """Return where backwards begin, from gradients of `differentiable`."""
+        dealt = {
+            position: leaf.deal(gradient, self._divisors)
+            for (position, leaf), gradient in zip(self._tracked.items(), gradients, strict=True)
+            if gradient is not None
+        }
+        return Roots(dealt, {position: leaf.edges for position, leaf in self._tracked.items()})
+
+
+class Roots:
+    """Where the backwards of microbatches begin.
+
+    Args:
+        dealt: gradients of each differentiable leaf of the output, by microbatch.
+        edges: of the same leaves where graphs wait for their backward, else None.
+    """
+
+    def __init__(
+        self, dealt: Mapping[int, Sequence[Tensor | None]], edges: Mapping[int, Sequence[Any]]
+    ) -> None:
+        self._dealt = dealt
+        self._edges = edges
+
+    def waiting(self) -> dict[int, MicrobatchRoots]:
+        """Return those of microbatches whose graph waits."""
+        count = max((len(edges) for edges in self._edges.values()), default=0)
+        found = {m: self._of(m, {p: edges[m] for p, edges in self._edges.items()}) for m in range(count)}
+        return {microbatch: roots for microbatch, roots in found.items() if roots[0]}
+
+    def again(self, microbatch: int, output: Any) -> MicrobatchRoots:
+        """Return those of a microbatch for which the model has returned ``output`` once more."""
+        leaves, _ = _flat(output)
+        return self._of(microbatch, {position: _edge_of(leaves[position]) for position in self._dealt})
+
+    def _of(self, microbatch: int, edges: Mapping[int, Any]) -> MicrobatchRoots:
+        pairs = [(edges[position], parts[microbatch]) for position, parts in self._dealt.items()]
+        found = [(edge, part) for edge, part in pairs if edge is not None and part is not None]
+        return [edge for edge, _ in found], [part for _, part in found]
+
+
+def _flat(output: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of what a model returned, and how they hang together."""
+    return pytree.tree_flatten(vars(output) if _is_namespace(output) else output)
+
+
+def _edge_of(value: Any) -> Any:
+    """Return where the graph of a leaf begins; None where it has no history."""
+    tracked = isinstance(value, Tensor) and value.requires_grad
+    return torch.autograd.graph.get_gradient_edge(value) if tracked else None
 
 
 def _is_namespace(output: Any) -> bool:

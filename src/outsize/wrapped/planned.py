@@ -24,7 +24,7 @@ from outsize.model.split import Split, split
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.memory.memory_table import home_bytes
-from outsize.planner.passes.step_parts import Passes, cut_step
+from outsize.planner.passes.step_parts import Passes, cut_step, lean
 from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
@@ -34,6 +34,7 @@ from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.plan_scratch import extent_bytes
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.context import slots_used
+from outsize.runtime.ops.gradient_ops import count_times_home
 from outsize.runtime.ops.handover_ops import FetchCounts, count_fetches
 from outsize.runtime.trial.measured import Measured
 from outsize.session.frozen_encoding import summary
@@ -50,14 +51,28 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Programs:
-    """The passes for a number of microbatches, where each op finds its units, and how often inputs are fetched."""
+class Programs:
+    """The passes for a number of microbatches, where each op finds its units, and how often what moves.
+
+    Attributes:
+        passes: of a step.
+        in_a_round: microbatches of the first round.
+        warm_slots: of a forward, and the backward behind it.
+        cold_slots: of a backward that comes later.
+        following_slots: of the forward of later rounds.
+        inference_slots: of a forward that no backward follows.
+        inference_fetches: inputs fetched in it.
+        times_home: gradients that a backward brings home.
+    """
 
     passes: Passes
+    in_a_round: int
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
+    following_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
     inference_fetches: FetchCounts
+    times_home: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +131,7 @@ class Planned:
         self._needed: dict[wrap_planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
         self._shortened_for: wrap_planning.Saving | None = None  # what the engine has been told of that
         self._encoded_of: dict[int, int] = {}  # version of the weights that the engine has encoded, by unit
-        self._programs: dict[int, _Programs] = {}
+        self._programs: dict[int, Programs] = {}
         self._abandoned: list[int] = []
         self._closed = False
         self._move_in(model, fill)
@@ -421,18 +436,23 @@ class Planned:
         if self._engine is not None:
             self._updates.update(self._engine.optimizer.updates)
 
-    def _programs_for(self, plan: Plan, count: int) -> _Programs:
+    def _programs_for(self, plan: Plan, count: int) -> Programs:
         if count not in self._programs:
             kept = tuple(choices[:count] for choices in plan.layout.kept)
-            passes = cut_step(replace(plan.layout, num_microbatches=count, kept=kept))
+            layout = replace(plan.layout, num_microbatches=count, kept=kept)
+            passes = cut_step(layout)
             forwards = passes.forward.ops, passes.lean_forward.ops
             warm = [slots_used(Program(forward + passes.backward.ops)) for forward in forwards]
-            self._programs[count] = _Programs(
+            cold = [slots_used(program) for program in (passes.cold_backward, lean(passes.cold_backward))]
+            self._programs[count] = Programs(
                 passes,
+                layout.round_size,
                 warm[0] | warm[1],
-                slots_used(passes.cold_backward),
+                cold[0] | cold[1],
+                slots_used(passes.following),
                 slots_used(passes.inference),
                 count_fetches(passes.inference),
+                count_times_home(passes.backward),
             )
         return self._programs[count]
 

@@ -3,17 +3,21 @@
 The story of a step in the caller's loop:
 
 1. ``model(**batch)`` cuts the batch into microbatches and has the engine walk the forward program. The caller gets the
-   outputs, with a node of ours for their history.
-2. ``loss.backward()`` reaches that node, and the engine walks the backward program. Gradients come home, on top of
-   those that are there, and parameters show them as ``.grad``.
+   outputs, with a node of ours for their history. Where there is no room for what all of them keep, the first round
+   keeps it, and the others nothing.
+2. ``loss.backward()`` reaches that node, and the engine walks the backward program, in which later rounds go forward
+   once more. Gradients come home, on top of those that are there, and parameters show them as ``.grad``.
 3. ``optimizer.step()`` of `outsize.AdamW` submits the STEPs and returns; each unit's next load waits for its own.
 
 Between passes the modules hold the parameters that rest at home; while a pass runs, views of slots.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from torch import Tensor, nn
 from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
-from outsize.planner.passes.step_parts import step_units, summing
+from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.ops.context import Microbatch, StepContext
@@ -32,8 +36,9 @@ from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
 from outsize.wrapped.inferring import Inferring
-from outsize.wrapped.outputs import Joined, Roots
+from outsize.wrapped.outputs import Joined, MicrobatchRoots, Roots
 from outsize.wrapped.parameters import Fill
+from outsize.wrapped.planned import Programs
 
 
 class Runner(Inferring):
@@ -69,8 +74,7 @@ class Runner(Inferring):
                 "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
                 "with use_cache or past_key_values"
             )
-        count = 1 if cached else self.microbatches
-        sizes = batching.sizes_of(rows, count)
+        sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
         engine, plan = self._ready(inputs, rows, shape, keeps=keeps)
@@ -95,16 +99,16 @@ class Runner(Inferring):
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
             fetches=None if keeps else programs.inference_fetches,
+            times_home=programs.times_home,
             deliver=joined.add,
         )
-        passes = programs.passes
-        self._walk((passes.lean_forward if lean else passes.forward) if keeps else passes.inference, context)
+        self._walk_forward(programs, context, joined, lean=lean)
         joined.end(self._caller.take)
         if not keeps or not joined.differentiable:
             if leaves:
                 self._abandoned.append(context.number)
             return joined.build({})
-        passage = self._passage(engine, context, joined, abandoned=self._abandoned if leaves else [])
+        passage = self._passage(engine, context, joined, self._abandoned if leaves else [], lean=lean)
         if saves:
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
@@ -113,6 +117,21 @@ class Runner(Inferring):
         if self.records is not None:
             self.records.scored(output, batching.num_targets(parts, sizes, self._measured.shifted))
         return output
+
+    def _walk_forward(self, programs: Programs, context: StepContext, joined: Joined, *, lean: bool) -> None:
+        """Have the model run forward on all microbatches, all rounds but the first to be run again."""
+        passes = programs.passes
+        if not context.keeps:
+            self._walk(passes.inference, context)
+            return
+        self._walk(passes.lean_forward if lean else passes.forward, context)
+        if passes.following.ops:
+            again = partial(joined.add, again=True)
+            slots = programs.following_slots
+            self._walk(
+                passes.following,
+                replace(context, again=True, slots=slots, deliver=again, runs={}, moved={}),
+            )
 
     def _number(self, model: nn.Module) -> int:
         """What the random numbers of a forward are made of: of the caller's, as long as the model draws any.
@@ -125,7 +144,7 @@ class Runner(Inferring):
         return int(torch.randint(2**62, ())) if draws else self._num_forwards
 
     def _passage(
-        self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int]
+        self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int], *, lean: bool
     ) -> AutogradBridge:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
@@ -135,12 +154,14 @@ class Runner(Inferring):
                 raise ConfigError(
                     "weights have changed between this forward and its backward; run the forward again"
                 )
-            self._backward(engine, context, roots, warm=engine.num_submitted == mark)
+            self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
 
         number = context.number
         return AutogradBridge(joined, backward, lambda: abandoned.append(number))
 
-    def _backward(self, engine: Engine, context: StepContext, roots: Roots, warm: bool) -> None:
+    def _backward(
+        self, engine: Engine, context: StepContext, roots: Roots, *, warm: bool, lean: bool
+    ) -> None:
         model = self._check()
         flags = tuple(p.requires_grad for p in model.parameters())
         if engine is not self._engine or flags != self._flags or self._plan is None:
@@ -153,12 +174,16 @@ class Runner(Inferring):
         if self.coefficient is not None:
             self.apply_coefficient(held)
         programs = self._programs_for(self._plan, len(context.microbatches))
+        warm = warm and not programs.passes.following.ops
         program = programs.passes.backward if warm else programs.passes.cold_backward
+        program = step_parts.lean(program) if lean else program
         context.slots = programs.warm_slots if warm else programs.cold_slots
-        context.output_gradients = dict(roots)
+        context.output_gradients = roots.waiting()
+        context.deliver = _delivery(programs.in_a_round, roots, context.output_gradients)
         context.touched = dict(held)
         try:
-            self._walk(summing(program, {unit for unit, positions in held.items() if positions}), context)
+            going_on = {unit for unit, positions in held.items() if positions}
+            self._walk(step_parts.summing(program, going_on), context)
         finally:
             for index, positions in context.touched.items():
                 self.parameters.show_gradients(self.split.spec.units[index], positions)
@@ -200,7 +225,7 @@ class Runner(Inferring):
         self._num_steps += 1
         if self.records is not None:
             self.records.counts(context)
-        self._engine.submit(step_units(self._plan.layout, due), context)
+        self._engine.submit(step_parts.step_units(self._plan.layout, due), context)
         return without
 
     def held(self) -> dict[int, frozenset[int]]:
@@ -285,3 +310,18 @@ def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:
     """Whether there is such a forward, and its backward may still come."""
     found = passage() if passage is not None else None
     return found is not None and found.pending
+
+
+def _delivery(
+    first: int, roots: Roots, output_gradients: dict[int, MicrobatchRoots]
+) -> Callable[[Any], None]:
+    """Return what takes the outputs of the microbatches that run forward again, in order from ``first`` on."""
+    numbers = count(first)
+
+    def deliver(output: Any) -> None:
+        microbatch = next(numbers)
+        found = roots.again(microbatch, output)
+        if found[0]:
+            output_gradients[microbatch] = found
+
+    return deliver

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -10,15 +10,17 @@ from torch.utils import _pytree as pytree
 
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
+from outsize.wrapped.batching import IGNORED
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.
@@ -105,6 +107,10 @@ def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[
         if length > 1 and _is_padded(inputs.get(MASK)):  # perhaps not in these rows, nor at this length
             small[MASK] = small[MASK].clone()
             small[MASK][:, -1] = 0
+        for name in LABELS:  # the first rows may have no target, which would tell nothing of the loss
+            labels = small.get(name)
+            if isinstance(labels, Tensor) and not labels.is_floating_point():
+                small[name] = labels.masked_fill(labels == IGNORED, 0)
         return small
 
     return make
@@ -176,7 +182,9 @@ def make_plan(
     shapes: Sequence[BatchShape],
     state: StateLayout,
 ) -> Plan:
-    """Plan a step that is cut, within the machine's budgets.
+    """Plan a step that is cut, within the machine's budgets: on one worker in the largest rounds that fit.
+
+    A smaller round is never faster here, as all but the first one go forward twice.
 
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
@@ -202,17 +210,31 @@ def make_plan(
         transport=transport,
     )
     in_fp32 = split.spec.dtypes == {"fp32"} and not any(shape.autocast.dtypes for shape in shapes)
-    copies = held_copies(microbatches, scored=all(shape.scored for shape in shapes), in_fp32=in_fp32)
-    held = measured.held_bytes + -(-copies * measured.output_bytes // microbatches)
-    return plan_with_heap(split, machine, measured, options, held)[0]
+    scored = all(shape.scored for shape in shapes)
+
+    def planned(size: int) -> Plan:
+        copies = held_copies(microbatches, size, scored=scored, in_fp32=in_fp32)
+        held = measured.held_bytes + -(-copies * measured.output_bytes // size)
+        named = replace(options, round_microbatches=None if size == microbatches else size)
+        return plan_with_heap(split, machine, measured, named, held)[0]
+
+    failures: list[InfeasiblePlanError] = []
+    smaller = smaller_rounds(microbatches) if machine.num_workers == 1 else ()
+    for size in (microbatches, *smaller):
+        try:
+            return planned(size)
+        except InfeasiblePlanError as error:
+            failures.append(error)
+    raise min(failures, key=lambda error: sum(error.short_by.values()))
 
 
-def held_copies(microbatches: int, *, scored: bool, in_fp32: bool) -> int:
+def held_copies(microbatches: int, in_a_round: int, *, scored: bool, in_fp32: bool) -> int:
     """Return how often the outputs of a microbatch are there between a forward and its backward, in its own size.
 
-    Where the model takes the loss there are the outputs of all microbatches, joined, and what the loss keeps of them:
-    a softmax in fp32, twice the size of halves. Those of one microbatch are in the workspace of the head already.
+    Where the model takes the loss there are the outputs of all microbatches, joined, and what the loss keeps of those
+    of the first round: a softmax in fp32, twice the size of halves. Those of one microbatch are in the workspace of the
+    head already.
     """
     if not scored:
         return OWN_LOSS_COPIES * microbatches
-    return (1 + (1 if in_fp32 else 2)) * (microbatches - 1)
+    return microbatches - 1 + (1 if in_fp32 else 2) * (in_a_round - 1)

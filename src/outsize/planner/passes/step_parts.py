@@ -8,10 +8,14 @@ has a program of its own, which keeps nothing.
 What the layout keeps of a forward has room once. So there is a forward that keeps inputs only, for a second one before
 the backward of the first; any backward goes with either, since a B recomputes what was not kept.
 
+A forward returns what the model makes of all microbatches before any backward begins. So of several rounds the forward
+keeps what the first one needs, and nothing of the others (`following`); the backward runs the forward of each later
+round again, right before its backwards. What is there at once is that of one round.
+
 Gradients go on from those that are at home already where `summing` says so: a SUM takes the place of the ACC.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -28,15 +32,17 @@ class Passes:
     """The parts of a step that is cut.
 
     Attributes:
-        forward: all units forward; what the layout keeps is kept, slots stay as they are at its end.
+        forward: all units forward, for the first round; what the layout keeps is kept, slots stay as they are then.
         lean_forward: the same, and nothing is kept but inputs.
-        backward: all units backward, right behind ``forward``.
+        following: all units forward for the rounds that follow; nothing is kept. Empty where there is one round.
+        backward: all units backward, right behind ``forward``, and later rounds forward and backward.
         cold_backward: the same, whatever lies in the slots.
-        inference: all units forward; nothing is kept.
+        inference: all units forward, for all rounds; nothing is kept.
     """
 
     forward: Program
     lean_forward: Program
+    following: Program
     backward: Program
     cold_backward: Program
     inference: Program
@@ -53,16 +59,18 @@ def cut_step(layout: StepLayout) -> Passes:
     if layout.stages is not None:
         return _cut_stages(layout)
     compute = v_cycle(layout).ops
-    forwards = tuple(op for op in _lean(compute) if op.kind is Kind.FORWARD)
-    backwards = tuple(op for op in compute if op.kind is Kind.BACKWARD)
+    forwards = [op for op in _lean(compute) if op.kind is Kind.FORWARD]
+    following = [op for op in forwards if layout.round_of(op)]
     whole = _complete(Program(compute), layout)
     end = _end_of_forward(whole)
+    cold = _complete(Program(compute[len(forwards) - len(following) :]), layout)
     return Passes(
         forward=Program(whole.ops[:end]),
         lean_forward=Program(_lean(whole.ops[:end])),
-        backward=Program(whole.ops[end:]),
-        cold_backward=_complete(Program(backwards), layout),
-        inference=insert_disk(insert_loads(Program(forwards), layout), layout),
+        following=_forward_alone(following, layout),
+        backward=cold if following else Program(whole.ops[end:]),
+        cold_backward=cold,
+        inference=_forward_alone(forwards, layout),
     )
 
 
@@ -74,8 +82,12 @@ def forward_alone(layout: StepLayout) -> Program:
     """
     if layout.stages is not None or layout.cut:
         raise ValueError("a forward by itself is one of a whole step on one worker")
-    forwards = (op for op in _lean(v_cycle(layout).ops) if op.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD))
-    return insert_disk(insert_loads(Program(tuple(forwards)), layout), replace(layout, commits=False))
+    forwards = [op for op in _lean(v_cycle(layout).ops) if op.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD)]
+    return _forward_alone(forwards, replace(layout, commits=False))
+
+
+def _forward_alone(forwards: Sequence[Op], layout: StepLayout) -> Program:
+    return insert_disk(insert_loads(Program(tuple(forwards)), layout), layout) if forwards else Program(())
 
 
 def _cut_stages(layout: StepLayout) -> Passes:
@@ -86,7 +98,8 @@ def _cut_stages(layout: StepLayout) -> Passes:
     handed = (op for op in _lean(forward.ops) if op.kind is not Kind.SAVE or _place(op) not in ran)
     return Passes(
         forward=forward,
-        lean_forward=Program(_lean(forward.ops)),
+        lean_forward=lean(forward),
+        following=Program(()),
         backward=backward,
         cold_backward=backward,
         inference=Program(tuple(handed)),
@@ -112,6 +125,11 @@ def summing(program: Program, units: Collection[int]) -> Program:
     )
 
 
+def lean(program: Program) -> Program:
+    """Return ``program`` with nothing kept of its forwards but inputs."""
+    return Program(_lean(program.ops))
+
+
 def _lean(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Return ``ops`` with every forward an F, and nothing that leaves of what it kept."""
     kept = (op for op in ops if op.kind is not Kind.OFFLOAD)
@@ -119,8 +137,9 @@ def _lean(ops: tuple[Op, ...]) -> tuple[Op, ...]:
 
 
 def _end_of_forward(program: Program) -> int:
-    """Return where the forward ends: behind its last op, and what it offloads."""
-    last = max(index for index, op in enumerate(program) if op.kind in FORWARD_KINDS)
+    """Return where the forward of the first round ends: behind its last op, and what it offloads."""
+    turn = next(index for index, op in enumerate(program) if op.kind is Kind.BACKWARD)
+    last = max(index for index, op in enumerate(program.ops[:turn]) if op.kind in FORWARD_KINDS)
     leaving = takewhile(lambda op: op.kind is Kind.OFFLOAD, program.ops[last + 1 :])
     return last + 1 + sum(1 for _ in leaving)
 

@@ -14,6 +14,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.program.activation_policy import Extent
 from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.sizing import PlanOptions, gradients_at_home
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.costs import UnitTimes
@@ -150,17 +151,15 @@ class Question:
     def round_sizes(self, microbatches: int) -> Iterator[int]:
         """Yield how many of so many microbatches one worker may take in a round, the most first.
 
-        Rounds sum gradients at home, in fp32. Nodes and a step that is cut take all at once, and stages are searched
-        with rounds of their own.
+        Rounds sum gradients at home, in fp32. Nodes take all at once, and stages are searched with rounds of their own.
         """
         options = self.options
         size = min(options.round_microbatches or microbatches, microbatches)
         yield size
         in_fp32 = options.state is None or options.state.gradients == "fp32"
-        alone = self.num_workers == self.nodes == 1 and not options.cut
-        while size > 1 and in_fp32 and alone and options.round_microbatches is None:
-            size = -(-size // 2)
-            yield size
+        alone = self.num_workers == self.nodes == 1
+        if in_fp32 and alone and options.round_microbatches is None:
+            yield from smaller_rounds(size)
 
     def options_for(
         self, microbatches: int, home: Tier, times: UnitTimes, round_size: int | None = None

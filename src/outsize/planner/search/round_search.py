@@ -15,6 +15,13 @@ from outsize.planner.search.microbatch_search import NEAR
 from outsize.planner.search.offload_balance import Phases, UnitRates, phases
 
 
+def smaller_rounds(size: int) -> Iterator[int]:
+    """Yield how many microbatches smaller rounds than those of ``size`` take, the most first."""
+    while size > 1:
+        size = -(-size // 2)
+        yield size
+
+
 def rounds_to_try(
     layout: StepLayout, demand: Demand, rates: UnitRates, sizes: Sequence[int]
 ) -> Iterator[int]:

@@ -1,11 +1,12 @@
 """What each unit of a step took, lane by lane, from the ops of its timeline."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 from outsize.errors import ProgramError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import parse_op
 from outsize.planner.simulate.timeline import Event
 
@@ -37,11 +38,7 @@ def unit_latencies(events: Iterable[Event]) -> dict[int, dict[str, float]]:
         events: of one step.
     """
     seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in events:
-        try:
-            op = parse_op(event.op)
-        except ProgramError:
-            continue  # an op of another version, or of a lane without a program
+    for event, op in _parsed(events):
         if op.unit is None or op.kind not in _COLUMN_OF:
             continue
         row = seconds[op.unit]
@@ -49,3 +46,25 @@ def unit_latencies(events: Iterable[Event]) -> dict[int, dict[str, float]]:
         if op.kind in _COMPUTING:
             row["waited"] += event.waited_s
     return {unit: {name: seconds[unit][name] for name in (*COLUMNS, "waited")} for unit in sorted(seconds)}
+
+
+def round_starts(events: Iterable[Event], round_size: int) -> list[float]:
+    """Return when the first forward of each round began, as ``events`` of one step tell the time.
+
+    Args:
+        events: of one step.
+        round_size: microbatches of a round.
+    """
+    starts: dict[int, float] = {}
+    for event, op in _parsed(events):
+        if op.kind in COLUMNS["forward"] and op.microbatch is not None:
+            number = op.microbatch // round_size
+            starts[number] = min(starts.get(number, event.start_s), event.start_s)
+    return [starts[number] for number in sorted(starts)]
+
+
+def _parsed(events: Iterable[Event]) -> Iterator[tuple[Event, Op]]:
+    """Yield events with their ops, without those of another version, or of a lane without a program."""
+    for event in events:
+        with suppress(ProgramError):
+            yield event, parse_op(event.op)

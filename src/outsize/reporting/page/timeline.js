@@ -40,7 +40,8 @@ function timelineFigure(data, label) {
   const state = { from: 0, to: span, wanted: "", found: [], at: -1, width: 0 };
   const height = AXIS + ROW * data.lanes.length + 4;
   const canvas = make("canvas", { tabindex: 0, role: "img", style: { height: `${height}px` },
-    "aria-label": `${label}: ${all.length} ops in ${data.lanes.length} lanes over ${seconds(data.span_s)}. ` +
+    "aria-label": `${label}: ${all.length} ops in ${data.lanes.length} lanes over ${seconds(data.span_s)}` +
+      (data.rounds.length > 1 ? `, in ${data.rounds.length} rounds. ` : ". ") +
       data.lanes.map((lane, i) => `${lane} busy ${percent(data.busy[i] / data.span_s)}`).join(", ") +
       ". Arrow keys move, plus and minus zoom, 0 shows all." });
   const output = make("output", { "aria-live": "polite" });
@@ -106,6 +107,12 @@ function timelineFigure(data, label) {
       drawRow(pen, rows[row], top + (ROW - BAR) / 2, x, fills, ink);
     });
     pen.globalAlpha = 1;
+    if (data.rounds.length > 1) data.rounds.forEach((start, index) => drawRound(pen, x(start), index + 1, ink));
+  }
+  function drawRound(pen, left, number, ink) {
+    if (left < GUTTER - 1 || left > state.width - 4) return;
+    pen.fillStyle = ink.mark; pen.fillRect(left, AXIS - 8, 1, height - AXIS + 8);
+    pen.textAlign = "left"; pen.fillText(`round ${number}`, left + 3, AXIS - 5);
   }
   function drawRow(pen, ops, top, x, fills, ink) {
     let drawn = -1;

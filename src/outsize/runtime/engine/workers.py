@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from torch import Tensor
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.program.activation_policy import Extent
-from outsize.planner.program.ops import Kind
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
@@ -21,7 +19,7 @@ from outsize.runtime.forward.binding import Binder, GradientSums
 from outsize.runtime.forward.module_replicas import replicate
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
-from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings
+from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, count_times_home
 from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
@@ -117,9 +115,7 @@ class _Memory:
                 clips=layout.clip,
                 unit_clips=layout.unit_clip,
                 skip_nonfinite=settings.skip_nonfinite,
-                times_home=Counter(
-                    op.unit for op in plan.program if op.kind is Kind.GRAD and op.unit is not None
-                ),
+                times_home=count_times_home(plan.program),
                 dtype="fp32" if layout.ring else plan.state.gradients,
                 tile_elements=plan.tile_elements,
             ),
@@ -192,12 +188,12 @@ def make_crew(
         glue = OuterForward(split, device, rest_planes, sums, settings.num_threads)
         stack.callback(glue.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
+        device.catch_up()  # with the buffers of both
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
-    fetches = [count_fetches(program) for program in plan.programs]
-    away, under_way = Away(), set[tuple[object, ...]]()
-    workers, binders = [], []
+    fetches, away = [count_fetches(program) for program in plan.programs], Away()
+    under_way, workers, binders = set[tuple[object, ...]](), [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
         turn = turns.get(each.torch_device)

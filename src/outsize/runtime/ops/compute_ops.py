@@ -92,7 +92,7 @@ class ComputeOps:
         with self._naming(op), self._device.computing():
             run.forward(unit, self._forwards[unit], graph=self._settings.graph_in_forward and context.keeps)
             self._finish_if_cut(op, context, run)
-        if unit < self._settings.first_backward or not context.keeps:
+        if unit < self._settings.first_backward or not context.keeps or context.again:
             run.drop(unit)
 
     def forward_keep(self, op: Op, context: StepContext) -> None:

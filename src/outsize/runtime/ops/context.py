@@ -62,8 +62,10 @@ class StepContext:
         below: what lies below the workers, by unit, microbatch and kind.
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
+        again: whether that backward will run this forward again, so that nothing is kept of it either.
         slots: see `slots_used`, where the program is not the plan's own.
         fetches: how often the input of each unit for each microbatch is fetched, likewise.
+        times_home: how often the gradient of each unit comes home, likewise.
         deliver: called with what the model returned for each microbatch, in order, where the step is cut.
         output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
         moved: bytes that the step's ops have moved so far, by lane and what they crossed: the lane's link, or
@@ -94,8 +96,10 @@ class StepContext:
     below: dict[tuple[int | None, int | None, str], list[EncodedTensor]] = field(default_factory=dict)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     keeps: bool = True
+    again: bool = False
     slots: Mapping[Op, Mapping[int, int]] | None = None
     fetches: Mapping[tuple[int | None, int | None], int] | None = None
+    times_home: Mapping[int, int] | None = None
     deliver: Callable[[Any], None] = lambda _: None
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
     moved: dict[tuple[str, str], Moved] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """ACC, SUM, NORM, GRAD, CLIP and WRITE of whole units: gradients from where they are summed to where they rest."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,8 @@ from torch import Tensor
 from outsize.errors import NonFiniteError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.clip import clip_coefficient, gradient_norms
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views
@@ -189,7 +191,8 @@ class GradientOps:
         plane = self._plane_of.pop(op.unit)
         context.touched[op.unit] = self._sums.close(op.unit)
         context.brought[op.unit] += 1
-        whole = context.brought[op.unit] == self._settings.times_home.get(op.unit, 1)
+        times_home = self._settings.times_home if context.times_home is None else context.times_home
+        whole = context.brought[op.unit] == times_home.get(op.unit, 1)
         # A pass without losses of its own is judged by the caller, see `planner.passes.step_parts`.
         if whole and not self._settings.clips and context.losses and not context.skipped:
             self._judge(op.unit, plane, context)
@@ -280,6 +283,11 @@ class GradientOps:
 
     def _staged(self, unit: int, buffer: int) -> Tensor:
         return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._settings.dtype)
+
+
+def count_times_home(program: Program) -> Counter[int]:
+    """Return how often ``program`` brings the gradient of each unit home."""
+    return Counter(op.unit for op in program if op.kind is Kind.GRAD and op.unit is not None)
 
 
 def _narrowed(plane: Tensor, dtype: torch.dtype) -> Tensor:

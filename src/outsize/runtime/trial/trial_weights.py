@@ -8,13 +8,16 @@ from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.runtime.forward.binding import TORCH_DTYPE, Binder
 
 
-def bind_trial_weights(binder: Binder, spec: ModelSpec, device: torch.device | None = None) -> Tensor:
+def bind_trial_weights(
+    binder: Binder, spec: ModelSpec, device: torch.device | None = None, deviation: float = 0.02
+) -> Tensor:
     """Bind every unit to the same small random numbers, as many as the largest unit has; returns their memory.
 
     Args:
         binder: of the model.
         spec: its units.
         device: where the numbers lie; None for the CPU.
+        deviation: standard deviation of the numbers.
     """
     kinds = {WEIGHTS: (spec.dtype, max(unit.numel for unit in spec.units))}
     for part in (part for unit in spec.units for part in unit.frozen):
@@ -26,7 +29,7 @@ def bind_trial_weights(binder: Binder, spec: ModelSpec, device: torch.device | N
         start, end = end, end + numel * ITEMSIZE[dtype]
         spans[name] = (start, end, TORCH_DTYPE[dtype])
         values = memory[start:end].view(TORCH_DTYPE[dtype])
-        values.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+        values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(0))
     memory = memory.to(device)
     planes = {name: memory[start:end].view(dtype) for name, (start, end, dtype) in spans.items()}
     for unit in spec.units:

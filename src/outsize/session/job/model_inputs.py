@@ -1,6 +1,5 @@
-"""What a model is called with: batches of data, and made-up ones like them."""
+"""What a model is called with: targets of its batches, and made-up batches like them."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,24 +14,19 @@ def num_targets(batch: Batch, shifted: bool) -> int:
     return batch.num_target_tokens if shifted else int((batch.labels != IGNORED).sum())
 
 
-def model_inputs(batch: Batch) -> Mapping[str, Tensor]:
-    """The keyword arguments of a model's forward for ``batch``."""
-    inputs = {"input_ids": batch.input_ids, "labels": batch.labels}
-    if batch.attention_mask is not None:
-        inputs["attention_mask"] = batch.attention_mask
-    return inputs
-
-
 def made_up_inputs(config: Config, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
     """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
 
-    Something is padded where anything may be: without padding models of transformers make no mask.
+    Something is padded where anything may be, and there are two documents where there may be several: models of
+    transformers make a mask only where they need one.
     """
     vocabulary = hf_config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
     inputs = {"input_ids": ids, "labels": ids}
-    if not config.data.pack:
+    if config.data.pack == "none":
         inputs["attention_mask"] = torch.ones_like(ids)
         inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
+    elif config.data.pack == "documents":
+        inputs["position_ids"] = (torch.arange(seq_len) % max(seq_len // 2, 1)).expand_as(ids)
     return inputs

@@ -28,6 +28,7 @@ from outsize.planner.predict.decision import decide
 from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes, trim
+from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.home_masters import with_masters_of
@@ -131,7 +132,6 @@ def prepare(
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
     model = _skeleton(config, hf_config, dtype)
-    trim()  # building a model takes its weights for a moment, one after the other
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
@@ -144,6 +144,7 @@ def prepare(
     announce(_described(model, spec, adapters, dtype))
     tried = _tried(config, hf_config, parts, announce, group.size)
     plan = decide(question_of(config, parts, machine, tried, group)).plan
+    _check_packing(config, hf_config, parts)
     for line in _told(config, plan, machine, state_bytes, group.size):
         announce(line)
     measured, chunk_tokens = tried(plan.layout.num_microbatches)
@@ -164,6 +165,18 @@ def prepare(
         group=group,
     )
     return planned_so(prepared, plan, run_dir)
+
+
+def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
+    """Check that documents are kept apart where they share sequences.
+
+    Raises:
+        ModelError: the model cannot be shown to do that.
+    """
+    if config.data.pack == "documents":
+        with Boundaries(parts.modules) as boundaries:
+            check_borders(parts, boundaries.forwards, hf_config.get_text_config().vocab_size)
+        trim()
 
 
 def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
@@ -191,7 +204,9 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
 
 def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
     model, frozen = config.model, config.train.method == "lora"
-    return build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
+    built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
+    trim()  # building a model takes its weights for a moment, one after the other
+    return built
 
 
 def _state_bytes(config: Config, spec: ModelSpec, group: Group) -> int:

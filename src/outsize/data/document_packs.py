@@ -1,0 +1,132 @@
+"""Sequences of whole documents: as many in each as it has room for, kept apart by positions that begin anew.
+
+A document goes where it leaves the least room, the longest documents first (best fit decreasing), so that little is
+padding. What of a sequence stays empty is a document of its own as far as positions tell, and no target.
+"""
+
+from bisect import bisect_left, insort
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outsize.data.batch import IGNORED, Batch
+from outsize.data.packed_dataset import DocumentLayout
+from outsize.data.survey import KeptTokens, document_parts, targets_of
+from outsize.data.tokens import TokenStore
+
+
+class DocumentPacks(DocumentLayout):
+    """Whole documents, several to a sequence; one that is longer than a sequence goes on in others, as a new document.
+
+    Where they lie takes 12 bytes of host memory per document.
+
+    Args:
+        store: the tokens, with bounds of documents.
+        seq_len: tokens of a sequence.
+        pad_id: fills what stays empty of a sequence.
+
+    Raises:
+        ConfigError: the tokens have no bounds of documents.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
+        super().__init__(store, seq_len, pad_id, cut_at=None)
+        parts = list(document_parts(store, seq_len))
+        starts = np.concatenate([starts for starts, _ in parts])
+        lengths = np.concatenate([lengths for _, lengths in parts])
+        sequences = best_fit(lengths, seq_len)
+        order = np.argsort(sequences, kind="stable")
+        self._starts, self._lengths = starts[order], lengths[order].astype(np.int32)
+        self._ends = np.cumsum(np.bincount(sequences))
+        self.num_sequences = len(self._ends)
+
+    def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
+        """Return the sequences of these numbers, the same in every epoch."""
+        ids, labels = self._empty(len(indices))
+        positions = np.empty_like(ids)
+        for row, index in enumerate(indices.tolist()):
+            end = 0
+            for part in range(self._ends[index - 1] if index else 0, self._ends[index]):
+                begin, end = end, end + int(self._lengths[part])
+                self._put(ids[row, begin:end], labels[row, begin:end], int(self._starts[part]))
+                labels[row, begin] = IGNORED  # or the document before would be trained to go on with this one
+                positions[row, begin:end] = np.arange(end - begin)
+            positions[row, end:] = np.arange(self._seq_len - end)
+        return Batch(
+            torch.from_numpy(ids), torch.from_numpy(labels), position_ids=torch.from_numpy(positions)
+        )
+
+    def kept(self) -> KeptTokens:
+        """Return what of the data is in sequences: all of it."""
+        num_tokens, room = int(self._lengths.sum()), self.num_sequences * self._seq_len
+        return KeptTokens(
+            num_documents=self._store.num_documents,
+            num_tokens=num_tokens,
+            num_trained=sum(
+                int(targets_of(self._store, *parts).sum())
+                for parts in document_parts(self._store, self._seq_len)
+            ),
+            num_padding=room - num_tokens,
+            num_saved=len(self._lengths) * self._seq_len - room,
+        )
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Return for each item the number of the bin that it goes to, best fit decreasing.
+
+    Items of equal length are placed together: what the packing costs grows with the number of lengths that there are,
+    and hardly with that of items.
+
+    Args:
+        lengths: of the items, at least 1 and at most ``capacity``.
+        capacity: of each bin.
+    """
+    bins = np.empty(len(lengths), np.int64)
+    by_length = np.argsort(-lengths, kind="stable")
+    ends = np.flatnonzero(np.diff(lengths[by_length], append=0)) + 1  # where another length begins
+    opened = _OpenBins()
+    for equal in np.split(by_length, ends[:-1]):
+        items, length = equal, int(lengths[equal[0]])
+        while len(items):
+            room, numbers = opened.take(length) or opened.fresh(capacity, len(items), length)
+            each = room // length
+            taken = np.repeat(numbers, each)[: len(items)]
+            bins[items[: len(taken)]] = taken
+            items = items[len(taken) :]
+            full, rest = divmod(len(taken), each)
+            opened.put(room - each * length, numbers[:full])
+            opened.put(room - rest * length, numbers[full : full + 1])
+            opened.put(room, numbers[full + 1 :])
+    return bins
+
+
+class _OpenBins:
+    """Numbers of the bins that have room left, by how much."""
+
+    def __init__(self) -> None:
+        self._rooms: list[int] = []  # sorted
+        self._numbers: dict[int, list[NDArray[np.int64]]] = {}
+        self._count = 0
+
+    def take(self, length: int) -> tuple[int, NDArray[np.int64]] | None:
+        """Return the least room for ``length`` and all bins that have that, which are open no more; None for none."""
+        index = bisect_left(self._rooms, length)
+        if index == len(self._rooms):
+            return None
+        room = self._rooms.pop(index)
+        return room, np.concatenate(self._numbers.pop(room))
+
+    def fresh(self, capacity: int, count: int, length: int) -> tuple[int, NDArray[np.int64]]:
+        """Return ``capacity``, and as many empty bins as ``count`` items of ``length`` need."""
+        first = self._count
+        self._count += -(-count // (capacity // length))
+        return capacity, np.arange(first, self._count)
+
+    def put(self, room: int, numbers: NDArray[np.int64]) -> None:
+        """Note that these bins have so much room."""
+        if not room or not len(numbers):
+            return
+        if room not in self._numbers:
+            insort(self._rooms, room)
+        self._numbers.setdefault(room, []).append(numbers)
