@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from outsize.hardware.machine_spec import Figure, Peer
-from outsize.planner.predict.alternatives import managed_tokens_per_s, ways
+from outsize.planner.predict.alternatives import alternatives, managed_tokens_per_s
 from outsize.planner.search.step_plan import Budgets
 from planner.questions import ask
 
 
 def named(question):
-    return {way.name: way for way in ways(question)}
+    return {way.name: way for way in alternatives(question)}
 
 
 def test_state_is_sixteen_bytes_a_parameter_and_is_shared_as_the_way_says():
@@ -61,11 +61,11 @@ def test_a_pipeline_idles_for_its_stages_less_one():
 
 def test_what_comes_when_it_is_missed_is_slower_than_what_computes_alone():
     question = ask("4090")
-    alone = question.tokens_per_step / ways(question)[0].compute_s
+    alone = question.tokens_per_step / alternatives(question)[0].compute_s
     assert 0 < managed_tokens_per_s(question) < alone
 
 
 def test_several_nodes_are_not_compared():
     question = ask("4090")
     with pytest.raises(ValueError, match="one machine"):
-        ways(replace(question, net_bytes_per_s=Figure(value=1e9, source="a net")).deciding(nodes=2))
+        alternatives(replace(question, net_bytes_per_s=Figure(value=1e9, source="a net")).deciding(nodes=2))

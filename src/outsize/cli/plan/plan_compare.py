@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outsize.cli.plan.plan_question import Asked
 from outsize.errors import ConfigError
-from outsize.planner.predict.alternatives import Way, managed_tokens_per_s, ways
+from outsize.planner.predict.alternatives import Alternative, alternatives, managed_tokens_per_s
 from outsize.planner.predict.prediction import Prediction
 from outsize.units import format_bytes
 
@@ -19,7 +19,7 @@ WIDTH = 110
 MUCH = 0.1
 
 
-def other_ways(asked: Asked) -> tuple[Way, ...]:
+def other_ways(asked: Asked) -> tuple[Alternative, ...]:
     """Return other ways to train what was asked about.
 
     Raises:
@@ -27,10 +27,10 @@ def other_ways(asked: Asked) -> tuple[Way, ...]:
     """
     if asked.question.nodes > 1:
         raise ConfigError("--compare is of one machine; leave --nodes out")
-    return ways(asked.question)
+    return alternatives(asked.question)
 
 
-def to_dict(asked: Asked, found: Sequence[Way]) -> dict[str, Any]:
+def to_dict(asked: Asked, found: Sequence[Alternative]) -> dict[str, Any]:
     """Return the comparison in what JSON knows."""
     return {
         "other_ways": [asdict(way) for way in found],
@@ -39,7 +39,7 @@ def to_dict(asked: Asked, found: Sequence[Way]) -> dict[str, Any]:
     }
 
 
-def render(asked: Asked, prediction: Prediction, found: Sequence[Way]) -> str:
+def render(asked: Asked, prediction: Prediction, found: Sequence[Alternative]) -> str:
     """Return the comparison for people."""
     table = Table(title="other ways on this machine, at most", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "each GPU", "host", "tokens/s", "of ours", ""):
@@ -66,14 +66,14 @@ def render(asked: Asked, prediction: Prediction, found: Sequence[Way]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _remark(way: Way) -> str:
+def _remark(way: Alternative) -> str:
     if not way.fits:
         return "does not fit"
     waits = way.waits_s / (way.compute_s + way.waits_s)
     return f"waits {waits:.0%} of a step, most for {way.waits_for}" if waits >= MUCH else ""
 
 
-def warnings(asked: Asked, found: Sequence[Way]) -> list[str]:
+def warnings(asked: Asked, found: Sequence[Alternative]) -> list[str]:
     """Return what to say of ways that PCIe does not suit."""
     question = asked.question
     lines = []

@@ -25,7 +25,7 @@ SUMS, SUMS_AGAIN = 4, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Alternative:
     """One way to train.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Share:
         )
 
 
-def ways(question: Question) -> tuple[Way, ...]:
+def alternatives(question: Question) -> tuple[Alternative, ...]:
     """Return other ways to train what ``question`` asks about, on all GPUs of its machine.
 
     Of hybrids only the best is told. Several nodes are not compared.
@@ -115,7 +115,7 @@ def _divisors(count: int) -> list[int]:
     return [number for number in range(1, count + 1) if count % number == 0]
 
 
-def _best(found: Iterator[Way] | list[Way]) -> Way:
+def _best(found: Iterator[Alternative] | list[Alternative]) -> Alternative:
     """Return the fastest that fits; where none fits, the one that needs the least memory on a GPU."""
     return max(
         found,
@@ -132,7 +132,7 @@ def _microbatches(question: Question, replicas: int) -> Iterator[tuple[Workload,
         size *= 2
 
 
-def _resident(question: Question, share: _Share) -> Iterator[Way]:
+def _resident(question: Question, share: _Share) -> Iterator[Alternative]:
     """Yield the way in which weights and state stay on the GPUs, by size of a microbatch and what is kept."""
     model, gpus = question.model, question.machine.gpus
     parts = share.tensor * share.stages
@@ -162,7 +162,7 @@ def _resident(question: Question, share: _Share) -> Iterator[Way]:
             yield _way(question, share.name, device, 0, num_microbatches * one_s, waits)
 
 
-def _sharded(question: Question, *, offloads: bool) -> Iterator[Way]:
+def _sharded(question: Question, *, offloads: bool) -> Iterator[Alternative]:
     """Yield ZeRO-3, or FSDP, in which each GPU has a share of everything and gathers a unit when it computes it.
 
     Where it ``offloads``, shares rest in host memory, and the optimizer steps there when the backward is over.
@@ -200,11 +200,11 @@ def _sharded(question: Question, *, offloads: bool) -> Iterator[Way]:
 
 def _way(
     question: Question, name: str, device: int, host: int, compute_s: float, waits: dict[str, float]
-) -> Way:
+) -> Alternative:
     budgets = question.budgets
     waits_s = sum(waits.values())
     most = max(waits, key=lambda cause: waits[cause])
-    return Way(
+    return Alternative(
         name=name,
         device_bytes=device,
         host_bytes=host,
