@@ -2,7 +2,8 @@
 
 Found in the syntax tree, not in a list, in the rooms that touch streams (`ROOMS`):
 
-* statements that do nothing but call `wait`, `wait_event`, `hold`, `record_stream`, `synchronize` or `finish`;
+* statements that do nothing but call `wait`, `wait_event`, `hold`, `record_stream`, `synchronize`, `catch_up` or
+  `finish`;
 * marks: calls of `record` and `mark`, whose value is None then: nobody waits for what they would have marked;
 * `query`, whose value is True then: what is under way counts as done;
 * `lane` and `behind`: what they surround goes to whichever stream is the current one;
@@ -40,7 +41,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "outsize"
 ROOMS = ("runtime", "inference", "wrapped", "session", "training", "checkpoint")
-STATEMENTS = {"wait", "wait_event", "hold", "record_stream", "synchronize", "finish", "record"}
+STATEMENTS = {"wait", "wait_event", "hold", "record_stream", "synchronize", "finish", "catch_up", "record"}
 # What takes the place of a call whose value is used.
 VALUES = {
     "record": "None",
@@ -88,10 +89,12 @@ NEAR = {
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
     ),
     "runtime/ops/handover": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
+    "runtime/ops/co": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
     "runtime/ops": (
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
         f"{CUDA}::test_streamed_is_resident_bit_for_bit[fp32-host-offloaded]",
     ),
+    "runtime/engine/workers": ("tests/gpu/test_workers_on_cuda.py::test_other_families[gemma2]",),
     "runtime/engine/engine": (CUT_SHORT, SAVING, EVALUATION, FAILURE),
     "runtime/engine": (
         f"{EQUAL}::test_the_set_of_the_seeds[on disk, offloaded]",
@@ -208,7 +211,8 @@ def _asks(node: ast.expr, names: object) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     asked = ast.unparse(node.func.value).lower()
-    return node.func.attr in names and any(each in asked for each in ASKED)  # type: ignore[operator]
+    is_of_streams = node.func.attr == "catch_up" or any(each in asked for each in ASKED)
+    return node.func.attr in names and is_of_streams  # type: ignore[operator]
 
 
 def reason(wait: Wait) -> str | None:

@@ -122,9 +122,11 @@ def a_whole_device(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     from accelerator import late
+    from outsize import files
 
     late.set_profile(request.config.getoption("lateness"), request.config.getoption("late_seed"))
-    yield
+    with files.replaced(late.WatchedFiles()):
+        yield
     late.heal()
     assert late.offences() == []
 

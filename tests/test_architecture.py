@@ -532,6 +532,20 @@ def test_the_planner_knows_no_clock_thread_or_file(path):
     }
 
 
+def test_one_file_calls_what_a_vendor_alone_has():
+    """All others ask torch by names that every kind of device has."""
+    texts = {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8") for path in files()}
+    vendors = ("torch.cuda.", "torch.xpu.", "torch.npu.")
+    found = {
+        (name, ast.unparse(node))
+        for name, text in texts.items()
+        if name != "accelerators.py" and any(vendor in text for vendor in vendors)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and f"{ast.unparse(node)}.".startswith(vendors)
+    }
+    assert found == set()
+
+
 def at_import(path: Path) -> set[str]:
     """Return the modules of the package that importing ``path`` imports: none in functions, none for types."""
     pending: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import outsize
 import zoo
 from accelerator import late
+from outsize import files
 from outsize.config import Config
 from reference import Trace
 from support import make_batches, make_config, run_streamed, save_model, train_resident
@@ -135,4 +136,6 @@ def differences_of(name: str, profile: str, seed: int, directory: Path) -> list[
     """Say where a case differs from its resident run while the device is late as ``profile`` and ``seed`` say."""
     want = wanted(name)
     late.set_profile(profile, seed)
-    return [*differences(CASES[name].streamed(directory), want), *late.offences()]
+    with files.replaced(late.WatchedFiles()):
+        trace = CASES[name].streamed(directory)
+    return [*differences(trace, want), *late.offences()]

@@ -15,7 +15,7 @@ import torch
 import torch._meta_registrations
 
 from accelerator import build
-from outsize import accelerators
+from outsize import accelerators, files
 
 KIND = "late"
 # Microseconds of copies and of kernels, and one kernel in how many. Both are needed: a missing wait of a lane that
@@ -118,6 +118,18 @@ def no_peer_access() -> Iterator[None]:
         yield
     finally:
         _without_peers.clear()
+
+
+class WatchedFiles(files.System):
+    """Tells the device what the host reads and writes of pinned memory on the way from and to files."""
+
+    def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
+        native().note_host(into, writes=True)
+        return super().pread(descriptor, into, offset)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        native().note_host(data, writes=False)
+        return super().pwrite(descriptor, data, offset)
 
 
 def offences() -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +99,42 @@ def test_what_is_out_of_order_is_an_offence_even_if_nothing_is_late(waits: bool)
     with torch.late.stream(other):
         host.copy_(there, non_blocking=True)
     torch.late.synchronize()
+    assert len(late.offences()) == (0 if waits else 2)
+
+
+def test_operators_that_have_names_of_their_own_on_devices_compute_what_the_cpu_does():
+    """Convolutions, and copies of numbers that a flag conjugates."""
+
+    def found_on(device: str) -> list[torch.Tensor]:
+        x = torch.arange(24.0).view(1, 4, 6).to(device).requires_grad_()
+        weight, bias = torch.ones(4, 1, 3, device=device, requires_grad=True), torch.ones(4, device=device)
+        turned = torch.view_as_complex(x.view(1, 4, 3, 2)) * torch.polar(x[0, :, :3], x[0, :, 3:])
+        y = torch.nn.functional.conv1d(x, weight, bias.requires_grad_(), groups=4)
+        (y.square().sum() + torch.view_as_real(turned).sum()).backward()
+        found = (y, turned, turned.conj(), x.grad, weight.grad, bias.grad)
+        return [value.detach().cpu() for value in found if value is not None]
+
+    assert all(map(torch.equal, found_on("late:0"), found_on("cpu")))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_file_that_is_read_into_what_a_copy_still_reads_is_an_offence(waits: bool, tmp_path: Path):
+    """And one that is written from what a copy still writes."""
+    late.set_profile("prompt")
+    host, stream = pinned(), torch.late.Stream("late:0")
+    bytes_of_it = memoryview(host.numpy()).cast("B")
+    path = tmp_path / "file"
+    path.write_bytes(bytes(len(bytes_of_it)))
+    with torch.late.stream(stream), path.open("r+b") as file:
+        there = host.to("late:0", non_blocking=True)
+        if waits:
+            stream.synchronize()
+        late.WatchedFiles().pread(file.fileno(), bytes_of_it, 0)
+        host.copy_(there, non_blocking=True)
+        if waits:
+            stream.synchronize()
+        late.WatchedFiles().pwrite(file.fileno(), bytes_of_it, 0)
+        torch.late.synchronize()
     assert len(late.offences()) == (0 if waits else 2)
 
 

@@ -1,5 +1,6 @@
 """What `Device` promises of order, on a device that tells what is out of order: see `native/order.h`."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -41,6 +42,27 @@ def test_a_lane_may_use_what_was_allocated_at_once(device: Device):
         device.copy(room, host())
     torch.late.synchronize()
     assert late.offences() == []
+
+
+def test_threads_that_enter_a_lane_at_once_share_its_stream(device: Device, monkeypatch: pytest.MonkeyPatch):
+    """The second comes while the first makes the stream."""
+    make, entered = torch.late.Stream, []
+
+    def enter() -> None:
+        with device.behind("compute"):
+            entered.append(torch.late.current_stream())
+
+    def made(where: torch.device) -> torch.Stream:
+        monkeypatch.setattr(torch.late, "Stream", make)
+        second = threading.Thread(target=enter)
+        second.start()
+        second.join()
+        return make(where)
+
+    monkeypatch.setattr(torch.late, "Stream", made)
+    enter()
+    assert len(entered) == 2
+    assert entered[0].stream_id == entered[1].stream_id
 
 
 def test_memory_is_given_back_when_lanes_are_done_with_it(device: Device):

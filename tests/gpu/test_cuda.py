@@ -92,8 +92,12 @@ def test_the_model_s_own_loss_and_no_clipping(tmp_path: Path):
     assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, **sections)))
 
 
-def test_padded_sequences_have_masks(tmp_path: Path):
-    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, data={"pack": "none"})))
+@pytest.mark.parametrize("pack", ["none", "documents"])
+def test_sequences_that_are_padded_or_hold_several_documents_have_masks(pack: str, tmp_path: Path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(f'{{"text": "{"ab" * (number % 7)}."}}\n' for number in range(40)))
+    data = {"path": str(path), "pack": pack}
+    assert_equal(verify(run_on_device(tmp_path, model={"dtype": "bf16"}, data=data)))
 
 
 def test_two_runs_give_the_same_bits(tmp_path: Path):
@@ -131,5 +135,7 @@ def test_the_timeline_is_the_device_s(tmp_path: Path):
         ends = [op["ts"] + op["dur"] for op in ops]
         starts = [op["ts"] for op in ops]
         assert all(end <= start + tolerance_us for end, start in zip(ends[:-1], starts[1:], strict=True))
-    assert {"F", "B", "LOAD", "GRAD"} <= {event["name"].partition(" ")[0] for event in events}
+    names = {event["name"].partition(" ")[0] for event in events}
+    assert {"B", "LOAD", "GRAD"} <= names
+    assert names & {"F", "FA", "FP", "FK"}  # whichever the rates of the machine lead to
     assert 0.0 <= result.stall_share <= 1.0

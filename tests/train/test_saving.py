@@ -306,6 +306,30 @@ def test_a_last_one_that_cannot_be_written_fails_the_run_though_it_was_tried_bef
     assert any("the run goes on, the newest checkpoint is still step-00000001" in line for line in said)
 
 
+def test_an_error_beside_one_that_is_under_way_ends_the_run_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first unit is held back until somebody waits for it."""
+    config = make_run(tmp_path, train={"save_every": 1})
+    waited_for, write = threading.Event(), Saving._write
+
+    def hold(*args: Any) -> None:
+        assert waited_for.wait(PATIENCE_S)
+        write(*args)
+
+    monkeypatch.setattr(Saving, "_write", hold)
+    said: list[str] = []
+    with trainer_of(config, tmp_path) as trainer:
+        wait = trainer.engine.wait
+        monkeypatch.setattr(trainer.engine, "wait", lambda tasks: waited_for.set() or wait(tasks))
+        saver = saver_of(trainer, tmp_path / "run", config, announce=said.append)
+        with contextlib.suppress(ZeroDivisionError), saver:
+            saver.between_steps(Position(1, 1, 0, 1.0))
+            raise ZeroDivisionError
+        waited_for.set()
+    assert said == [f"saved {tmp_path / 'run/checkpoints/step-00000001'}"]
+
+
 def test_one_that_cannot_be_read_back_is_given_up_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

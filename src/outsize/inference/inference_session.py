@@ -142,10 +142,8 @@ class InferenceSession:
             self._scan = plan_scan(self._unit_bytes, self._room_bytes, prefetch=prefetch, sparing=True)
             self._rest_memory = device.allocate(rest_bytes, "rest")
             self._binder = Binder(split, _NoGradients())
-            if self._rest is not None:
-                with device.lane("up"):
-                    source.load(self._rest.index, self._rest_memory)
-                self._caller.wait(device.record("up"))
+            if self._rest is not None:  # in the caller's order, which places that are allocated wait for
+                source.load(self._rest.index, self._rest_memory)
             self._loader.follow(self._scan)
             # Nothing in it holds the model: it ends with this session, whether or not anybody closes it.
             self._end = weakref.finalize(self, stack.pop_all().close)

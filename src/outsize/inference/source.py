@@ -72,7 +72,7 @@ class Source:
         return weight_planes(self.partly.get(unit, self._spec.units[unit]), self._spec.dtype, memory)
 
     def load(self, unit: int, memory: Tensor) -> None:
-        """Bring the weights of ``unit`` into ``memory``; on the lane ``up``.
+        """Bring the weights of ``unit`` into ``memory``; on the lane ``up``, or before any place there is allocated.
 
         Raises:
             StorageError: the disk failed.

@@ -195,6 +195,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("generator", [](int device) { return generator(DeviceIndex(device)); });
   m.def("register", [](uintptr_t address, size_t size) { return pinned_memory.register_range(address, size); });
   m.def("unregister", [](uintptr_t address) { return pinned_memory.unregister_range(address); });
+  auto note_host = [](pybind11::buffer memory, bool writes) {
+    auto bytes = memory.request();
+    pinned_memory.note_host(static_cast<const char*>(bytes.ptr), bytes.size * bytes.itemsize, writes);
+  };
+  m.def("note_host", note_host, pybind11::arg("memory"), pybind11::arg("writes"));
   m.def("pinned_bytes", [] { return pinned_memory.held(); });
   m.def("mem_get_info", [](int device) { return device_memory.getMemoryInfo(DeviceIndex(device)); });
   m.def("memory", [](int device) { return memory(DeviceIndex(device)); });

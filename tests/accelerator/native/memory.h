@@ -235,6 +235,11 @@ class PinnedMemory final : public at::Allocator {
     auto found = find(begin);
     if (found != ranges_.end()) found->second.accesses.note(stream, begin, begin + num_bytes, writes, "a copy of host memory");
   }
+  void note_host(const char* begin, size_t num_bytes, bool writes) {
+    std::lock_guard<std::mutex> guard(lock_);
+    auto found = find(begin);
+    if (found != ranges_.end()) found->second.accesses.note_host(begin, begin + num_bytes, writes);
+  }
   size_t held() {
     std::lock_guard<std::mutex> guard(lock_);
     return held_;

@@ -453,7 +453,7 @@ inline Tensor copy_from(const Tensor& asked, const Tensor& target, bool non_bloc
   Queue& queue = current(device);
   const auto& host = up ? source : target;
   bool direct = source.scalar_type() == target.scalar_type() && source.is_non_overlapping_and_dense() &&
-                target.strides() == source.strides() && pinned_memory.holds(host.const_data_ptr());
+                target.strides() == source.strides() && !source.is_conj() && !source.is_neg() && pinned_memory.holds(host.const_data_ptr());
   bool waits = !non_blocking;
   touch(queue, there, up, up ? "a copy up" : "a copy down");
   if (direct) pinned_memory.note_access(queue.order, static_cast<const char*>(host.const_data_ptr()), host.nbytes(), !up);
@@ -521,6 +521,21 @@ inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& x, double p, std:
   mask.bernoulli_(1 - p);
   return {x * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
+// torch asks devices of this key for operators of their own where the CPU's are called by other names.
+inline c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
+inline void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = named("aten::convolution");
+  Call(op, stack).run();
+}
+inline void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static auto op = named("aten::convolution_backward");
+  constexpr int kArguments = 10, kWeight = 2;  // behind the weight: how many numbers a bias has
+  auto weight = stack->end() - kArguments + kWeight;
+  bool transposed = (weight + 4)->toBool();
+  int64_t num = weight->toTensor().size(transposed) * (transposed ? (weight + 6)->toInt() : 1);
+  stack->insert(weight + 1, IValue(std::vector<int64_t>{num}));
+  Call(op, stack).run();
+}
 inline Tensor as_strided(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
@@ -539,6 +554,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_source);
   m.impl("set_", set_nothing);
   m.impl("native_dropout", native_dropout);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   m.impl("as_strided", as_strided);
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
@@ -546,5 +563,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", TORCH_FN(at::native::view_as_real));
   m.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
 }
+// A copy reads what is conjugated or negated by a flag of its own; else torch would copy it to have it resolved first.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace late

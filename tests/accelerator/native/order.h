@@ -4,7 +4,7 @@
 // clock along, who waits for the mark joins it, and so does the host, behind which everything comes that it queues later.
 // Two accesses to the same bytes of which one writes, on streams that do not come one behind the other, are an offence,
 // however early or late they happen to be. The host is one clock, whatever its threads: what one of them has waited for
-// counts for all. What the host itself reads and writes cannot be seen.
+// counts for all. What the host itself reads and writes is seen where somebody tells: files do (late.py).
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -69,6 +69,15 @@ class Accesses {
     };
     list_.erase(std::remove_if(list_.begin(), list_.end(), is_over), list_.end());
     list_.push_back({begin, end, stream.index, tick, writes, by});
+  }
+
+  // The host itself reads or writes: what was queued has to be known to be done. Whatever is queued later comes behind.
+  void note_host(const char* begin, const char* end, bool writes) {
+    std::lock_guard<std::mutex> guard(order_lock);
+    for (auto& earlier : list_)
+      if (begin < earlier.end && earlier.begin < end && (writes || earlier.writes) && at(host_clock, earlier.stream) < earlier.tick)
+        accuse(std::string("the host ") + (writes ? "writes" : "reads") + " and does not wait for " +
+               told(earlier.by, earlier.stream, earlier.writes));
   }
 
   // The memory is freed in the order of `owner`, and of the streams in `recorded`.

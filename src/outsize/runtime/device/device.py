@@ -70,6 +70,9 @@ class Device(ABC):
         """Context in which another thread runs work in order with ``lane``."""
         return nullcontext()
 
+    def catch_up(self) -> None:  # noqa: B027 - nothing to wait for is the common case
+        """Return when all is done that the calling thread has enqueued outside lanes: what it made is theirs to use."""
+
     def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
 
@@ -222,9 +225,13 @@ class Accelerator(Device):
         if self._ledger is not None:
             self._reservations.append(self._ledger.reserve(self._tier, what, num_bytes))
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-        torch.accelerator.current_stream(self.torch_device).synchronize()
+        self.catch_up()
         self._held.append(tensor)
         return tensor
+
+    def catch_up(self) -> None:
+        """See `Device.catch_up`."""
+        torch.accelerator.current_stream(self.torch_device).synchronize()
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         """See `Device.lane`."""
@@ -239,9 +246,12 @@ class Accelerator(Device):
         return found
 
     def _stream(self, lane: str) -> torch.Stream:
-        if lane not in self._streams:
-            self._streams[lane] = self._torch.Stream(self.torch_device)
-        return self._streams[lane]
+        found = self._streams.get(lane)
+        if (
+            found is None
+        ):  # a worker's thread and another's, which touches the same device, may both come first
+            found = self._streams.setdefault(lane, self._torch.Stream(self.torch_device))
+        return found
 
     def record(self, lane: str) -> torch.Event | None:
         """See `Device.record`."""

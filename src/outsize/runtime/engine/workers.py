@@ -188,12 +188,12 @@ def make_crew(
         glue = OuterForward(split, device, rest_planes, sums, settings.num_threads)
         stack.callback(glue.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
+        device.catch_up()  # with the buffers of both
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
-    fetches = [count_fetches(program) for program in plan.programs]
-    away, under_way = Away(), set[tuple[object, ...]]()
-    workers, binders = [], []
+    fetches, away = [count_fetches(program) for program in plan.programs], Away()
+    under_way, workers, binders = set[tuple[object, ...]](), [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
         turn = turns.get(each.torch_device)
