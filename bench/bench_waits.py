@@ -89,6 +89,7 @@ NEAR = {
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
     ),
     "runtime/ops/handover": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
+    "runtime/ops/co": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
     "runtime/ops": (
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
         f"{CUDA}::test_streamed_is_resident_bit_for_bit[fp32-host-offloaded]",

@@ -71,6 +71,7 @@ ARROWS = {
         "codecs.codec_spec",
         "codecs.transport",
         "codecs.wire",
+        "hardware.all_reduce_arithmetic",
         "hardware.machine_spec",
         "model.sizes",
         "optim.optimizer_spec",

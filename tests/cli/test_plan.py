@@ -52,6 +52,19 @@ def test_what_matters_first_is_said_in_ten_lines(model_dir, capsys):
     assert "to change first" in text or "nothing that is usually changed gains a percent" in text
 
 
+def test_other_ways_to_train_are_set_beside_it(model_dir, capsys):
+    arguments = (model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", "--compare")
+    assert run(*arguments) == 0
+    text = capsys.readouterr().out
+    for words in ("outsize, predicted", "data parallel 2", "ZeRO-3 or FSDP", "tensor parallel 2", "managed"):
+        assert words in text
+    found = answer(capsys, *arguments)
+    assert [way["name"] for way in found["other_ways"]][:2] == ["data parallel 2", "pipeline parallel 2"]
+    assert any("tensor parallelism sums activations" in line for line in found["warnings"])
+    assert run(*arguments, "--nodes", 2, "--net", "25Gb") == 2
+    assert "--compare is of one machine" in capsys.readouterr().err
+
+
 def test_json_has_it_all(model_dir, capsys):
     found = answer(
         capsys,

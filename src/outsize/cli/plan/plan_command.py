@@ -23,7 +23,7 @@ def plan(options: PlanFlags, output: Output) -> None:
 
     Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
     """
-    from outsize.cli.plan import plan_table
+    from outsize.cli.plan import plan_compare, plan_table
     from outsize.cli.plan.plan_largest import largest_models
     from outsize.cli.plan.plan_question import ask_what_fits
 
@@ -31,13 +31,17 @@ def plan(options: PlanFlags, output: Output) -> None:
         _swept(options, output)
         return
     asked = ask_what_fits(options)
+    others = plan_compare.other_ways(asked) if options.compare else ()
     prediction, outcomes, helps = _answer(asked, options.what_if or [], options.advice, output)
     with _uncollected():
         scaled = largest_models(asked) if options.largest else ()
     _write(_files(asked, prediction, options))
-    output.emit(plan_table.to_dict(asked, prediction, outcomes, helps, scaled))
+    compared = plan_compare.to_dict(asked, others) if others else {}
+    output.emit({**plan_table.to_dict(asked, prediction, outcomes, helps, scaled), **compared})
     show = plan_table.render if options.full else plan_table.render_short
     output.print_result(show(asked, prediction, outcomes, helps, scaled))
+    if others:
+        output.print_result("\n" + plan_compare.render(asked, prediction, others))
 
 
 def _answer(

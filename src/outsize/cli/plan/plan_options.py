@@ -131,6 +131,12 @@ class PlanFlags:
     largest: Annotated[
         bool, typer.Option("--largest", help="Also find the largest models of this family that fit.")
     ] = False
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Also tell what DDP, ZeRO-3 or FSDP, tensor and pipeline parallelism can do."
+        ),
+    ] = False
     tokens: Annotated[
         str | None, typer.Option(metavar="COUNT", help="Tokens to train on, e.g. 10B, for the time it takes.")
     ] = None

@@ -22,6 +22,8 @@ FULL_SHARE = 0.85
 # Waits below this share of a step are not told.
 LEAST_SHARE = 0.001
 COMPUTE = "compute"
+# The median by which simulated steps missed measured ones whose rates were known (bench/bench_truth.py, 11 runs).
+SIMULATED_WITHIN = 0.056
 
 SEVERAL = "several GPUs: ids and labels, masks and position tables of the rounds under way lie on every GPU"
 PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"
@@ -169,9 +171,10 @@ def predict(decision: Decision) -> Prediction:
 def _interval(question: Question, tokens_per_s: float, computing: float) -> tuple[float, float]:
     """Return where tokens per second lie: what computes takes as much longer or shorter as its rate is uncertain.
 
-    Rates of links, hosts and disks have no interval yet, or were measured; where these end the step it is too narrow.
+    Beyond that, simulated steps miss measured ones. Rates of links, hosts and disks have no interval yet, or were
+    measured; where these end the step it is too narrow.
     """
-    within = max(gpu.efficiency.within for gpu in question.machine.gpus) * computing
+    within = max(gpu.efficiency.within for gpu in question.machine.gpus) * computing + SIMULATED_WITHIN
     return tokens_per_s * (1 - within), tokens_per_s * (1 + within)
 
 

@@ -131,7 +131,7 @@ class ComputeOps:
         microbatch = context.microbatches[op.microbatch]
         if not context.keeps:
             with self._naming(op), self._device.computing():
-                context.losses[op.microbatch] = self._loss_alone(run, unit, microbatch)
+                self._tell(op, context, self._loss_alone(run, unit, microbatch))
             self._end(op.microbatch, context)
             return
         with self._naming(op), self._device.computing():
@@ -140,9 +140,15 @@ class ComputeOps:
                 loss = run.forward_backward(unit, self._forwards[unit], divisor)
             else:
                 loss = self._chunked(run, unit, microbatch, context)
-        context.losses[op.microbatch] = loss / context.loss_scale
+        self._tell(op, context, loss / context.loss_scale)
         if unit == self._settings.first_backward:
             self._end(op.microbatch, context)
+
+    def _tell(self, op: Op, context: StepContext, loss: Tensor) -> None:
+        """Others read the loss behind a mark: lanes of another device have waited for no stream of this one."""
+        assert op.microbatch is not None
+        context.losses[op.microbatch] = loss
+        context.loss_marks[op.microbatch] = self._device.record(f"compute:w{op.worker or 0}")
 
     def backward(self, op: Op, context: StepContext) -> None:
         """B: recompute unless kept, and backward; the passage ends with the lowest unit that runs one."""

@@ -45,6 +45,7 @@ class StepContext:
         microbatches: in order.
         runs: passages under way, by microbatch.
         losses: loss of each microbatch, unscaled, in order of completion; they add up to the loss of the step.
+        loss_marks: of the work that these losses come from; none where work is done when it returns.
         norms: gradient norms by unit, one for each tensor that received a gradient.
         squares: of several ranks, sums of squares of this one's share of the summed gradients by unit, fp64 [tensors].
         touched: positions of the tensors that received a gradient, by unit.
@@ -79,6 +80,7 @@ class StepContext:
     loss_scale: float = 1.0
     runs: dict[int, MicrobatchRun] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    loss_marks: dict[int, Any] = field(default_factory=dict)
     norms: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
     touched: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -126,6 +128,8 @@ class StepContext:
         """Loss of the step: the sum over microbatches, each weighted by its targets; of all ranks once agreed."""
         if self.agreed_loss is not None:
             return self.agreed_loss
+        for mark in filter(None, self.loss_marks.values()):
+            mark.synchronize()
         return sum(self.losses[m].item() for m in range(len(self.microbatches)))
 
 
