@@ -110,7 +110,7 @@ def test_too_little_data_for_one_sequence():
         packed(9, 10)
     store = MemoryStore([9])
     store.num_documents = None
-    with pytest.raises(DataError, match="or lower data.seq_len$"):
+    with pytest.raises(DataError, match=r"or lower data.seq_len$"):
         Packed(store, 10)
 
 
