@@ -12,6 +12,7 @@ from devices import IS_MADE_UP
 from outsize.inference.caller import Caller
 from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
+from outsize.runtime.ops.context import Microbatch, StepContext
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 SIZE = 4096
@@ -135,12 +136,34 @@ def test_lanes_of_workers_enter_streams_of_all_devices_they_touch(workers: Worke
     assert late.offences() == []
 
 
+def test_a_loss_is_read_behind_the_lane_that_computed_it(device: Device):
+    """Whoever reads: a lane of another device reads on a stream that has waited for nothing."""
+    context = StepContext(0, 1e-3, (Microbatch({}, 1.0, 1),))
+    with device.lane("compute:w0"):
+        context.losses[0] = torch.ones((), device="late:0")
+        context.loss_marks[0] = device.record("compute:w0")
+    assert context.loss() == 1.0
+    assert late.offences() == []
+
+
 def test_a_lane_that_computes_touches_other_devices_in_their_order(workers: Workers):
     with workers.lane("compute:w1"):
         there = torch.ones(SIZE, device="late:1")
     with workers.lane("compute:w0"):
         there.sum()
         del there
+    torch.late.synchronize()
+    assert late.offences() == []
+
+
+def test_a_lane_brings_down_what_its_worker_has_made_on_another_device(workers: Workers):
+    back = torch.zeros(SIZE).pin_memory()
+    with workers.lane("compute:w1"):
+        made = torch.ones(SIZE, device="late:1").to("late:0", non_blocking=True)
+        mark = workers.record("compute:w1")
+    with workers.lane("down:w1"):
+        workers.wait("down:w1", mark)
+        back.copy_(made, non_blocking=True)
     torch.late.synchronize()
     assert late.offences() == []
 
