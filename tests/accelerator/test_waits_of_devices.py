@@ -156,6 +156,18 @@ def test_a_lane_that_computes_touches_other_devices_in_their_order(workers: Work
     assert late.offences() == []
 
 
+def test_a_lane_brings_down_what_its_worker_has_made_on_another_device(workers: Workers):
+    back = torch.zeros(SIZE).pin_memory()
+    with workers.lane("compute:w1"):
+        made = torch.ones(SIZE, device="late:1").to("late:0", non_blocking=True)
+        mark = workers.record("compute:w1")
+    with workers.lane("down:w1"):
+        workers.wait("down:w1", mark)
+        back.copy_(made, non_blocking=True)
+    torch.late.synchronize()
+    assert late.offences() == []
+
+
 def test_what_a_lane_has_made_is_the_caller_s_when_taken():
     device, caller = open_device("late:0"), Caller(torch.device("late:0"))
     with device.lane("compute"):

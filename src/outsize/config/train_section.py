@@ -69,6 +69,12 @@ class TrainConfig(Section):
         "sequences need less memory, and nothing takes longer where parts have thousands of tokens. Sums over parts "
         "round differently, as those over microbatches do.",
     )
+    neftune_noise_alpha: float | None = Field(
+        default=None,
+        gt=0,
+        description="NEFTune: noise that training adds to the embeddings of each sequence, uniform within alpha / "
+        "sqrt(tokens x hidden size); 5 to 15 are usual for fine-tuning on chats. null adds none.",
+    )
     save_every: int = Field(
         default=0,
         ge=0,

@@ -170,6 +170,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
         *_REPLICATED,
     ),
     **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
+    "train.neftune_noise_alpha": _ALWAYS,
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (
         ("train.loss is model", lambda case: case.config.train.loss == "model"),

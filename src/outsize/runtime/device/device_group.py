@@ -46,10 +46,13 @@ class Workers(Device):
         return self.devices[0].allocate(num_bytes, what)
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
-        """See `Device.lane`; a lane that computes touches other devices in order with those that compute there."""
+        """See `Device.lane`; what a worker's lane touches on other devices is in order with what computes there.
+
+        So may be the gradient of an input that lay on the device of the worker before.
+        """
         if name.startswith("peer"):
             return self._peer_lane(name)
-        if not name.startswith("compute"):
+        if not name.startswith(("compute", "up", "down")):
             return self.of(name).lane(name)
         with contextlib.ExitStack() as stack:
             for worker, device in enumerate(self.devices):

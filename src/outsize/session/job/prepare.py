@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
@@ -206,7 +207,25 @@ def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
     model, frozen = config.model, config.train.method == "lora"
     built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
     trim()  # building a model takes its weights for a moment, one after the other
+    _add_noise(built, config.train.neftune_noise_alpha)
     return built
+
+
+def _add_noise(model: nn.Module, alpha: float | None) -> None:
+    """Have the embedding of ``model`` add NEFTune's noise while it trains (arXiv 2310.05914).
+
+    Noise is drawn within the embedding's own forward, where streamed and resident runs seed alike, not by a hook.
+    """
+    if alpha is not None:
+        table = cast(Any, model).get_input_embeddings()
+        table.neftune_noise_alpha = alpha
+        table.forward = MethodType(_noisy, table)  # a method, so that a copy of the embedding has its own
+
+
+def _noisy(table: nn.Module, ids: Tensor) -> Tensor:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    return cast(Tensor, neftune_post_forward_hook(table, ids, type(table).forward(table, ids)))
 
 
 def _state_bytes(config: Config, spec: ModelSpec, group: Group) -> int:

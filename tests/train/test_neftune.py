@@ -1,0 +1,24 @@
+"""Noise on embeddings: the same in a streamed run and a resident one, in training only."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.training.verify import verify
+from support import make_run
+
+RUNS: dict[str, dict[str, Any]] = {
+    "two rounds": {"train": {"microbatches": 4, "round_microbatches": 2}},
+    "two workers": {"memory": {"device": "emulated:2"}},
+    "LoRA": {"train": {"method": "lora"}},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_streamed_is_resident_bit_for_bit(case: str, tmp_path: Path) -> None:
+    sections = RUNS[case]
+    noisy = {**sections, "train": {**sections.get("train", {}), "neftune_noise_alpha": 5.0}}
+    with_noise = verify(make_run(tmp_path / "noisy", **noisy))
+    assert with_noise.equal
+    assert with_noise.loss_streamed[0] != verify(make_run(tmp_path / "quiet", **sections)).loss_streamed[0]
