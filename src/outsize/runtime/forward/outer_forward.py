@@ -9,7 +9,8 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -117,15 +118,22 @@ class OuterForward:
     def _piece(self, run: "StagedRun", worker: int, piece: Callable[[], T]) -> T:
         if self._resting:
             self._put_stand_ins()
-        for (module, name), stand_ins in list(self._stand_ins.items())[:1]:  # what a model calls its device
-            module._parameters[name] = stand_ins[worker]
-        for position, parameter in self._parameters(run, worker).items():
-            for module, name in self._places[position]:
-                module._parameters[name] = parameter
-        for buffers, name, copies in self._buffers:
-            buffers[name] = copies[worker]
-        with self._workers.devices[worker].behind(f"compute:w{worker}"):
+        # Autograd runs the hook of a parameter on the stream that was current when the parameter was made.
+        with self._behind(worker):
+            for (module, name), stand_ins in list(self._stand_ins.items())[
+                :1
+            ]:  # what a model calls its device
+                module._parameters[name] = stand_ins[worker]
+            for position, parameter in self._parameters(run, worker).items():
+                for module, name in self._places[position]:
+                    module._parameters[name] = parameter
+            for buffers, name, copies in self._buffers:
+                buffers[name] = copies[worker]
             return piece()
+
+    def _behind(self, worker: int) -> AbstractContextManager[Any]:
+        """Work behind what the compute lane of ``worker`` has been given, on its device."""
+        return self._workers.devices[worker].behind(f"compute:w{worker}")
 
     def _parameters(self, run: "StagedRun", worker: int) -> dict[int, nn.Parameter]:
         """The rest's parameters for one run: its own, since gradients of several arrive at a time."""
@@ -146,7 +154,10 @@ class OuterForward:
                 raise ModelError(
                     f"a gradient of {tensor.name} came from a unit that was not known to use it; use one device"
                 )
-            sums.hook(self._rest.index, position)(parameter)
+            # The sum may lie on another device than the gradient, where the thread that autograd has for the gradient's
+            # device is on no lane.
+            with self._behind(run.pulled_by):
+                sums.hook(self._rest.index, position)(parameter)
 
         if tensor.trainable:
             parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
