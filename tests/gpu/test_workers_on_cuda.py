@@ -7,6 +7,7 @@ device to another. ``OUTSIZE_TEST_DEVICES=cuda:0,1`` names others; ``emulated:2`
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,11 @@ def test_gradients_of_the_rest_are_summed_behind_what_computes_where_the_sum_lie
     def in_a_thread(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
         def elsewhere(parameter: Tensor) -> None:
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(hook, parameter).result()
+                thread.submit(on_the_stream_of, parameter, behind(parameter.device)).result()
+
+        def on_the_stream_of(parameter: Tensor, stream: AbstractContextManager[Any]) -> None:
+            with stream:  # as autograd's thread is, on the device of the gradient
+                hook(parameter)
 
         of_the_rest = hook.__qualname__.startswith("OuterForward.")
         return register(parameter, elsewhere if of_the_rest else hook)
@@ -80,6 +85,16 @@ def test_gradients_of_the_rest_are_summed_behind_what_computes_where_the_sum_lie
     assert_equal_run(tmp_path, "gpt2", train={"microbatches": 4})
     assert ordered
     assert all(ordered)
+
+
+def behind(device: torch.device) -> AbstractContextManager[Any]:
+    """Return what puts a thread on the stream of ``device`` that this one is on."""
+    if device.type == "cpu":
+        return nullcontext()
+    stream: AbstractContextManager[Any] = torch.get_device_module(device).stream(
+        torch.accelerator.current_stream(device)
+    )
+    return stream
 
 
 def is_ordered(device: torch.device) -> bool:
