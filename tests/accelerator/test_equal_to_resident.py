@@ -4,6 +4,10 @@ What tests/gpu runs on any accelerator is not repeated here: this is the rest th
 cannot.
 """
 
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import zoo
 from accelerator import exactness_set, late
 from devices import DEVICE, DEVICES, IS_MADE_UP, needs_accelerator
 from outsize.data import Batch
+from outsize.planner.program.stages import Stages
+from outsize.planner.search.partition import partition
 from outsize.training.run import train
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_model_dir, make_run
@@ -22,6 +28,7 @@ from wrapped.loops import gradients, wrapped
 
 pytestmark = [pytest.mark.cuda, needs_accelerator, pytest.mark.filterwarnings("default")]
 made_up = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
+NUM_UNITS = 5  # of the models that are cut into stages
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -86,6 +93,61 @@ def test_each_kind(case: str, tmp_path: Path):
 def test_every_family(name: str, dtype: str, tmp_path: Path):
     make_model_dir(tmp_path / "model", name, tie_word_embeddings=False)
     assert_equal_run(tmp_path, name, model={"dtype": dtype}, memory={"home": "disk", "slots": 2})
+
+
+UP, FEW = ((0, 1), (1, 2), (2, 3), (3, 4)), ((4, 5), (2, 4), (0, 2))
+STAGES = {
+    "the head's input is handed on": ("llama", "peer", UP, FEW),
+    "the rest's gradient is another device's": ("gpt2", "host", ((0, 4),), ((4, 5), (3, 4), (1, 3), (0, 1))),
+    "a gradient lies where it goes": ("gpt2", "peer", UP, ((4, 5), (1, 4), (0, 1))),
+}
+
+
+@pytest.fixture
+def cut_into(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have steps cut as a test says, and not by what this machine measures."""
+
+    def cut(**spans: Any) -> None:
+        def cut_so(*args: Any, **options: Any) -> Stages:
+            return replace(partition(*args, **options), **spans)
+
+        monkeypatch.setattr("outsize.planner.search.plan_stages.partition", cut_so)
+
+    return cut
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_between_two_devices(case: str, cut_into: Callable[..., None], tmp_path: Path):
+    name, handover, forward, backward = STAGES[case]
+    make_model_dir(tmp_path / "model", name, tie_word_embeddings=False)
+    cut_into(forward=forward, backward=backward, round_size=2, cursor=1)
+    sections = {"parallel": {"handover": handover}, "train": {"microbatches": 4}}
+    assert_equal_run(tmp_path, name, memory={"device": DEVICES}, **sections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_stages_cut_anywhere(seed: int, cut_into: Callable[..., None], tmp_path: Path):
+    draw = random.Random(seed)
+    name, fused = draw.choice(["llama", "gpt2", "llama_tied", "qwen3_moe"]), draw.randrange(1, NUM_UNITS)
+
+    def spans() -> tuple[tuple[int, int], ...]:
+        cuts = [0, *(at for at in range(1, fused) if draw.random() < 0.5), fused]
+        return tuple(itertools.pairwise(cuts))
+
+    backward = ((fused, NUM_UNITS), *reversed(spans()))
+    cut_into(
+        forward=spans(), backward=backward, round_size=draw.choice([1, 2, 3, 4]), cursor=draw.choice([0, 1])
+    )
+    sections = {
+        "parallel": {"handover": draw.choice(["host", "peer"])},
+        "model": {"dtype": draw.choice(["fp32", "bf16"])},
+        "train": {"microbatches": 4},
+    }
+    make_model_dir(
+        tmp_path / "model", name, **({} if name == "llama_tied" else {"tie_word_embeddings": False})
+    )
+    assert_equal_run(tmp_path, name, memory={"device": DEVICES}, **sections)
 
 
 @made_up

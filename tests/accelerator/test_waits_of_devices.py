@@ -3,6 +3,8 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,9 +12,13 @@ import torch
 from accelerator import late
 from devices import IS_MADE_UP
 from outsize.inference.caller import Caller
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
 from outsize.runtime.ops.context import Microbatch, StepContext
+from outsize.runtime.ops.handover_ops import HandoverOps
+from outsize.storage.arena import Arena
+from outsize.storage.scratch import HostScratch
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 SIZE = 4096
@@ -189,3 +195,33 @@ def test_what_the_caller_has_enqueued_is_done_when_finished(device: Device):
         there.sum()
     torch.late.synchronize()
     assert late.offences() == []
+
+
+def test_what_lies_on_the_other_worker_s_device_already_is_handed_over_as_it_is(workers: Workers):
+    """Another worker's lane would copy it there once more, in no order with what made it, and empty it."""
+    with workers.lane("compute:w1"):
+        there = torch.ones(SIZE, device="late:1")
+    handing = HandoverOps(workers.devices[0], HostScratch(1, SIZE, Arena()), [], devices=workers.devices)
+    run = _Handed(there.untyped_storage())
+    with workers.lane("peer:w0-w1"):
+        context = SimpleNamespace(runs={0: run})
+        handing.pass_on(
+            Op(kind=Kind.PASS, unit=0, microbatch=0, worker=0, target=1), cast(StepContext, context)
+        )
+    torch.late.synchronize("late:1")
+    assert run.storages[0] is run.given
+    assert there.sum() == SIZE
+    assert late.offences() == []
+
+
+class _Handed:
+    """What a hand-over asks of a run whose input is one storage."""
+
+    def __init__(self, given: torch.UntypedStorage):
+        self.given, self.storages = given, []
+
+    def input_storages(self, unit: int) -> list[torch.UntypedStorage]:
+        return [self.given]
+
+    def replace_input(self, unit: int, storages: list[torch.UntypedStorage]) -> None:
+        self.storages = storages

@@ -4,21 +4,14 @@ On a machine with one GPU two workers share it, which tests streams, marks and h
 device to another. ``OUTSIZE_TEST_DEVICES=cuda:0,1`` names others; ``emulated:2`` tries the tests without a GPU.
 """
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from devices import DEVICES, ON_ACCELERATOR, needs_accelerator
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.peer_copies import can_copy
-from outsize.runtime.forward.binding import GradientSums
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
@@ -49,57 +42,6 @@ def test_workers_are_resident_bit_for_bit(dtype: str, microbatches: int, tmp_pat
 def test_other_families(name: str, tmp_path: Path):
     make_model_dir(tmp_path / "model", name, tie_word_embeddings=False)
     assert_equal_run(tmp_path, name, model={"dtype": "bf16"}, train={"microbatches": 4})
-
-
-def test_gradients_of_the_rest_are_summed_behind_what_computes_where_the_sum_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Autograd's thread for the device of a gradient may be on no lane of the device of its sum; here it never is."""
-    ordered: list[bool] = []
-    sum_of, register = GradientSums.hook, Tensor.register_post_accumulate_grad_hook
-
-    def in_a_thread(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-        def elsewhere(parameter: Tensor) -> None:
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(on_the_stream_of, parameter, behind(parameter.device)).result()
-
-        def on_the_stream_of(parameter: Tensor, stream: AbstractContextManager[Any]) -> None:
-            with stream:  # as autograd's thread is, on the device of the gradient
-                hook(parameter)
-
-        of_the_rest = hook.__qualname__.startswith("OuterForward.")
-        return register(parameter, elsewhere if of_the_rest else hook)
-
-    def watched(sums: GradientSums, unit: int, position: int) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            if threading.current_thread().name.startswith("ThreadPoolExecutor"):
-                ordered.append(is_ordered(sums._of[unit].views[position].device))
-            hook(parameter)
-
-        hook = sum_of(sums, unit, position)
-        return add
-
-    monkeypatch.setattr(Tensor, "register_post_accumulate_grad_hook", in_a_thread)
-    monkeypatch.setattr(GradientSums, "hook", watched)
-    make_model_dir(tmp_path / "model", "gpt2", tie_word_embeddings=False)
-    assert_equal_run(tmp_path, "gpt2", train={"microbatches": 4})
-    assert ordered
-    assert all(ordered)
-
-
-def behind(device: torch.device) -> AbstractContextManager[Any]:
-    """Return what puts a thread on the stream of ``device`` that this one is on."""
-    if device.type == "cpu":
-        return nullcontext()
-    stream: AbstractContextManager[Any] = torch.get_device_module(device).stream(
-        torch.accelerator.current_stream(device)
-    )
-    return stream
-
-
-def is_ordered(device: torch.device) -> bool:
-    """Whether this thread works behind a lane of ``device``, if that has any."""
-    return device.type == "cpu" or torch.accelerator.current_stream(device).stream_id != 0
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])

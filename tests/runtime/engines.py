@@ -19,7 +19,6 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
 from outsize.optim.shares import shares
 from outsize.planner.memory.exchange_memory import net_staging
-from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.program.activation_policy import Kept
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.runtime.device.device import open_device
@@ -113,7 +112,7 @@ def engine_over(
         layout = replace(plan.layout, kept=kept)
         counts = Counter(choice.extent for choices in kept for choice in choices if choice.leaves)
         rooms = {extent: (count, room_bytes) for extent, count in counts.items() if extent is not None}
-        plan = replace(plan, layout=layout, program=build_step(layout), offload_rooms=rooms)
+        plan = replace(plan, layout=layout, offload_rooms=rooms)
     with contextlib.ExitStack() as stack:
         arena = stack.enter_context(Arena())
         pool = stack.enter_context(IOPool(2))

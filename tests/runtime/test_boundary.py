@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
 
 
 def test_what_is_handed_out_is_the_same_values_in_the_same_nesting():
     outputs = (torch.ones(2), {"a": [torch.arange(3), None, "text"], "b": 4})
-    handed, box = hand_out(outputs, tracked=True)
+    box = Gradients(outputs)
+    handed = hand_out(outputs, box)
     assert torch.equal(handed[0], outputs[0])
     assert handed[1]["a"][0] is outputs[1]["a"][0]
     assert handed[1]["a"][1:] == [None, "text"]
@@ -16,7 +17,8 @@ def test_what_is_handed_out_is_the_same_values_in_the_same_nesting():
 
 def test_gradients_end_in_the_box_and_go_no_further():
     weight = torch.ones(3, requires_grad=True)
-    handed, box = hand_out((weight * 2, weight * 3), tracked=True)
+    box = Gradients((0, 0))
+    handed = hand_out((weight * 2, weight * 3), box)
     (handed[0] * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert torch.equal(box.values[0], torch.tensor([1.0, 2.0, 3.0]))
     assert box.values[1] is None
@@ -24,14 +26,15 @@ def test_gradients_end_in_the_box_and_go_no_further():
 
 
 def test_several_backwards_add_up():
-    handed, box = hand_out(torch.ones(2), tracked=True)
+    box = Gradients(0)
+    handed = hand_out(torch.ones(2), box)
     for _ in range(3):
         handed.sum().backward(retain_graph=True)
     assert torch.equal(box.values[0], torch.full((2,), 3.0))
 
 
 def test_what_backward_brings_first_is_not_copied():
-    box = Gradients(1)
+    box = Gradients(0)
     gradient = torch.ones(2)
     box.add(0, gradient)
     assert box.values[0] is gradient
@@ -41,7 +44,8 @@ def test_what_backward_brings_first_is_not_copied():
 
 def test_surrounding_code_may_change_in_place_what_it_is_given():
     outputs = torch.ones(2)
-    handed, box = hand_out(outputs, tracked=True)
+    box = Gradients(outputs)
+    handed = hand_out(outputs, box)
     handed += 1
     handed.mul_(3)
     handed.sum().backward()
@@ -51,19 +55,20 @@ def test_surrounding_code_may_change_in_place_what_it_is_given():
 
 def test_no_bytes_are_copied():
     outputs = torch.ones(2)
-    for tracked in (True, False):
-        handed, _ = hand_out(outputs, tracked=tracked)
+    for handed in (cut(outputs), hand_out(outputs, Gradients(outputs))):
         assert handed.data_ptr() == outputs.data_ptr()
 
 
-def test_nothing_is_tracked_below_what_trains():
-    handed, _ = hand_out(torch.ones(2, requires_grad=True), tracked=False)
-    assert not handed.requires_grad
+def test_what_is_cut_has_no_history_and_keeps_its_nesting():
+    outputs = cut({"a": (torch.ones(2, requires_grad=True) * 2, 3), "b": None})
+    assert not outputs["a"][0].requires_grad
+    assert outputs["a"][1:] == (3,)
+    assert outputs["b"] is None
 
 
 def test_a_history_is_cut_even_without_grad_mode():
     with torch.no_grad():
-        handed, _ = hand_out(torch.ones(2), tracked=True)
+        handed = hand_out(torch.ones(2), Gradients(0))
     assert handed.requires_grad
 
 

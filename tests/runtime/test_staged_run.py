@@ -119,7 +119,7 @@ def test_what_all_units_share_crosses_once_for_each_worker(world: World):
     def visit() -> UnitVisit:
         leaves = [mask.detach(), table, table[2:], "text"]
         _, structure = pytree.tree_flatten(leaves)
-        return UnitVisit(leaves, structure, {}, Gradients(0))
+        return UnitVisit(leaves, structure, {}, Gradients(()))
 
     first, second, here = visit(), visit(), visit()
     world.run._localise(here)

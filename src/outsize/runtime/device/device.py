@@ -247,9 +247,8 @@ class Accelerator(Device):
 
     def _stream(self, lane: str) -> torch.Stream:
         found = self._streams.get(lane)
-        if (
-            found is None
-        ):  # a worker's thread and another's, which touches the same device, may both come first
+        if found is None:
+            # A worker's thread and another's, which touches the same device, may both come first.
             found = self._streams.setdefault(lane, self._torch.Stream(self.torch_device))
         return found
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 class Gradients:
     """Gradients of the tensors that one unit handed out, by position; None where none has arrived."""
 
-    def __init__(self, count: int) -> None:
-        self.values: list[Tensor | None] = [None] * count
+    def __init__(self, outputs: Any) -> None:
+        self.values: list[Tensor | None] = [None] * len(pytree.tree_leaves(outputs))
 
     def add(self, position: int, gradient: Tensor) -> None:
         """Add what one backward pass brings; a tensor used by several units collects several."""
@@ -54,21 +54,20 @@ def is_differentiable(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def hand_out(outputs: Any, *, tracked: bool, box: Gradients | None = None) -> tuple[Any, Gradients]:
-    """Return ``outputs`` cut from their history, and the box that will hold their gradients.
+def cut(outputs: Any) -> Any:
+    """Return ``outputs``, any nesting of tensors and other values, without their history."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if is_differentiable(leaf) else leaf, outputs)
 
-    Args:
-        outputs: any nesting of tensors and other values, as a unit returned it.
-        tracked: whether gradients are wanted at all; a frozen prefix of the model hands out plain tensors.
-        box: of an earlier call for the same outputs, where they come a second time; None makes one.
+
+def hand_out(outputs: Any, box: Gradients) -> Any:
+    """Return ``outputs`` cut from their history; their gradients end in ``box``.
+
+    Autograd sums gradients of one tensor on the stream that is current now: that of the lane which reads the sum.
     """
-    leaves, structure = pytree.tree_flatten(outputs)
-    tensors = [leaf.detach() if is_differentiable(leaf) else leaf for leaf in leaves]
-    box = Gradients(len(leaves)) if box is None else box
-    if tracked:
-        anchor = torch.zeros((), requires_grad=True)
-        with torch.enable_grad():
-            for position, tensor in enumerate(tensors):
-                if is_differentiable(tensor):
-                    tensors[position] = _Boundary.apply(anchor, box, position, (tensor,))  # type: ignore[no-untyped-call]
-    return pytree.tree_unflatten(tensors, structure), box
+    leaves, structure = pytree.tree_flatten(cut(outputs))
+    anchor = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        for position, leaf in enumerate(leaves):
+            if is_differentiable(leaf):
+                leaves[position] = _Boundary.apply(anchor, box, position, (leaf,))  # type: ignore[no-untyped-call]
+    return pytree.tree_unflatten(leaves, structure)

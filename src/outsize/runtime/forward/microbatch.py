@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.saved_tensors import SavedTensors
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
@@ -111,6 +111,7 @@ class MicrobatchRun:
         self._tracked = tracked
         self._reseed = reseed
         self._waiting: Any = None
+        self._box: Gradients | None = None
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
         """Run ``unit`` and forget how; its outputs wait for the next one.
@@ -174,8 +175,13 @@ class MicrobatchRun:
                 f"unit {unit} changes its input in place, so its forward cannot be repeated from that input; "
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
-        self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+        self._set_waiting(unit, visit, outputs)
         return outputs
+
+    def _set_waiting(self, unit: int, visit: UnitVisit, outputs: Any) -> None:
+        """Have the outputs of ``unit`` wait, cut from their history, until the model goes on."""
+        self._waiting, visit.box = cut(outputs), Gradients(outputs)
+        self._box = visit.box if self._tracked[unit] else None
 
     def finish(self, unit: int) -> Any:
         """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history.
@@ -218,7 +224,7 @@ class MicrobatchRun:
         with torch.enable_grad():
             self._reseed(unit, False)
             outputs = visit.call(forward)
-            self._waiting, visit.box = hand_out(outputs, tracked=self._tracked[unit])
+            self._set_waiting(unit, visit, outputs)
             loss = loss_of(self.finish(unit)) / divisor
         if math.isinf(divisor):  # no target: the mean over nothing is NaN, and weighs nothing
             return torch.zeros_like(loss)
@@ -289,16 +295,17 @@ class MicrobatchRun:
         """Let go of everything; idempotent."""
         self._end_walk()
         self._visits.clear()
-        self._waiting = None
+        self._waiting = self._box = None
 
     def _end_walk(self) -> None:
         self._walk.close()
 
     def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
         """Run the model's own code up to ``unit``."""
+        box, self._box = self._box, None
         with self._ambient(), torch.set_grad_enabled(self._graph):
             self._reseed(unit, True)
-            return self._walk.advance(outputs)
+            return self._walk.advance(outputs if box is None else hand_out(outputs, box))
 
     def _arrive(self, unit: int) -> UnitVisit:
         waiting, self._waiting = self._waiting, None
@@ -366,4 +373,4 @@ def visit_of(call: UnitCall) -> UnitVisit:
             if leaf.requires_grad:
                 sources[position] = leaf
             leaves[position] = leaf.detach()
-    return UnitVisit(leaves, structure, sources, Gradients(0))
+    return UnitVisit(leaves, structure, sources, Gradients(()))

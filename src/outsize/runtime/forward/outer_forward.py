@@ -120,9 +120,8 @@ class OuterForward:
             self._put_stand_ins()
         # Autograd runs the hook of a parameter on the stream that was current when the parameter was made.
         with self._behind(worker):
-            for (module, name), stand_ins in list(self._stand_ins.items())[
-                :1
-            ]:  # what a model calls its device
+            # What a model calls its device is that of its first parameter.
+            for (module, name), stand_ins in list(self._stand_ins.items())[:1]:
                 module._parameters[name] = stand_ins[worker]
             for position, parameter in self._parameters(run, worker).items():
                 for module, name in self._places[position]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from outsize.model.walk import Finished, UnitCall
-from outsize.runtime.forward.boundary import box_of, hand_out
+from outsize.runtime.forward.boundary import box_of
 from outsize.runtime.forward.microbatch import Ambient, Forward, MicrobatchRun, Reseed, Roots, UnitVisit
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.saved_tensors import SavedTensors
@@ -115,10 +115,7 @@ class StagedRun(MicrobatchRun):
             old = leaves[position]
             leaves[position] = _shown(_form(old), storages[index[old.untyped_storage()._cdata]])
         if unit not in self._visits:
-            before = self._visits.get(unit - 1)
-            outputs = pytree.tree_unflatten(leaves, pytree.tree_structure(self._waiting))
-            box = before.box if before is not None else None
-            self._waiting, _ = hand_out(outputs, tracked=self._tracked[unit - 1], box=box)
+            self._waiting = pytree.tree_unflatten(leaves, pytree.tree_structure(self._waiting))
 
     def leave_below(self, unit: int) -> None:
         """Free the input of ``unit`` on its worker where a copy lies below."""

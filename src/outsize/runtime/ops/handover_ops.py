@@ -99,9 +99,11 @@ class HandoverOps(OffloadOps):
         """PASS: the input goes to another worker; the device memory is free afterwards."""
         unit, run = _find(op, context)
         storages = run.input_storages(unit)
-        run.replace_input(unit, self._cross(op, storages))
-        for storage in storages:
-            storage.resize_(0)
+        arrived = self._cross(op, storages)
+        run.replace_input(unit, arrived)
+        for storage, copy in zip(storages, arrived, strict=True):
+            if copy is not storage:
+                storage.resize_(0)
 
     def give_back(self, op: Op, context: StepContext) -> None:
         """RETURN: the gradient of the input goes to another worker."""
@@ -116,12 +118,18 @@ class HandoverOps(OffloadOps):
             self._scratch.forget(key)
 
     def _cross(self, op: Op, storages: list[Storage]) -> list[Storage]:
-        """Return copies on the device of the other worker."""
+        """Return copies on the device of the other worker; of what lies there already, that itself.
+
+        So does the gradient of an input, where the backward of the model's own code has put it there.
+        """
         assert op.target is not None
         other, lane = self._devices[op.target], f"peer:w{op.worker}-w{op.target}"
         found = []
         for storage in storages:
             content = bytes_of(storage)
+            if content.device == other.torch_device != self._device.torch_device:
+                found.append(storage)
+                continue
             arrived = torch.empty(content.nbytes, dtype=torch.uint8, device=other.torch_device)
             with self._device.crossing(content.nbytes):
                 arrived.copy_(content, non_blocking=True)

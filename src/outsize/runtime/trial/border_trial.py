@@ -23,7 +23,7 @@ from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
 from outsize.runtime.forward.binding import Binder
-from outsize.runtime.forward.boundary import hand_out, is_differentiable
+from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.trial.calibrate import Discard
 from outsize.runtime.trial.trial_pass import signature
 from outsize.runtime.trial.trial_weights import bind_trial_weights
@@ -130,7 +130,8 @@ class _BorderTrial:
                 assert isinstance(call, UnitCall)  # calibration has refused what calls its units otherwise
                 one = run(unit, call)
                 made.append(made[self._alike[unit]] if self._alike[unit] != unit else one)
-                outputs = hand_out(made[-1], tracked=torch.is_grad_enabled())[0]
+                tracked = torch.is_grad_enabled()
+                outputs = hand_out(made[-1], Gradients(made[-1])) if tracked else cut(made[-1])
         finally:
             walk.close()
         length = ids.shape[1]

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.forward.boundary import hand_out, is_differentiable
+from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.short_recompute import Trial
@@ -128,7 +128,7 @@ class TrialPass:
         self._row.backward.append(backward)
         self._row.kept.append(kept)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
-        return hand_out(fresh, tracked=True)[0]
+        return hand_out(fresh, Gradients(fresh))
 
     def _form(self, unit: int, call: UnitCall) -> Any:
         """What units that are measured once have in common."""
@@ -153,7 +153,7 @@ class TrialPass:
         trial = Trial([], [])
         live.ops = trial.ops
         returned = YieldTrial(trial.ops)
-        with trial.hooks(), returned.watching():
+        with trial.hooks(), trial.parts(), returned.watching():
             outputs = self._forwards[unit](*args, **kwargs)
         live.ops = None
         given = {_place(tensor) for tensor in _tensors((args, kwargs))}

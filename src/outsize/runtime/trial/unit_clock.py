@@ -30,7 +30,7 @@ from outsize.model.walk import UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
-from outsize.runtime.forward.boundary import hand_out, is_differentiable
+from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.trial.one_unit import OneUnit
@@ -167,7 +167,7 @@ class _Clock:
                     seconds, kept_s, made = self._unit(unit, call)
                     times.append(seconds)
                     kept.append(kept_s)
-                    outputs = hand_out(made, tracked=True)[0]
+                    outputs = hand_out(made, Gradients(made))
         finally:
             walk.close()
         forward, backward = zip(*times, strict=True)
