@@ -26,7 +26,7 @@ def test_the_adapters_are_those_that_peft_makes(family, modules):
     config = CONFIGS[family]
     counted = with_adapters(spec_from_config(config.to_dict(), "bf16"), 4, names)
     model = build_skeleton(config, "bf16")
-    attention = [name for name in names if family != "qwen3_moe" or name in MODULES[:4]]
+    attention = [name for name in names if config.model_type != "qwen3_moe" or name in MODULES[:4]]
     settings = peft.LoraConfig(r=4, target_modules=attention, task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,6 +1,7 @@
 """MLPs that take their tokens in parts: the same numbers but for rounding, with less alive at a time."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,11 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
+import zoo
 from outsize.errors import ModelError
-from outsize.model.sizes.spec_from_config import forward_flops, in_mlp_parts, read_shape, recompute_flops
+from outsize.model.sizes.spec_from_config import forward_flops, read_shape, recompute_flops
 from outsize.model.split import split
 from outsize.model.tiled_mlp import parts_of, take_in_parts
 
@@ -32,6 +32,10 @@ def make_llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+# By what their routers are: softmax before and behind the choice, a tuple returned, groups and an expert for all.
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
+
+
 def in_parts(model: nn.Module, num_parts: int) -> nn.Module:
     parted = copy.deepcopy(model)
     parts = split(parted)
@@ -40,8 +44,10 @@ def in_parts(model: nn.Module, num_parts: int) -> nn.Module:
     return parted
 
 
-def gradients(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    loss = model(input_ids=ids, labels=ids).loss
+def gradients(
+    model: nn.Module, ids: torch.Tensor, **asked: bool
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    loss = model(input_ids=ids, labels=ids, **asked).loss
     loss.backward()
     return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
@@ -55,6 +61,27 @@ def test_losses_and_gradients_differ_by_rounding_alone(num_parts: int) -> None:
     assert torch.allclose(loss, parted_loss, rtol=1e-6)
     for one, other in zip(expected, found, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("num_parts", [3, 4])
+def test_a_mixture_routes_each_token_as_it_would_among_all(name: str, num_parts: int) -> None:
+    """Losses of what its router says included, where it has them: the logits are those of all tokens, in order."""
+    model = zoo.build(name)
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS) % 61 + 3
+    asked = {"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}
+    loss, expected = gradients(model, ids, **asked)
+    parted = in_parts(zoo.build(name), num_parts)
+    parted_loss, found = gradients(parted, ids, **asked)
+    assert torch.allclose(loss, parted_loss, rtol=1e-6)
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    if asked:
+        logits, others = (each(input_ids=ids, **asked).router_logits for each in (model, parted))
+        assert [each.shape for each in logits] == [each.shape for each in others]
+        for one, other in zip(logits, others, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_weights_train_where_their_input_needs_no_gradient() -> None:
@@ -77,7 +104,7 @@ def test_a_forward_makes_and_saves_one_part_at_a_time() -> None:
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t)
     with hooks:
         out = mlp(hidden)
-    assert saved == [hidden.shape]
+    assert saved == [hidden.shape[1:]]
     assert widths == [TOKENS // 4] * 4
     out.sum().backward()
     assert widths == [TOKENS // 4] * 8  # and once more on the way back
@@ -100,25 +127,9 @@ def test_names_and_copies_stay_what_they_were() -> None:
             BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=31)),
             "takes more than the tokens",
         ),
-        (
-            Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(
-                    hidden_size=16,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    num_key_value_heads=2,
-                    head_dim=8,
-                    moe_intermediate_size=16,
-                    intermediate_size=16,
-                    num_experts=2,
-                    num_experts_per_tok=1,
-                    vocab_size=31,
-                )
-            ),
-            "mixture of experts",
-        ),
+        (zoo.build("phimoe"), "noise in its router"),
     ],
-    ids=["dropout", "residual", "mixture"],
+    ids=["dropout", "residual", "jitter"],
 )
 def test_what_looks_at_more_than_a_token_is_refused(model: nn.Module, reason: str) -> None:
     parts = split(model)
@@ -137,9 +148,7 @@ def test_blocks_without_an_mlp_of_that_name_are_refused() -> None:
 
 def test_a_recompute_makes_nothing_of_such_an_mlp() -> None:
     whole = read_shape(LlamaConfig(num_hidden_layers=1).to_dict())
-    parted = in_mlp_parts(whole, 4)
+    parted = replace(whole, mlp_parts=4)
     mlp = 6.0 * 100 * whole.hidden * whole.intermediate
     assert forward_flops(parted, 1, 100) == forward_flops(whole, 1, 100)
     assert recompute_flops(parted, 1, 100)[1] == forward_flops(whole, 1, 100)[1] - mlp
-    with pytest.raises(ModelError, match="mixture of experts"):
-        in_mlp_parts(read_shape(Qwen3MoeConfig().to_dict()), 2)

@@ -1,11 +1,13 @@
 """Counted from a config, held to what a run measures on the model itself."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from outsize.config import parse_config
 from outsize.model.build import build_skeleton
-from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape
+from outsize.model.sizes.spec_from_config import read_shape
 from outsize.model.sizes.workload import count_workload
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
@@ -32,9 +34,17 @@ CONFIGS = {
         **SIZES,
     ),
 }
+# The proportions of Qwen3-235B-A22B.
+CONFIGS["many_experts"] = Qwen3MoeConfig(
+    moe_intermediate_size=48,
+    num_experts=32,
+    num_experts_per_tok=8,
+    head_dim=32,
+    **{**SIZES, "hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1},
+)
 SEQUENCES, SEQ_LEN = 2, 512
 # Of experts it depends on the router how much they save.
-SAVED = {"qwen3_moe": 0.1}
+MIXTURES = {("qwen3_moe", 1): 0.1, ("many_experts", 1): 0.2}
 
 
 def measure(config, dtype, mlp_parts=1):
@@ -53,25 +63,35 @@ def measure(config, dtype, mlp_parts=1):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("family", "mlp_parts"), [*((family, 1) for family in CONFIGS), ("llama", 4), ("qwen3", 8)]
+    ("family", "mlp_parts"),
+    [
+        *((family, 1) for family in CONFIGS),
+        ("llama", 4),
+        ("qwen3", 8),
+        ("qwen3_moe", 2),
+        ("many_experts", 4),
+        ("many_experts", 16),
+    ],
 )
 def test_counts_are_what_a_run_measures(family, mlp_parts, dtype):
     config = CONFIGS[family]
     measured = measure(config, dtype, mlp_parts)
-    shape = in_mlp_parts(read_shape(config.to_dict()), mlp_parts)
+    shape = replace(read_shape(config.to_dict()), mlp_parts=mlp_parts)
     counted = count_workload(shape, dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
     assert counted.boundary_bytes[1:] == measured.boundary_bytes[1:]
     units = {"embedding": 0, "block": 1, "head": -1}
     for kind, unit in units.items():
         assert counted.backward_workspace_bytes[kind] == pytest.approx(measured.backward_bytes[unit], rel=0.1)
     assert counted.forward_workspace_bytes["block"] == pytest.approx(measured.forward_bytes[1], rel=0.1)
-    assert counted.saved_bytes[1] == pytest.approx(measured.saved_bytes[1], rel=SAVED.get(family, 0.001))
+    assert counted.saved_bytes[1] == pytest.approx(
+        measured.saved_bytes[1], rel=MIXTURES.get((family, mlp_parts), 0.001)
+    )
     assert measured.saved_bytes[-1] == counted.saved_bytes[-1] == 0
     attention, products = measured.attention[1], measured.products[1]
     assert counted.attention_bytes[1] == attention.num_bytes
     assert counted.attention_flops[1] == attention.flops
     assert counted.attention_bytes[-1] == counted.products_bytes[-1] == products_of_head(measured) == 0
-    if family != "qwen3_moe":  # its experts run in operations of their own
+    if (family, mlp_parts) not in MIXTURES:  # its experts run in operations of their own
         assert counted.products_bytes[1] == products.num_bytes
         assert counted.recompute_flops[1] == products.flops
     assert (counted.recompute_flops[1] < counted.forward_flops[1]) == (1 in measured.needed)

@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zoo
+from outsize.session.job.prepare import _add_noise
 from outsize.training.verify import verify
 from support import make_run
 
@@ -13,6 +16,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "two workers": {"memory": {"device": "emulated:2"}},
     "LoRA": {"train": {"method": "lora"}},
 }
+
+
+def test_there_is_none_while_nothing_trains():
+    model, ids = zoo.build("llama"), torch.arange(8)[None]
+    table = model.get_input_embeddings()
+    plain = table(ids)
+    _add_noise(model, 5.0)
+    assert torch.equal(model.eval().get_input_embeddings()(ids), plain)
+    assert not torch.equal(model.train().get_input_embeddings()(ids), plain)
 
 
 @pytest.mark.parametrize("case", RUNS)

@@ -65,9 +65,9 @@ class TrainConfig(Section):
     mlp_parts: int = Field(
         default=1,
         ge=1,
-        description="Parts in which the MLP of a block takes the tokens of a microbatch, one after the other: long "
-        "sequences need less memory, and nothing takes longer where parts have thousands of tokens. Sums over parts "
-        "round differently, as those over microbatches do.",
+        description="Parts in which the MLP of a block, or its router and experts, takes the tokens of a microbatch, "
+        "one after the other: long sequences need less memory, and nothing takes longer where parts have thousands of "
+        "tokens. Sums over parts round differently, as those over microbatches do.",
     )
     neftune_noise_alpha: float | None = Field(
         default=None,

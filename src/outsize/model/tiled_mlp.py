@@ -15,6 +15,10 @@ The story of one block and microbatch:
 
 Sums over parts round differently from one sum, so the number of parts is part of what a run computes, as the number of
 microbatches is; streamed and resident runs of as many parts are equal bit for bit.
+
+A mixture of experts goes whole: router and experts see a part of the tokens at a time. A router that chooses for each
+token by itself chooses the same; what is recorded of it inside (router logits, of which losses are made) leaves
+`_Parts` behind the outputs, joined in the order of the tokens and with its gradients.
 """
 
 import inspect
@@ -24,8 +28,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
+from outsize.model import recorded
 from outsize.model.split import Split
 
 # What decoders of transformers call it.
@@ -36,8 +43,7 @@ def take_in_parts(split: Split, num_parts: int) -> None:
     """Have the MLP of every block of ``split`` take its tokens in ``num_parts`` parts; 1 leaves all as it is.
 
     Raises:
-        ModelError: a block has no MLP of its own, or one that takes more than tokens, draws random numbers, or routes
-            tokens to experts.
+        ModelError: a block has no MLP of its own, or one that takes more than tokens or draws random numbers.
     """
     if num_parts == 1:
         return
@@ -85,8 +91,8 @@ def _reason_against(mlp: nn.Module) -> str | None:
     for child in mlp.modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
             return "has dropout in its MLP, which would draw other numbers in each part"
-        if isinstance(child, nn.ModuleList) or any(p.ndim > 2 for p in child.parameters(recurse=False)):
-            return "has a mixture of experts for an MLP, which looks at all tokens together"
+        if any(value for name, value in vars(child).items() if "jitter" in name):
+            return "has noise in its router (jitter), which would draw other numbers in each part"
     return None
 
 
@@ -94,36 +100,105 @@ class _InParts(nn.Module):
     """Stands before a module's own class, whose forward it calls."""
 
     num_parts: int
+    # What calls return: a structure, and of its leaves the sizes before and behind that of tokens, and dtypes. Of the
+    # class, which is one module's own and that of its replicas: one of them may run backward what another ran forward.
+    made: tuple[Any, list[tuple[torch.Size, torch.Size, torch.dtype]]] = None, []
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return what the module makes of ``hidden`` [..., tokens, width], of one part of the tokens at a time."""
-        if not torch.is_grad_enabled():
-            return self.joined(hidden)
-        # Weights may train where the input needs no gradient: something has to make autograd come here.
-        anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-        kept = _Keep.apply(hidden, anchor)  # type: ignore[no-untyped-call]
-        return cast(Tensor, _Parts.apply(kept, self))  # type: ignore[no-untyped-call]
+    def forward(self, hidden: Tensor) -> Any:
+        """Return what the module makes of ``hidden`` [..., width], of one part of the tokens at a time."""
+        call, rows = Call(self), hidden.reshape(-1, hidden.shape[-1])
+        if torch.is_grad_enabled():
+            # Weights may train where the input needs no gradient: something has to make autograd come here.
+            anchor = torch.empty(0, device=hidden.device, requires_grad=True)
+            kept = _Keep.apply(rows, anchor)  # type: ignore[no-untyped-call]
+            leaves = list(_Parts.apply(kept, call))  # type: ignore[no-untyped-call]
+        else:
+            leaves = call.joined(rows)
+        return call.returned(leaves, hidden.shape[:-1])
 
-    def joined(self, hidden: Tensor) -> Tensor:
-        """Return the same without a graph of its own."""
-        return torch.cat([self.own(part) for part in self.cut(hidden)], dim=-2)
+    def own(self, part: Tensor, keys: tuple[str, ...]) -> Any:
+        """Run the module's own forward on ``part`` [1, tokens, width]; returns the outputs, and what it recorded."""
+        forward = recorded.recording(super().forward)
+        return forward(part, **{recorded.WANTED: keys}) if keys else (forward(part), {})
+
+
+class Call:
+    """One call of a module whose tokens go in parts.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: _InParts) -> None:
+        self._module = module
+        self._keys = recorded.wanted()
+        self._structure: Any = None
+
+    def part(self, rows: Tensor) -> list[Tensor]:
+        """Return what the module makes of some tokens, [tokens, width]: tensors of [1, tokens, …] or [tokens, …].
+
+        Raises:
+            ModelError: there is something else among them.
+        """
+        leaves, self._structure = pytree.tree_flatten(self._module.own(rows[None], self._keys))
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[_dim(leaf)] != len(rows):
+                raise ModelError(
+                    f"train.mlp_parts: {type(self._module).__name__} makes something that is not of each token; leave "
+                    "it at 1 for this model"
+                )
+        return leaves
 
     def cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of a tensor [..., tokens, width]."""
-        return tensor.chunk(self.num_parts, dim=-2)
+        """Return the parts of a tensor of all tokens."""
+        return tensor.chunk(self._module.num_parts, dim=_dim(tensor))
 
-    def own(self, part: Tensor) -> Tensor:
-        """Run the module's own forward; on contiguous memory, as it is called otherwise."""
-        return cast(Tensor, super().forward(part.contiguous()))
+    def joined(self, rows: Tensor) -> list[Tensor]:
+        """Return what the module makes of all tokens, without a graph of its own.
+
+        A mode over torch's functions sees this one, too, and may make `unwritten` memory instead.
+        """
+        if has_torch_function((rows,)):
+            return handle_torch_function(Call.joined, (rows,), self, rows)
+        parts = [self.part(part) for part in self.cut(rows)]
+        made = [torch.cat(pieces, dim=_dim(pieces[0])) for pieces in zip(*parts, strict=True)]
+        dims = map(_dim, made)
+        forms = [
+            (leaf.shape[:dim], leaf.shape[dim + 1 :], leaf.dtype)
+            for leaf, dim in zip(made, dims, strict=True)
+        ]
+        type(self._module).made = self._structure, forms
+        return made
+
+    def unwritten(self, rows: Tensor) -> list[Tensor]:
+        """Return memory for what `joined` has returned for other tokens."""
+        self._structure, forms = self._module.made
+        return [
+            torch.empty((*before, len(rows), *after), dtype=d, device=rows.device)
+            for before, after, d in forms
+        ]
+
+    def returned(self, leaves: list[Tensor], places: torch.Size) -> Any:
+        """Return ``leaves`` as the module would, to whom came tokens at ``places``; what it recorded is noted."""
+        whole = [leaf.view(*places, -1) if leaf.ndim == 3 else leaf for leaf in leaves]
+        outputs, found = pytree.tree_unflatten(whole, self._structure)
+        if found:
+            recorded.note(found)
+        return outputs
+
+
+def _dim(tensor: Tensor) -> int:
+    """Return along which dimension tokens lie in what a module made of a part."""
+    return int(tensor.ndim == 3)
 
 
 class _Keep(Function):
     """Hands a tensor on, saved."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden)
-        return hidden.view_as(hidden)
+    def forward(ctx: Any, rows: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -134,19 +209,28 @@ class _Parts(Function):
     """Runs a module part by part, and again, part by part, on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, module: _InParts) -> Tensor:
-        ctx.module = module
-        return module.joined(kept)
+    def forward(ctx: Any, kept: Tensor, call: Call) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        made = call.joined(kept)
+        ctx.mark_non_differentiable(*(leaf for leaf in made if not leaf.is_floating_point()))
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (hidden,) = ctx.next_functions[0][0].saved_tensors  # of `_Keep`, whose turn is next
-        module: _InParts = ctx.module
-        made = torch.empty_like(hidden)
-        for part, its_gradient, into in zip(*map(module.cut, (hidden, gradient, made)), strict=True):
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (rows,) = ctx.next_functions[0][0].saved_tensors  # of `_Keep`, whose turn is next
+        call: Call = ctx.call
+        made = torch.empty_like(rows)
+        given = {
+            index: call.cut(gradient) for index, gradient in enumerate(gradients) if gradient is not None
+        }
+        for number, (part, into) in enumerate(zip(call.cut(rows), call.cut(made), strict=True)):
             leaf = part.detach().requires_grad_()
             with torch.enable_grad():
-                out = module.own(leaf)
-            torch.autograd.backward(out, its_gradient)
+                out = call.part(leaf)
+            roots = [index for index in given if out[index].requires_grad]
+            torch.autograd.backward(
+                [out[index] for index in roots], [given[index][number] for index in roots]
+            )
             into.copy_(cast(Tensor, leaf.grad))
         return made, None

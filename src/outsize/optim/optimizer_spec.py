@@ -137,9 +137,26 @@ class StateLayout:
             raise ValueError("factors stand in place of moments")
 
     @property
+    @cache  # noqa: B019 - there are few layouts, and planners ask them millions of times
     def planes(self) -> Mapping[str, Plane]:
         """The planes of a trained unit, in the order in which they lie; others have ``weights`` only."""
-        return _planes_of(self)
+        found = {WEIGHTS: Plane(self.dtype)}
+        if self.masters == "split":
+            found[MASTER_LOW] = Plane("int16")
+            if self.exact:
+                found[MASTER_TIES] = Plane("uint8", 8)
+        elif self.dtype != "fp32":
+            found[MASTER] = Plane("fp32")
+        moment = "uint8" if self.moments == "int8" else self.moments
+        found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: self.num_moments], Plane(moment))
+        if self.moments == "int8":
+            scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
+            found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
+        if self.factored:
+            found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
+        if self.gradients != "none":
+            found[GRADIENT] = Plane(self.gradients)
+        return MappingProxyType(found)
 
     @property
     def state_planes(self) -> dict[str, Plane]:
@@ -253,27 +270,6 @@ class StateLayout:
         """Return the bytes of a tile buffer; arguments as those of `tile_room`."""
         room = self.tile_room(model, tile_elements, whole=whole)
         return sum(items * ITEM_BYTES[self.tile_planes[name].item] for name, items in room.items())
-
-
-@cache
-def _planes_of(layout: StateLayout) -> Mapping[str, Plane]:
-    found = {WEIGHTS: Plane(layout.dtype)}
-    if layout.masters == "split":
-        found[MASTER_LOW] = Plane("int16")
-        if layout.exact:
-            found[MASTER_TIES] = Plane("uint8", 8)
-    elif layout.dtype != "fp32":
-        found[MASTER] = Plane("fp32")
-    moment = "uint8" if layout.moments == "int8" else layout.moments
-    found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: layout.num_moments], Plane(moment))
-    if layout.moments == "int8":
-        scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: layout.num_moments]
-        found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
-    if layout.factored:
-        found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
-    if layout.gradients != "none":
-        found[GRADIENT] = Plane(layout.gradients)
-    return MappingProxyType(found)
 
 
 def _bytes_each(plane: Plane) -> float:

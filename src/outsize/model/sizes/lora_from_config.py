@@ -78,7 +78,7 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
         work,
         forward_flops=tuple(base + more for base, more in zip(work.forward_flops, adapters, strict=True)),
         recompute_flops=tuple(
-            (down if _ends_in_adapter(unit) else base) + more
+            (down if _ends_in_adapter(unit) and not work.again_flops else base) + more
             for unit, down, base, more in zip(
                 streamed, work.forward_flops, work.recompute_flops, adapters, strict=True
             )

@@ -6,7 +6,7 @@ model itself (`model.split`); this is for asking about models that are not there
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from outsize.errors import ModelError
@@ -68,6 +68,11 @@ class Shape:
         """Whether the MLP of ``layer`` is a mixture of experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
+    @property
+    def has_dense(self) -> bool:
+        """Whether any MLP is none of experts."""
+        return any(not self.is_mixture(layer) for layer in range(self.layers))
+
 
 def read_shape(config: Mapping[str, Any]) -> Shape:
     """Return the shape that a ``config.json`` tells.
@@ -109,17 +114,6 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     return shape
 
 
-def in_mlp_parts(shape: Shape, num_parts: int) -> Shape:
-    """Return ``shape`` with MLPs that take their tokens in ``num_parts`` parts, see `model.tiled_mlp`.
-
-    Raises:
-        ModelError: its MLPs are mixtures of experts.
-    """
-    if num_parts > 1 and shape.experts:
-        raise ModelError("train.mlp_parts: a mixture of experts looks at all tokens together; leave it at 1")
-    return replace(shape, mlp_parts=num_parts)
-
-
 def spec_from_config(config: Mapping[str, Any], dtype: str) -> ModelSpec:
     """Return the units of the model that ``config`` describes: embedding, blocks, head, and the rest where tied.
 
@@ -150,15 +144,20 @@ def forward_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ..
     width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
     projections = 2 * shape.hidden * (2 * width + 2 * kv_width)
     attention = tokens * projections + 2 * sequences * seq_len**2 * width
-    blocks = []
+    blocks = (float(attention + mlp) for mlp in mlp_flops(shape, sequences, seq_len)[1:-1])
+    return (0.0, *blocks, 2.0 * tokens * shape.hidden * shape.vocabulary)
+
+
+def mlp_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
+    """Return the FLOPs of the MLP, or of router and experts, of each streamed unit's forward."""
+    per_token = []
     for layer in range(shape.layers):
         if shape.is_mixture(layer):
             active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
-            mlp = 6 * shape.hidden * active + 2 * shape.hidden * shape.experts
+            per_token.append(6 * shape.hidden * active + 2 * shape.hidden * shape.experts)
         else:
-            mlp = 6 * shape.hidden * shape.intermediate
-        blocks.append(float(attention + tokens * mlp))
-    return (0.0, *blocks, 2.0 * tokens * shape.hidden * shape.vocabulary)
+            per_token.append(6 * shape.hidden * shape.intermediate)
+    return (0.0, *(float(sequences * seq_len * flops) for flops in per_token), 0.0)
 
 
 def attention_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, ...]:
@@ -179,10 +178,13 @@ def recompute_flops(shape: Shape, sequences: int, seq_len: int) -> tuple[float, 
     A dense block ends in a product whose result nothing but the next block needs. That of a mixture is weighed by the
     router, whose backward needs it. An MLP in parts makes nothing that its backward does not make again.
     """
-    products = 1 if shape.mlp_parts == 1 else 3
-    last = 2.0 * products * sequences * seq_len * shape.hidden * shape.intermediate
-    embedding, *blocks, head = forward_flops(shape, sequences, seq_len)
-    needed = (flops - last * (not shape.is_mixture(layer)) for layer, flops in enumerate(blocks))
+    flops = forward_flops(shape, sequences, seq_len)
+    if shape.mlp_parts > 1:
+        mlps = mlp_flops(shape, sequences, seq_len)
+        return tuple(whole - mlp for whole, mlp in zip(flops, mlps, strict=True))
+    last = 2.0 * sequences * seq_len * shape.hidden * shape.intermediate
+    embedding, *blocks, head = flops
+    needed = (block - last * (not shape.is_mixture(layer)) for layer, block in enumerate(blocks))
     return (embedding, *needed, head)
 
 

@@ -11,6 +11,7 @@ from outsize.model.sizes.spec_from_config import (
     Shape,
     attention_flops,
     forward_flops,
+    mlp_flops,
     recompute_flops,
     routed_flops,
 )
@@ -22,7 +23,13 @@ ID_BYTES = 16
 
 
 def count_workload(
-    shape: Shape, dtype: str, *, sequences: int, seq_len: int, chunk_tokens: int = 512
+    shape: Shape,
+    dtype: str,
+    *,
+    sequences: int,
+    seq_len: int,
+    chunk_tokens: int = 512,
+    experts_train: bool = True,
 ) -> Workload:
     """Return what a microbatch of ``sequences`` sequences of ``seq_len`` tokens takes.
 
@@ -32,6 +39,7 @@ def count_workload(
         sequences: of the microbatch.
         seq_len: tokens of a sequence.
         chunk_tokens: tokens per chunk of the loss (``train.head_chunk_tokens``).
+        experts_train: whether experts have gradients of their weights.
     """
     tokens, size = sequences * seq_len, ITEMSIZE[dtype]
     boundary = tokens * shape.hidden * size
@@ -39,20 +47,19 @@ def count_workload(
     table = shape.vocabulary * shape.hidden * size
     chunk = min(chunk_tokens, tokens)
     # The norm before the head is computed in fp32, twice as wide as the hidden state in all.
-    mlp = 6.0 * tokens * shape.hidden * shape.intermediate
     head = LOGIT_BYTES * chunk * shape.vocabulary + tokens * shape.hidden * (8 + 2 * size)
     return Workload(
         tokens=tokens,
         forward_flops=flops,
         recompute_flops=recompute_flops(shape, sequences, seq_len),
         gradient_flops=tuple(2 * forward for forward in flops),  # two products for each of the forward's
-        again_flops=(0.0, *[mlp] * shape.layers, 0.0) if shape.mlp_parts > 1 else (),
+        again_flops=mlp_flops(shape, sequences, seq_len) if shape.mlp_parts > 1 else (),
         routed_flops=routed_flops(shape, sequences, seq_len) if shape.experts else (),
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
         backward_workspace_bytes={
             "embedding": table + 2 * boundary,
-            "block": tokens * _block_backward(shape, size),
+            "block": _backward_workspace(shape, size, tokens, experts_train),
             "head": head,
         },
         saved_bytes=(
@@ -74,33 +81,84 @@ def count_workload(
     )
 
 
+def _backward_workspace(shape: Shape, size: int, tokens: int, experts_train: bool) -> int:
+    """Return the bytes alive in a backward of a block when they are most, gradients of experts among them."""
+    needed = tokens * _block_backward(shape, size)
+    if not shape.experts:
+        return needed
+    gradient = 2 * size * shape.experts * shape.hidden * shape.expert_intermediate * experts_train
+    return max(needed, tokens * _experts_backward(shape, size, stepping=True) + gradient)
+
+
 def _block_forward(shape: Shape, size: int) -> int:
     """Return the bytes per token alive in a forward that keeps nothing.
 
     In the MLP: gate, up, their product, two residuals. In the attention: queries, output, keys and values for each of
-    their heads and for each head, and what they were made of.
+    their heads and for each head, and what they were made of; or a norm of the queries, in fp32. In experts these of
+    each visit, and copies of the token; besides, what the parts return, and all of them.
     """
-    mlp = 2 * shape.hidden + 3 * _widest_mlp(shape) // shape.mlp_parts
-    attention = 4 * shape.attention_width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
-    return size * max(mlp, attention) + _routing(shape, size)
+    width = shape.attention_width
+    mlp = 2 * shape.hidden + 3 * _widest_dense(shape) // shape.mlp_parts
+    attention = 4 * width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
+    norm = size * shape.hidden + (size + 8) * width + 8 * shape.heads if shape.head_norms and size < 4 else 0
+    experts = 0
+    if shape.experts:
+        active, visits = _active(shape), shape.active_experts * shape.hidden
+        inside = max(2 * active + 3 * visits, 3 * active + 2 * visits, 4 * active + visits)
+        experts = size * 3 * shape.hidden + (size * inside + 12 * shape.experts) // shape.mlp_parts
+    return max(size * mlp, size * attention, norm, experts)
 
 
 def _block_backward(shape: Shape, size: int) -> int:
-    """Return the bytes per token alive when the backward of a block's MLP begins: all that the block keeps.
+    """Return the bytes per token alive in a backward of a block, when they are most: all that it keeps, and more.
 
-    An MLP in parts has the gradients of what it received and returned besides. Where there are many of them, the norm
-    before it needs more: five tensors in fp32.
+    That is when the MLP's backward begins. An MLP in parts has the gradients of what it received and returned besides.
+    Where there are many of them, the norm before it needs more, five tensors in fp32, or attention does: gradients of
+    queries, keys and values, or those of a norm of the queries, in fp32.
     """
     width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
-    mlp = 6 * _widest_mlp(shape) // shape.mlp_parts + 2 * shape.hidden * (shape.mlp_parts > 1)
+    mlp = 6 * _widest_dense(shape) // shape.mlp_parts + 2 * shape.hidden * (shape.mlp_parts > 1)
     kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + mlp)
     norms = 12 * shape.hidden + (size + 4) * (width + kv_width) * shape.head_norms
-    after_mlp = _block_saved(shape, size, mixture=False) + 20 * shape.hidden if shape.mlp_parts > 1 else 0
-    return max(kept + norms, after_mlp) + _routing(shape, size)
+    before_mlp = _block_saved(shape, size, mixture=False, mlp=False)
+    after_mlp = before_mlp + 20 * shape.hidden
+    attention = (
+        before_mlp - (4 + 2 * size) * shape.hidden + size * (2 * width + 2 * kv_width + 3 * shape.hidden)
+    )
+    if shape.head_norms:
+        of_queries = (16 + size) * width - size * (shape.hidden + 4 * width + 4 * kv_width)
+        attention += max(0, of_queries)
+    dense = kept + norms if shape.has_dense else 0
+    return max(dense, after_mlp, attention, _experts_backward(shape, size) if shape.experts else 0)
 
 
-def _block_saved(shape: Shape, size: int, mixture: bool) -> int:
+def _experts_backward(shape: Shape, size: int, stepping: bool = False) -> int:
+    """Return the bytes per token alive in a backward of experts, of those of a part of the tokens what they make.
+
+    Args:
+        shape: of the model.
+        size: of a number.
+        stepping: whether at the moment when the gradient of their first weights is made; else when they are most.
+    """
+    active, visits = _active(shape), shape.active_experts * shape.hidden
+    inside = (
+        2 * active + 2 * visits
+        if stepping
+        else max(4 * active + 5 * visits, 5 * active + 4 * visits, 6 * active + 2 * visits)
+    )
+    rest = shape.hidden + shape.active_experts
+    of_parts = size * (inside + rest) + 12 * shape.experts
+    return (
+        _block_saved(shape, size, mixture=False, mlp=False)
+        + 3 * size * shape.hidden
+        + of_parts // shape.mlp_parts
+    )
+
+
+def _block_saved(shape: Shape, size: int, mixture: bool, mlp: bool = True) -> int:
     """Return the bytes per token that a block's forward makes and its backward needs, the block's input apart.
+
+    Without ``mlp`` what the MLP needs is apart, too; of one in parts it is nothing.
 
     Of a norm: what it is taken of, in fp32 (the first one's is the input itself where that is fp32), the same
     normalised, and its output, an operand of the products behind it. Of the attention: queries, keys and values with
@@ -113,10 +171,12 @@ def _block_saved(shape: Shape, size: int, mixture: bool) -> int:
     if shape.head_norms:
         norms += (size + 4) * (width + kv_width) + 4 * (shape.heads + shape.kv_heads)
     attention = size * (2 * width + 2 * kv_width) + 4 * shape.heads
+    if not mlp or shape.mlp_parts > 1:
+        return norms + attention
     if not mixture:
-        return norms + attention + size * 4 * shape.intermediate * (shape.mlp_parts == 1)
-    active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
-    return norms + attention + size * 4 * active + _routing(shape, size)
+        return norms + attention + size * 4 * shape.intermediate
+    copies = 3 * size * shape.active_experts * shape.hidden + 12 * shape.experts
+    return norms + attention + size * 4 * _active(shape) + copies
 
 
 def _attention_returned(shape: Shape, size: int) -> int:
@@ -131,24 +191,21 @@ def _products_returned(shape: Shape, size: int, mixture: bool) -> int:
     visits, with what the expert returns, and the router's scores.
     """
     width = shape.attention_width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
-    if not mixture:
-        mlp = 2 * shape.intermediate * (shape.mlp_parts == 1)
+    if shape.mlp_parts > 1:
+        mlp = 0
+    elif not mixture:
+        mlp = 2 * shape.intermediate
     else:
-        active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
         returned = shape.active_experts + (shape.shared_intermediate > 0)
-        mlp = 2 * active + returned * shape.hidden + shape.experts
+        mlp = 2 * _active(shape) + returned * shape.hidden + shape.experts
     return _attention_returned(shape, size) + size * (width + mlp)
 
 
-def _widest_mlp(shape: Shape) -> int:
-    """Return the width that a token goes through, in the block where it is largest."""
-    active = shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
-    has_dense = any(not shape.is_mixture(layer) for layer in range(shape.layers))
-    return max(active, shape.intermediate * has_dense)
+def _active(shape: Shape) -> int:
+    """Return the width that a token goes through in experts."""
+    return shape.active_experts * shape.expert_intermediate + shape.shared_intermediate
 
 
-def _routing(shape: Shape, size: int) -> int:
-    """Return the bytes per token of its copies for each expert, and of the router's scores in fp32."""
-    if not shape.experts:
-        return 0
-    return 3 * size * shape.active_experts * shape.hidden + 12 * shape.experts
+def _widest_dense(shape: Shape) -> int:
+    """Return the width of a dense MLP; 0 where there is none."""
+    return shape.intermediate * shape.has_dense

@@ -15,9 +15,11 @@ The story of one recompute:
    full, and is from now on. The same where someone still holds such memory when nothing but the graph should be left,
    as a module does that keeps an activation.
 5. A unit into which somebody looks with hooks is run in full: hooks see what was computed.
+6. What an MLP in parts makes (`model.tiled_mlp`) is left out as one operation, whatever is in it.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -26,8 +28,11 @@ import torch
 import torch.nn.modules.module as hooks_of_all
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from outsize.model.tiled_mlp import Call
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -67,7 +72,7 @@ PASSED = frozenset(
         _aten.alias.default,
     }
 )
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, Call.joined})
 
 
 class Needed(NamedTuple):
@@ -76,10 +81,12 @@ class Needed(NamedTuple):
     Attributes:
         num_saved: tensors that autograd saves.
         enter_at: of these, how many have been saved before the last operation that saves any.
+        in_parts: whether what an MLP in parts makes is left out.
     """
 
     num_saved: int
     enter_at: int
+    in_parts: bool = False
 
 
 class _UnforeseenError(BaseException):
@@ -107,6 +114,17 @@ class Trial:
 
         return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
 
+    def parts(self) -> TorchFunctionMode:
+        """A context, as well, in which operations inside an MLP in parts are noted as that."""
+
+        def note(call: Call, rows: Tensor) -> list[Tensor]:
+            start = len(self.ops)
+            made = call.joined(rows)
+            self.ops[start:] = [Call.joined] * (len(self.ops) - start)
+            return made
+
+        return _OfParts(note)
+
     def needed(self) -> Needed | None:
         """What a recompute may leave out; None where that is nothing worth it, or not known to be safe."""
         if not self.saved_at:
@@ -114,9 +132,13 @@ class Trial:
         last = self.saved_at[-1]
         rest = self.ops[last:]
         enter_at = sum(at < last for at in self.saved_at)
-        if not enter_at or PRODUCTS.isdisjoint(rest) or not (SKIPPED | PASSED).issuperset(rest):
+        if (
+            not enter_at
+            or PRODUCTS.isdisjoint(rest)
+            or not (SKIPPED | PASSED | {Call.joined}).issuperset(rest)
+        ):
             return None
-        return Needed(len(self.saved_at), enter_at)
+        return Needed(len(self.saved_at), enter_at, Call.joined in rest)
 
 
 class Shortcuts:
@@ -179,16 +201,19 @@ class _Shortened:
         self._look = look
         self._count = 0
         self._mode: _Skip | None = None
+        self._modes = ExitStack()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, self._use)
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
+        if self._needed.in_parts:
+            # Modes over functions nest within those of the user, so this one does not begin amid an operation.
+            self._modes.enter_context(_OfParts(self._joined))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._modes.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
 
     def is_held(self) -> bool:
@@ -204,7 +229,7 @@ class _Shortened:
             raise _UnforeseenError
         if self._count == self._needed.enter_at:
             self._mode = _Skip()
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._modes.enter_context(self._mode)
         if self._mode is not None:
             self._mode.skips = self._count == self._needed.num_saved
         return saved
@@ -212,6 +237,11 @@ class _Shortened:
     def _use(self, tensor: Tensor) -> Tensor:
         self._look()
         return tensor
+
+    def _joined(self, call: Call, rows: Tensor) -> list[Tensor]:
+        if self._mode is None or not self._mode.skips:
+            return call.joined(rows)
+        return [self._mode.note(leaf) for leaf in call.unwritten(rows)]
 
 
 class _Skip(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -234,9 +264,27 @@ class _Skip(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formed = func(
             *_forms(args), **_forms({**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
         )
-        unwritten = torch.empty_strided(formed.size(), formed.stride(), dtype=formed.dtype, device=device)
+        return self.note(
+            torch.empty_strided(formed.size(), formed.stride(), dtype=formed.dtype, device=device)
+        )
+
+    def note(self, unwritten: Tensor) -> Tensor:
+        """Remember ``unwritten``, and return it."""
         self.made.append(StorageWeakRef(unwritten.untyped_storage()))  # type: ignore[no-untyped-call]
         return unwritten
+
+
+class _OfParts(TorchFunctionMode):
+    """While active, what MLPs in parts make is made by ``instead``, called with the call and its tokens."""
+
+    def __init__(self, instead: Callable[[Call, Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self._instead = instead
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._instead(*args) if func is Call.joined else func(*args, **(kwargs or {}))
 
 
 def _forms(values: Any) -> Any:

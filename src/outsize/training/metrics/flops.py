@@ -89,6 +89,7 @@ def promised(names: Sequence[str], dtype: str) -> Peak:
 
 @cache
 def _measured(dtype: torch.dtype, threads: int) -> float:
+    """Return the FLOPs per second of products on as many ``threads`` as torch has; measured once in a process."""
     left, right = torch.ones(_SIDE, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
     out = left @ right
     samples = []
