@@ -1,4 +1,5 @@
 import inspect
+import pickle
 
 import pytest
 
@@ -36,3 +37,10 @@ def test_an_infeasible_plan_says_by_how_much_per_tier():
     error = errors.InfeasiblePlanError("three slots do not fit", {"device": 12 * 2**20, "host": 512})
     assert str(error) == "three slots do not fit (short: device by 12.00 MiB, host by 512 B)"
     assert error.short_by == {"device": 12 * 2**20, "host": 512}
+
+
+def test_an_infeasible_plan_goes_to_another_process_with_what_was_found():
+    error = errors.InfeasiblePlanError(lambda: "three slots do not fit", {"device": 512})
+    arrived = pickle.loads(pickle.dumps(error))
+    assert str(arrived) == str(error) == "three slots do not fit (short: device by 512 B)"
+    assert arrived.short_by == {"device": 512}

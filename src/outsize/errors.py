@@ -21,7 +21,7 @@ Commands print the message of an `OutsizeError` and exit with status 2; anything
 its traceback. In a library call, ``except outsize.OutsizeError`` catches what a user can act upon.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from outsize.units import format_bytes
 
@@ -53,10 +53,26 @@ class InfeasiblePlanError(OutsizeError):
         short_by: bytes missing per tier, e.g. ``{"device": 12_582_912}``.
     """
 
-    def __init__(self, message: str, short_by: Mapping[str, int]) -> None:
+    def __init__(self, message: str | Callable[[], str], short_by: Mapping[str, int]) -> None:
+        """Take the message, or what finds it: what to try is searched for, and most of these are never read."""
         self.short_by = dict(short_by)
+        self._message = message
+        super().__init__(message, short_by)
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[str, int]]]:
+        """Go to another process with the message, not with what finds it."""
+        return type(self), (self.message, self.short_by)
+
+    @property
+    def message(self) -> str:
+        """What lacks and what to try, without the shortage of each tier."""
+        if not isinstance(self._message, str):
+            self._message = self._message()
+        return self._message
+
+    def __str__(self) -> str:
         shortage = ", ".join(f"{tier} by {format_bytes(n)}" for tier, n in self.short_by.items())
-        super().__init__(f"{message} (short: {shortage})")
+        return f"{self.message} (short: {shortage})"
 
 
 class StorageError(OutsizeError):

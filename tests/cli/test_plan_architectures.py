@@ -96,7 +96,7 @@ def test_train_takes_the_adapters_of_a_mixture_as_plan_wrote_them(tmp_path, caps
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
     file = tmp_path / "px.yaml"
-    options = ("--gpus", "4090", "--seq-len", 16, "--tokens-per-step", 128, "--no-advice")
+    options = ("--gpus", "4090", "--seq-len", 16, "--tokens-per-step", 128, "--no-advice", "--mlp-parts", 2)
     budgets = ("--host-memory", "1GiB", "--device-memory", "1GiB")  # which this machine has, too
     predicted = answer(capsys, tmp_path / "model", *options, *budgets, "--method", "lora", "--output", file)
     with pytest.raises(SystemExit) as done:
@@ -104,4 +104,5 @@ def test_train_takes_the_adapters_of_a_mixture_as_plan_wrote_them(tmp_path, caps
     assert not done.value.code, capsys.readouterr().err
     dry = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert dry["config"]["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert dry["config"]["train"]["mlp_parts"] == 2
     assert dry["plan"]["microbatches"] == predicted["microbatches"]

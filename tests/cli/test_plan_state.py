@@ -42,9 +42,7 @@ def test_64_gb_hold_it_in_six_bytes_per_parameter(asked, capsys):
 def test_64_gb_are_told_what_to_try_and_that_disk_does_it_exactly(asked, capsys):
     assert run(*asked, "--host-memory", "64GB", "--home", "host") != 0
     said = capsys.readouterr().err
-    assert (
-        "first try optimizer.state=int8 and optimizer.clip=unit, with which it fits (short: host by" in said
-    )
+    assert "first try --optimizer-state int8 and --clip unit, with which it fits (short: host by" in said
     found = answer(capsys, *asked, "--host-memory", "64GB")
     assert (found["verdict"], found["home"]) == ("fits", "disk")
 
@@ -60,13 +58,18 @@ def test_a_machine_of_64_gb_says_yes_and_what_brings_the_state_into_its_memory(a
     """A run takes 80 % of it: 51.2 GB. Nothing that rounds is chosen unasked."""
     found = answer(capsys, *asked, "--ram", "64GB")
     assert (found["verdict"], found["home"]) == ("fits", "disk")
-    assert "optimizer.state=int8 and optimizer.clip=unit with fewer tokens per step" in found["why_on_disk"]
+    assert "--optimizer-state int8 and --clip unit with fewer tokens per step" in found["why_on_disk"]
     assert run(*asked, "--ram", "64GB") == 0
     assert "home on disk, for want of host memory: there the smallest plan needs" in capsys.readouterr().out
-    found = answer(capsys, *asked, "--ram", "64GB", "--home", "host", *SIX_BYTES)
+    found = answer(capsys, *asked, "--ram", "64GB", *SIX_BYTES)  # as documented
     assert (found["verdict"], found["home"], found["why_on_disk"]) == ("fits", "host", None)
     assert found["tokens_per_step"] >= 16 * 2048  # as many as fit, where none are named
     assert sum(found["memory_bytes"]["host"].values()) < 0.8 * 64 * GB
+    found = answer(capsys, *asked, "--ram", "64GB", "--tokens-per-step", 64 * 2048, *SIX_BYTES)
+    assert found["home"] == "disk"
+    assert "first try fewer tokens per step (short" in found["why_on_disk"]
+    found = answer(capsys, *asked, "--host-memory", "50GB", *SIX_BYTES)
+    assert (found["home"], found["tokens_per_step"]) == ("host", 16 * 2048)  # halved twice
 
 
 def test_a_machine_of_48_gb_says_what_is_short(asked, capsys):
@@ -96,10 +99,10 @@ def test_ram_is_a_size(text, asked, capsys):
 def test_exact_states_lose_nothing_first(asked, capsys):
     """18 bytes per parameter with gradients at home, 16.13 with split masters, 12.13 without gradients as well."""
     assert run(*asked, "--host-memory", "128GB", "--home", "host", "--masters", "separate") != 0
-    wanted = "first try optimizer.masters=split and optimizer.clip=unit, with which it fits"
+    wanted = "first try --masters split and --clip unit, with which it fits"
     assert wanted in capsys.readouterr().err
     assert run(*asked, "--host-memory", "128GB", "--home", "host") != 0
-    assert "first try optimizer.clip=unit, with which it fits" in capsys.readouterr().err
+    assert "first try --clip unit, with which it fits" in capsys.readouterr().err
     found = answer(
         capsys, *asked, "--host-memory", "128GB", "--home", "host", "--masters", "split", "--clip", "unit"
     )
@@ -132,7 +135,7 @@ def test_nodes_share_any_state(options, master, moments, asked, capsys):
 
 @pytest.mark.parametrize(
     ("ram", "advice"),
-    [("100GB", "optimizer.masters=split"), ("96GB", "optimizer.state=int8 and optimizer.masters=split")],
+    [("100GB", "--masters split"), ("96GB", "--optimizer-state int8 and --masters split")],
 )
 def test_nodes_are_told_of_states_that_they_can_share(ram, advice, asked, capsys):
     """Masters and moments; gradients wait for the norm of all."""

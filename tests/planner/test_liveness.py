@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.planner.memory.activation_liveness import ActivationMeter, Live, peak_activations
+from outsize.planner.passes.cycle import insert_saves, v_cycle
+from outsize.planner.passes.cycle_liveness import cycle_peak
 from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.program.activation_policy import Extent, bytes_of
 from outsize.planner.program.hazards import Hazards
@@ -82,6 +84,28 @@ def test_a_step_of_rounds_holds_what_one_of_them_does(layout):
     one = replace(layout, num_microbatches=layout.round_size)
     alone = peak_activations(build_step(one), one, boundary_bytes, kept_bytes)
     assert peak_activations(build_step(layout), layout, boundary_bytes, kept_bytes) == alone
+
+
+@given(layouts(), st.integers(1, 6), st.integers(1, 5), st.booleans())
+def test_a_cycle_is_counted_at_once_as_op_by_op(layout, times, depth, cut):
+    """However many microbatches are alike, however far ahead something comes back, and where the turn is cut."""
+    size = layout.round_microbatches
+    layout = replace(
+        layout,
+        num_microbatches=times * layout.num_microbatches,
+        round_microbatches=None if size is None else times * size,
+        kept=tuple(tuple(choice for choice in choices for _ in range(times)) for choices in layout.kept),
+        prefetch_depth=depth,
+        cut=cut,
+        clip=False,
+        ring=False,
+        tiles=(0,) * layout.num_units,
+    )
+    boundary_bytes = tuple(range(1, layout.num_streamed + 1))
+    kept_bytes = {extent: tuple(3 * size + i for size in boundary_bytes) for i, extent in enumerate(Extent)}
+    program = insert_saves(v_cycle(layout), layout)
+    counted = peak_activations(program, layout, boundary_bytes, kept_bytes)
+    assert cycle_peak(layout, boundary_bytes, kept_bytes) == counted
 
 
 def peak(num_units, num_microbatches, offload):

@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,12 @@ from hypothesis import strategies as st
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
-from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape
+from outsize.model.sizes.spec_from_config import read_shape
 from outsize.model.sizes.workload import count_workload
+from outsize.planner.predict import expectation
 from outsize.planner.predict.prediction import LINK_UP, fastest
 from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
+from outsize.planner.search import step_plan
 from outsize.planner.search.step_plan import Budgets
 from planner.questions import CONFIG, GIB, ask
 
@@ -56,10 +59,11 @@ def test_what_is_no_change_is_named(text, words):
     name=st.sampled_from(["vram=+4GB", "ram=+4GB", "link=x{}", "bandwidth=x{}", "disk=x{}", "compute=x{}"]),
     factor=st.sampled_from([1, 2, 4]),
     home=st.sampled_from(["host", "disk"]),
+    near=st.booleans(),
 )
-def test_more_of_anything_costs_nothing(name, factor, home):
+def test_more_of_anything_costs_nothing(name, factor, home, near):
     question = ask(home=home, microbatches=4)
-    found = outcome(question, fastest(question), name.format(factor))
+    found = outcome(question, fastest(question), name.format(factor), near=near)
     assert found.gain >= -0.01
     if factor == 1 and "{" in name:
         assert found.gain == pytest.approx(0, abs=1e-9)
@@ -91,11 +95,11 @@ def test_moments_of_fewer_bits_bring_the_home_to_the_host():
 
 
 def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
-    """Of the tight question the step only fits so; of a mixture, and of parts of parts, nothing is to be known."""
+    """Of the tight question the step only fits so; of parts of parts, nothing is to be known."""
     shape, length = read_shape(CONFIG), 131072
 
     def in_parts(count):
-        parted = in_mlp_parts(shape, count)
+        parted = replace(shape, mlp_parts=count)
         return lambda rows: count_workload(parted, "bf16", sequences=rows, seq_len=length)
 
     roomy, tight = (
@@ -116,9 +120,33 @@ def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
     with pytest.raises(InfeasiblePlanError):
         fastest(tight)
     assert outcome(tight, None, "mlp_parts=4").prediction is not None
-    assert "mixtures of experts" in outcome(ask(), None, "mlp_parts=4").error
+    assert "whose MLPs are whole" in outcome(ask(), None, "mlp_parts=4").error
     with pytest.raises(ConfigError, match="at least 2"):
         parse_change("mlp_parts=1")
+
+
+def test_an_answer_simulates_few_steps(monkeypatch):
+    """A home on disk, and what would help: what a user waits for is these, and plans of which none is written out."""
+    counts = Counter()
+    for module, name in ((expectation, "simulate"), (step_plan, "cycle_peak"), (step_plan, "count_traffic")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), counts, name))
+    question = ask(budgets=TIGHT)
+    base = fastest(question)
+    alone = dict(counts)
+    for change in usual_changes(question, base):
+        outcome(question, base, change, near=True)
+    assert alone["simulate"] <= 8
+    assert alone["cycle_peak"] <= 800
+    assert counts["simulate"] <= 40
+    assert not counts["count_traffic"]
+
+
+def counted(function, counts, name):
+    def call(*args, **kwargs):
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
 
 
 def test_what_fits_no_more_says_why():

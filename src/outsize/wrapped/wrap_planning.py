@@ -184,7 +184,8 @@ def make_plan(
 ) -> Plan:
     """Plan a step that is cut, within the machine's budgets: on one worker in the largest rounds that fit.
 
-    A smaller round is never faster here, as all but the first one go forward twice.
+    All rounds but the first go forward twice, and nothing here knows rates by which a smaller round that keeps more
+    could be found to be faster.
 
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.

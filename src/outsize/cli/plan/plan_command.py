@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ def _answer(
         InfeasiblePlanError: nothing fits; what the changes would bring has been said.
     """
     from outsize.cli.plan import plan_table
+    from outsize.cli.plan.plan_question import in_options
     from outsize.errors import InfeasiblePlanError
     from outsize.planner.predict.decision import decide
     from outsize.planner.predict.prediction import predict
@@ -65,11 +67,11 @@ def _answer(
     with _uncollected():
         try:
             decision = decide(question)
-        except InfeasiblePlanError:
+        except InfeasiblePlanError as error:
             question = replace(question, auto=())
             for found in (outcome(question, None, change) for change in changes):
                 output.say(f"what if {found.change}: {plan_table.in_short(found)}")
-            raise
+            raise InfeasiblePlanError(in_options(error.message), error.short_by) from None
         prediction = predict(decision)
         # What is asked next goes on from the codec that was found.
         question = replace(decision.question, auto=())
@@ -78,7 +80,7 @@ def _answer(
         # A step of several GPUs takes a second to simulate; what would help is told from estimates then, which know
         # links and host memory, but no disk.
         estimated = prediction.num_gpus > 1 and prediction.home == "host"
-        judge = estimated_outcome if estimated else outcome
+        judge = estimated_outcome if estimated else partial(outcome, near=True)
         helps = [judge(question, prediction, change) for change in usual if change not in changes]
     return prediction, outcomes, helps
 

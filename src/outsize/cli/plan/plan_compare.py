@@ -10,7 +10,12 @@ from rich.table import Table
 
 from outsize.cli.plan.plan_question import Asked
 from outsize.errors import ConfigError
-from outsize.planner.predict.alternatives import Alternative, alternatives, managed_tokens_per_s
+from outsize.planner.predict.alternatives import (
+    ACTIVATION_SUMS,
+    Alternative,
+    alternatives,
+    managed_tokens_per_s,
+)
 from outsize.planner.predict.prediction import Prediction
 from outsize.units import format_bytes
 
@@ -69,22 +74,25 @@ def render(asked: Asked, prediction: Prediction, found: Sequence[Alternative]) -
 def _remark(way: Alternative) -> str:
     if not way.fits:
         return "does not fit"
-    waits = way.waits_s / (way.compute_s + way.waits_s)
+    waits = _waits(way)
     return f"waits {waits:.0%} of a step, most for {way.waits_for}" if waits >= MUCH else ""
+
+
+def _waits(way: Alternative) -> float:
+    """Return the share of a step in which nothing computes."""
+    return way.waits_s / (way.compute_s + way.waits_s)
 
 
 def warnings(asked: Asked, found: Sequence[Alternative]) -> list[str]:
     """Return what to say of ways that PCIe does not suit."""
     question = asked.question
+    sums = [_waits(way) for way in found if way.waits_for == ACTIVATION_SUMS]
     lines = []
-    for way in found:
-        if way.name.startswith("tensor parallel") and " x " not in way.name:
-            waits = way.waits_s / (way.compute_s + way.waits_s)
-            if waits >= MUCH:
-                lines.append(
-                    f"warning: tensor parallelism sums activations in every block while nothing computes: on these "
-                    f"links at least {waits:.0%} of a step; it is made for GPUs with a wire of their own (NVLink)"
-                )
+    if sums and max(sums) >= MUCH:
+        lines.append(
+            f"warning: tensor parallelism sums activations in every block while nothing computes: at least "
+            f"{max(sums):.0%} of a step on these links; it is made for GPUs with a wire of their own (NVLink)"
+        )
     lines.append(
         "note: managed (unified) memory loads a page when a kernel faults on it, so nothing is loaded ahead: "
         f"at most {managed_tokens_per_s(question):,.0f} tokens/s here, if faults were free; PyTorch does not offer it"

@@ -1,7 +1,7 @@
 """The model that ``outsize plan`` is asked about: from its config's sizes, or of any other architecture counted."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.model.sizes.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
 from outsize.model.sizes.model_spec import ModelSpec, Workload
-from outsize.model.sizes.spec_from_config import FAMILIES, in_mlp_parts, read_shape, spec_from_config
+from outsize.model.sizes.spec_from_config import FAMILIES, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 
 if TYPE_CHECKING:
@@ -126,19 +126,20 @@ def _from_sizes(hf_config: Mapping[str, Any], config: Config, notes: tuple[str, 
     spec = whole if adapters is None else with_adapters(whole, *adapters)
 
     def parted(mlp_parts: int) -> WorkloadOf:
-        cut, seq_len = in_mlp_parts(shape, mlp_parts), config.data.seq_len
+        cut, seq_len = replace(shape, mlp_parts=mlp_parts), config.data.seq_len
 
         def workload_of(sequences: int) -> Workload:
-            plain = count_workload(cut, dtype, sequences=sequences, seq_len=seq_len)
+            plain = count_workload(
+                cut, dtype, sequences=sequences, seq_len=seq_len, experts_train=adapters is None
+            )
             return plain if adapters is None else adapted_workload(plain, spec)
 
         return workload_of
 
-    can_part = not shape.experts and config.train.mlp_parts == 1
     return ModelFigures(
         spec=spec,
         workload_of=parted(config.train.mlp_parts),
-        in_mlp_parts=parted if can_part else None,
+        in_mlp_parts=parted if config.train.mlp_parts == 1 else None,
         notes=notes,
     )
 

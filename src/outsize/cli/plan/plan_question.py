@@ -1,9 +1,12 @@
 """From the options of ``outsize plan`` to a question for the planner."""
 
+import re
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from typing import Any
 
+from outsize.choices import Home
 from outsize.cli.plan.model_config import read_config
 from outsize.cli.plan.plan_machine import machine_from, size_of
 from outsize.cli.plan.plan_model import AskedModel, ModelFigures, check_largest
@@ -22,6 +25,23 @@ from outsize.units import parse_count
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
+# Settings of a run by the option that names them here.
+_SETTINGS = {
+    "model.dtype": "dtype",
+    "data.path": "data",
+    "train.microbatches": "microbatches",
+    "train.mlp_parts": "mlp_parts",
+    "optimizer.max_grad_norm": "max_grad_norm",
+    "optimizer.clip": "clip",
+    "optimizer.name": "optimizer",
+    "optimizer.state": "optimizer_state",
+    "optimizer.masters": "masters",
+    "memory.home": "home",
+    "memory.commits": "commits",
+    "transport.weights": "transport_weights",
+    "parallel.gradients": "net_gradients",
+    "parallel.weights": "net_weights",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +75,9 @@ class Asked:
 def ask_what_fits(options: PlanFlags) -> Asked:
     """Return the question of `ask`; tokens per step that the user does not name are halved while nothing fits.
 
+    Gradients that wait for no norm have no memory to be summed in, so that activations of a step are all there at once:
+    a home that may be anywhere is then in host memory where one of these sizes fits there, else on disk.
+
     Raises:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or of a family whose sizes its config does not tell.
@@ -63,18 +86,24 @@ def ask_what_fits(options: PlanFlags) -> Asked:
     if options.largest:
         check_largest(model)
     asked = ask(options, model)
-    nodes = asked.question.nodes
-    sequences = asked.question.sequences * nodes
-    while options.tokens_per_step is None and not _fits(asked) and sequences >= 2 * FEWEST_SEQUENCES * nodes:
-        sequences //= 2
-        options = replace(options, tokens_per_step=sequences * asked.question.seq_len)
-        asked = ask(options, model, asked.figures)
+    if options.tokens_per_step is not None:
+        return asked
+    home, summed = asked.question.home, asked.config.optimizer.clip == "global"
+    homes: tuple[Home, ...] = (home,) if summed or home != "auto" else ("host", "auto")
+    share = asked.question.tokens_per_step // DEFAULT_SEQUENCES
+    sizes = [DEFAULT_SEQUENCES * share]
+    while sizes[-1] >= 2 * FEWEST_SEQUENCES * share:
+        sizes.append(sizes[-1] // 2)
+    for fitting, tokens in product(homes, sizes):
+        asked = ask(replace(options, tokens_per_step=tokens), model, asked.figures)
+        if _fits(asked, fitting):
+            break
     return asked
 
 
-def _fits(asked: Asked) -> bool:
+def _fits(asked: Asked, home: Home) -> bool:
     """Whether any plan fits: of microbatches of one sequence, and of encoded weights, where the user names neither."""
-    question = asked.question
+    question = replace(asked.question, home=home)
     plain = replace(question, microbatches=question.microbatches or question.sequences)
     return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
 
@@ -157,32 +186,29 @@ def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[st
     """Return the configuration of the run that is asked about."""
     tokens_per_step = options.tokens_per_step
     flags: dict[str, Any] = {
+        **{setting: getattr(options, name) for setting, name in _SETTINGS.items()},
         "model.path": path,
-        "model.dtype": options.dtype,
-        "data.path": options.data,
         "data.seq_len": seq_len,
         "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len if tokens_per_step is None else tokens_per_step,
-        "train.microbatches": options.microbatches,
-        "train.mlp_parts": options.mlp_parts,
-        "optimizer.max_grad_norm": options.max_grad_norm,
-        "optimizer.clip": options.clip,
-        "optimizer.name": options.optimizer,
-        "optimizer.state": options.optimizer_state,
-        "optimizer.masters": options.masters,
         "memory.device": "cuda",
         "memory.device_memory": _budget("--device-memory", options.device_memory),
         "memory.host_memory": _budget("--host-memory", options.host_memory),
-        "memory.home": options.home,
-        "memory.commits": options.commits,
-        "transport.weights": options.transport_weights,
-        "parallel.gradients": options.net_gradients,
-        "parallel.weights": options.net_weights,
     }
     if options.method == "lora":
         flags |= {"train.method": "lora", "lora.r": options.lora_r}
         if modules is not None:  # always named, as PEFT has no choice of its own for every family
             flags["lora.target_modules"] = modules
     return load_config(flags=flags, environ={})
+
+
+def in_options(text: str) -> str:
+    """Return ``text`` with settings of a run, such as ``train.mlp_parts=4``, as options of this command."""
+
+    def as_option(found: re.Match[str]) -> str:
+        name = _SETTINGS.get(found[1])
+        return found[0] if name is None else f"--{name.replace('_', '-')} {found[2]}"
+
+    return re.sub(r"\b(\w+\.\w+)=(\w+)", as_option, text)
 
 
 def _budget(option: str, text: str | None) -> int | None:

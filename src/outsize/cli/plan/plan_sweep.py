@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 from outsize.cli.plan.model_config import read_config
 from outsize.cli.plan.plan_model import AskedModel, ModelFigures
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits
+from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, in_options
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards.presets import split_count
 from outsize.planner.predict.prediction import fastest
@@ -60,7 +60,7 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
             figures = None if kind == "seq-len" else asked.figures
             points.append(_point(value, asked))
         except InfeasiblePlanError as error:
-            points.append(Point(value, None, None, None, str(error)))
+            points.append(Point(value, None, None, None, in_options(str(error))))
     if not points:
         raise ConfigError(
             f"--sweep {kind}: there is nothing between the least and the most that could be asked"

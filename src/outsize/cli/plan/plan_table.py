@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outsize.cli.plan.plan_largest import Scaled
-from outsize.cli.plan.plan_question import Asked
+from outsize.cli.plan.plan_question import Asked, in_options
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.decision import host_refusal
@@ -182,13 +182,13 @@ def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:
     if prediction.home == "host" or question.home != "auto":
         return None
     refusal = host_refusal(question.deciding(stages=prediction.stages), prediction.microbatches)
-    return None if refusal is None else str(refusal)
+    return None if refusal is None else in_options(str(refusal))
 
 
 def in_short(outcome: Outcome) -> str:
     """Return an outcome in a line."""
     if outcome.prediction is None:
-        return outcome.error
+        return in_options(outcome.error)
     return f"fits, {outcome.prediction.tokens_per_s:,.0f} tokens/s"
 
 
@@ -268,7 +268,7 @@ def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
     table.add_column("what ends it then")
     for outcome in outcomes:
         if outcome.prediction is None:
-            table.add_row(f"  {outcome.change}", "no plan", "", outcome.error)
+            table.add_row(f"  {outcome.change}", "no plan", "", in_options(outcome.error))
             continue
         gain = "" if outcome.gain is None else f"{outcome.gain:+.1%}"
         speed = f"{outcome.prediction.tokens_per_s:,.0f}"
@@ -306,7 +306,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
         "fits": prediction is not None,
         "estimated": outcome.estimated,
         "gain": outcome.gain,
-        "error": outcome.error or None,
+        "error": in_options(outcome.error) or None,
         "tokens_per_s": None if prediction is None else prediction.tokens_per_s,
         "step_s": None if prediction is None else prediction.step_s,
         "ends_it": None if prediction is None else prediction.ends_it,

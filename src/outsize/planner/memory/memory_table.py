@@ -44,12 +44,7 @@ from outsize.optim.optimizer_spec import (
 from outsize.optim.shares import home_granule
 from outsize.planner.memory.activation_liveness import Live
 from outsize.planner.memory.exchange_memory import net_bytes
-from outsize.planner.memory.link_bytes import (
-    device_bytes,
-    host_bytes,
-    packed_bytes,
-    packed_bytes_of,
-)
+from outsize.planner.memory.link_bytes import packed_bytes, packed_bytes_of
 from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.units import align_up
@@ -223,38 +218,59 @@ def offload_rooms(layout: StepLayout, demand: Demand) -> dict[Extent, tuple[int,
 
 
 def memory_table(
-    model: ModelSpec,
     demand: Demand,
     layout: StepLayout,
     activations: Live,
+    lower: Mapping[str, Mapping[str, int]],
+    below: Tier,
+    codecs: tuple[int, int],
+) -> dict[str, dict[str, int]]:
+    """Return bytes by tier and class; classes without bytes are left out.
+
+    Args:
+        demand: of a microbatch.
+        layout: of the step.
+        activations: most that are live at once.
+        lower: what `bytes_below` says; its buffers in host memory are the device's own where the disk is below it.
+        below: the tier next to the device.
+        codecs: what they take on the device and in host memory.
+    """
+    table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
+    table["device"] = {**_device_table(demand, layout, activations, below), "codecs": codecs[0]}
+    table["host"]["encoded weights"] = codecs[1]
+    table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
+    rooms = offload_rooms(layout, demand).values() if layout.kept else ()
+    table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
+    for tier, classes in lower.items():
+        own = tier == "host" and below == "disk"
+        table["device" if own else tier] |= classes
+    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+
+def bytes_below(
+    model: ModelSpec,
+    layout: StepLayout,
     *,
     home: Tier,
-    below: Tier,
     tile_elements: int,
     host_buffer_bytes: int,
     transport: Transport = NO_CODECS,
     state: StateLayout | None = None,
     wire: Wire = EXACT,
 ) -> dict[str, dict[str, int]]:
-    """Return bytes by tier and class; classes without bytes are left out.
+    """Return what lies below devices whatever a step computes, by tier and class.
 
-    Buffers for tiles, whole units, other nodes and checkpoints lie in host memory, which is the device's own where the
-    disk is below it.
+    That is the home, and in host memory buffers for tiles, whole units, other nodes and checkpoints.
     """
     kept = layout_of(model.dtype if state is None else state)
-    table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
-    table["device"] = _device_table(demand, layout, activations, below)
-    buffers = table["device" if below == "disk" else "host"]
-    buffers.update(disk_buffer_bytes(model, layout, home, tile_elements, kept))
-    table["device"]["codecs"] = device_bytes(transport, model, demand.boundary_bytes)
-    table["host"]["encoded weights"] = host_bytes(transport, model)
-    buffers["host buffers"] = layout.num_host_buffers * host_buffer_bytes
-    buffers |= net_bytes(model, layout, wire, home, kept)
-    table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
-    rooms = offload_rooms(layout, demand).values()
-    table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
+    buffers = {
+        **disk_buffer_bytes(model, layout, home, tile_elements, kept),
+        "host buffers": layout.num_host_buffers * host_buffer_bytes,
+        **net_bytes(model, layout, wire, home, kept),
+    }
+    table: dict[str, dict[str, int]] = {"host": buffers, "disk": {}}
     table[home]["home"] = state_bytes(model, layout, home, transport, kept)
-    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+    return table
 
 
 def disk_buffer_bytes(

@@ -20,6 +20,7 @@ from outsize.planner.simulate.gpu_times import unit_times
 STATE_BYTES, GRADIENT_BYTES = 16, 2
 # AdamW in fp32 reads a parameter, its gradient and two moments, and writes all but the gradient.
 ADAMW_BYTES = 28
+ACTIVATION_SUMS = "sums of activations"
 # Sums of activations that one block waits for: two forward and two backward; with its forward computed again, six.
 SUMS, SUMS_AGAIN = 4, 6
 
@@ -58,6 +59,11 @@ class _Share:
     replicas: int
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether it is more than one way at once."""
+        return sum(count > 1 for count in (self.tensor, self.stages, self.replicas)) > 1
+
+    @property
     def name(self) -> str:
         parts = (
             ("tensor parallel", self.tensor),
@@ -85,9 +91,8 @@ def alternatives(question: Question) -> tuple[Alternative, ...]:
         for tensor in _divisors(count)
         for stages in _divisors(count // tensor)
     ]
-    found = [_best(_resident(question, share)) for share in shares]
-    pure = [way for way in found if " x " not in way.name]
-    hybrids = [way for way in found if " x " in way.name]
+    pure = [_best(_resident(question, share)) for share in shares if not share.is_hybrid]
+    hybrids = [_best(_resident(question, share)) for share in shares if share.is_hybrid]
     sharded = [_best(_sharded(question, offloads=offloads)) for offloads in (False, True)]
     if count == 1:
         del sharded[0]  # nothing is sharded over one
@@ -150,7 +155,7 @@ def _resident(question: Question, share: _Share) -> Iterator[Alternative]:
             idle_s = (share.stages - 1) * one_s
             summed = _summed_bytes(work, share, again)
             waits = {
-                "sums of activations": num_microbatches * summed / rate,
+                ACTIVATION_SUMS: num_microbatches * summed / rate,
                 "the pipeline's bubble": idle_s,
                 "gradients of the other replicas": 0.0,
                 "the optimizer": optimizer_s,

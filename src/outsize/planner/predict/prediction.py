@@ -48,7 +48,7 @@ class Prediction:
     """What would happen.
 
     Attributes:
-        plan_id: of the plan, see `Plan.plan_id`.
+        plan: that was decided on.
         num_gpus: devices that compute.
         microbatches: of a step.
         sequences_per_microbatch: of the largest microbatch.
@@ -69,7 +69,7 @@ class Prediction:
         assumptions: what was taken for granted.
     """
 
-    plan_id: str
+    plan: Plan
     num_gpus: int
     microbatches: int
     sequences_per_microbatch: int
@@ -88,6 +88,11 @@ class Prediction:
     activations: Mapping[str, int]
     simulation: Simulation
     assumptions: tuple[str, ...]
+
+    @property
+    def plan_id(self) -> str:
+        """Of the plan, see `Plan.plan_id`."""
+        return self.plan.plan_id
 
     @property
     def timeline(self) -> Timeline:
@@ -111,8 +116,9 @@ class Prediction:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction in what JSON knows, without its timeline."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name != "simulation"}
+        """Return the prediction in what JSON knows: of its plan the id, and no timeline."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "simulation")}
+        fields["plan_id"] = self.plan_id
         fields["break_even"] = asdict(self.break_even)
         fields["stages"] = None if self.stages is None else asdict(self.stages)
         fields["memory_bytes"] = fields.pop("memory")
@@ -146,7 +152,7 @@ def predict(decision: Decision) -> Prediction:
     usage = _usage(simulated, simulated.busy_s / num_gpus, step_s)
     tokens_per_s = question.tokens_per_step / step_s
     return Prediction(
-        plan_id=plan.plan_id,
+        plan=plan,
         num_gpus=num_gpus,
         microbatches=decision.microbatches,
         sequences_per_microbatch=sequences,

@@ -87,8 +87,8 @@ class Question:
         shares_memory: whether the device computes in host memory, so that the disk is right below it.
         net_bytes_per_s: what a node sends, and receives, over the network at once; needed where there are several.
         coding_rates: of codecs, as far as somebody has measured them.
-        in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot, or
-            do already.
+        in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot,
+            do already, or are not asked about.
     """
 
     model: ModelSpec

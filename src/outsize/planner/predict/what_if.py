@@ -17,6 +17,7 @@ from outsize.planner.predict.question import Question
 from outsize.units import parse_bytes
 
 _MORE = ("vram", "ram", "gpus")
+_RATES = ("compute", "link", "bandwidth", "disk", "net")
 # Changes that no estimate knows.
 _SIMULATED = ("net", "nodes", "weights", "mlp_parts")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
@@ -98,11 +99,12 @@ def _shares(before: Question, after: Question) -> dict[str, float]:
     }
 
 
-def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
+def outcome(question: Question, base: Prediction | None, text: str, *, near: bool = False) -> Outcome:
     """Return what the change ``text`` would bring over ``base``.
 
-    Where only a rate changes, microbatches and stages stay, and so they do with more host memory for several GPUs,
-    whose home is there already. More memory otherwise, and more GPUs, are searched anew.
+    Where only a rate changes, microbatches, stages and home stay, and so do microbatches and stages with more host
+    memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew; or
+    ``near`` to ``base``: where GPUs and bytes per parameter stay, its microbatches and stages do, which may gain less.
 
     Raises:
         ConfigError: not a change.
@@ -115,9 +117,11 @@ def outcome(question: Question, base: Prediction | None, text: str) -> Outcome:
     ) as error:  # a change that is none of this model and machine; others are, and the plan is
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     name = text.partition("=")[0].strip()
-    stays = name not in ("vram", "gpus", "state", "mlp_parts")
-    if base is not None and name == "ram":
+    stays = name not in (("gpus", "state") if near else ("vram", "gpus", "state", "mlp_parts"))
+    if base is not None and name == "ram" and not near:
         stays = len(changed.machine.gpus) > 1 and base.home == "host"
+    if base is not None and name in _RATES:
+        changed = replace(changed, home=base.home)
     if base is not None and stays:
         changed = replace(changed, microbatches=base.microbatches).deciding(stages=base.stages)
     try:
@@ -236,7 +240,10 @@ def _with_mlp_parts(num_parts: int) -> Change:
 
     def change(question: Question) -> Question:
         if question.in_mlp_parts is None:
-            raise ConfigError("what-if mlp_parts: the MLPs are mixtures of experts, or go in parts already")
+            raise ConfigError(
+                "what-if mlp_parts: of models whose sizes a config tells and whose MLPs are whole; ask others with "
+                "--mlp-parts itself"
+            )
         return replace(question, workload_of=question.in_mlp_parts(num_parts), in_mlp_parts=None)
 
     return change

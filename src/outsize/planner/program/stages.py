@@ -41,16 +41,19 @@ class Stages:
             raise ValueError("a worker has one set of places for a visit, or two")
         if not self.backward or self.round_size < 1 or self.cursor < 0:
             raise ValueError("there is a backward stage, a microbatch in a round, and a first worker")
-        spans = (*self.forward, *self.backward)
-        if any(first >= end for first, end in spans):
-            raise ValueError("every stage has a unit")
-        ups = [0, *(end for _, end in self.forward)]
-        downs = [*(first for first, _ in self.backward)]
-        joined = all(first == at for (first, _), at in zip(self.forward, ups, strict=False))
-        joined &= all(end == at for (_, end), at in zip(self.backward[1:], downs, strict=False))
-        if not joined or ups[-1] != self.backward[0][0]:
+        # Searches make thousands of these, of hundreds of stages: plain loops, and one look at each stage.
+        joined, at = True, 0
+        for first, end in self.forward:
+            joined &= at == first < end
+            at = end
+        fused, top = self.backward[0]
+        joined &= at == fused < top
+        for first, end in self.backward[1:]:
+            joined &= first < end == fused
+            fused = first
+        if not joined:
             raise ValueError(
-                "stages are consecutive, and the last forward one ends where the fused one begins"
+                "every stage has a unit, they are consecutive, and the last forward one ends where the fused one begins"
             )
 
     @property
@@ -144,7 +147,8 @@ def slots_for(stages: Stages, sizes: Sequence[int], *, only_backward: bool = Fal
         only_backward: whether only backward stages count, as for accumulators.
     """
     spans = stages.backward if only_backward else (*stages.forward, *stages.backward)
-    held = [sorted((sizes[u] for u in range(*span) if sizes[u]), reverse=True) for span in spans]
+    alike = {tuple(sizes[first:end]) for first, end in spans}
+    held = [sorted(filter(None, of_span), reverse=True) for of_span in alike]
     deepest = max(map(len, held))
     half = tuple(max(sizes[j] for sizes in held if len(sizes) > j) for j in range(deepest))
     return half * (stages.accumulator_halves if only_backward else stages.slot_halves)

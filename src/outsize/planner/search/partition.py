@@ -7,7 +7,7 @@ climb by moving one unit across a cut, by splitting a stage and by joining two, 
 fixed order, so the same units give the same cuts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -23,12 +23,15 @@ from outsize.planner.search.cuts import (
     packed_cut,
     without_first_unit,
 )
+from outsize.planner.search.step_bound import StepBound
 from outsize.planner.simulate.pipeline import makespan_s, stage_times
 
 # How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
 # best start has one of them, and whatever it leaves goes on to the next.
 NUM_DRAWN = 8
 NUM_CLIMBERS = 4
+# Rounds after which a step mostly repeats itself, and takes no longer to time.
+MANY_ROUNDS = 8
 
 Fits = Callable[[Span, bool], bool]
 
@@ -93,6 +96,18 @@ class Pipeline:
         size = stages.round_size
         return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s, self.halves)
 
+    def least_s(self, round_size: int) -> float:
+        """Return seconds that a step takes at least, however it is cut, in rounds of so many microbatches or fewer."""
+        top, most = len(self.forward_s), 1  # units that turn around: their weights come up once in a round
+        while most < top - self.bottom and self.fits((top - most - 1, top), True):
+            most += 1
+        spared_s = self.keeps * sum((self.recompute_s or self.forward_s)[top - most : -1])
+        computing_s = self.num_microbatches * (
+            sum(self.forward_s[:-1]) + sum(self.backward_s[self.bottom :]) - spared_s
+        )
+        round_s = sum(self.weights_s[: top - most]) + sum(self.weights_s[self.bottom :])
+        return max(computing_s, -(-self.num_microbatches // round_size) * round_s) / self.num_workers
+
     def filling_and_draining_s(self, stages: Stages) -> float:
         """Return how long a worker waits, on the mean, until the first microbatch reaches it and once the last left."""
         times = stage_times(stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s)
@@ -114,20 +129,20 @@ def partition(pipeline: Pipeline, round_sizes: Sequence[int] = (), max_visits: i
         pipeline: what is cut.
         round_sizes: microbatches per round to choose from; by default all microbatches, and one to four for
             each worker.
-        max_visits: how many visits of stages are timed at most, in all steps together; a million take seconds.
+        max_visits: how many visits of stages are timed at most, in all steps together, and cuts looked at; a million
+            take seconds.
 
     Raises:
         ValueError: not even single units fit, or there are fewer stages than workers whatever the cut.
     """
     sizes = round_sizes or usual_round_sizes(pipeline.num_microbatches, pipeline.num_workers)
     search = _Search(pipeline, sorted({min(size, pipeline.num_microbatches) for size in sizes}), max_visits)
-    drawn_numbers = sorted((search.numbers_s(numbers), numbers) for numbers in search.drawn())
-    even = [(seconds, numbers) for seconds, numbers in drawn_numbers[:NUM_CLIMBERS] if seconds < inf]
+    even = search.first_of(search.drawn(), search.numbers_s, search.cut)
     for index, (_, numbers) in enumerate(even):
         share = search.left // (2 * (len(even) - index))
         even[index] = search.climb(numbers, search.numbers_s, search.near_numbers, share)
     starts = [(seconds, search.cut(numbers)) for seconds, numbers in even]
-    starts += [(seconds, cut) for cut in search.packed() if (seconds := search.step_s(cut)) < inf]
+    starts += search.first_of(search.packed(), search.step_s, lambda cut: cut)
     if not starts:
         raise ValueError("no cut fits the workers' memory and gives each of them a stage")
     best = min(starts)
@@ -157,23 +172,46 @@ class _Search:
         # A climb changes one direction at a time.
         self.ups_fit, self.downs_fit = cache(self._ups_fit), cache(self._downs_fit)
         self.cut = cache(self._cut)
+        self.least_s = StepBound(pipeline).least_s
         self.known: dict[_Cut, float] = {}
 
-    def step_s(self, cut: _Cut) -> float:
-        """Return the time of a step; infinity where a cut is not allowed."""
+    def step_s(self, cut: _Cut, limit_s: float = inf) -> float:
+        """Return the time of a step, infinity where a cut is not allowed; or what is no less than ``limit_s``."""
         seconds = self.known.get(cut)
         if seconds is None:
+            self.left -= 1
+            if not cut[1] or (limit_s < inf and self.least_s(*cut) >= limit_s):
+                return inf
             seconds = inf
             if self.allowed(*cut[:2]):
                 stages = self.pipeline.stages(*cut)
-                self.left -= stages.num_stages * -(-self.pipeline.num_microbatches // cut[2])
+                rounds = -(-self.pipeline.num_microbatches // cut[2])
+                self.left -= stages.num_stages * min(rounds, MANY_ROUNDS)
                 seconds = self.pipeline.step_s(stages)
             self.known[cut] = seconds
         return seconds
 
-    def numbers_s(self, numbers: _Numbers) -> float:
-        """Return the time of a step of even stages; infinity where they are not allowed."""
-        return self.step_s(self.cut(numbers))
+    def numbers_s(self, numbers: _Numbers, limit_s: float = inf) -> float:
+        """Return the same of even stages."""
+        return self.step_s(self.cut(numbers), limit_s)
+
+    def first_of(
+        self,
+        places: Iterable[_Place],
+        step_s: Callable[[_Place, float], float],
+        cut: Callable[[_Place], _Cut],
+    ) -> list[tuple[float, _Place]]:
+        """Return the `NUM_CLIMBERS` fastest of ``places``, and their time; what cannot be one of them is not timed."""
+        found: list[tuple[float, _Place]] = []
+        bounds = ((self.least_s(*cut(place)) if cut(place)[1] else inf, place) for place in places)
+        for least_s, place in sorted(bounds):
+            limit_s = found[-1][0] if len(found) == NUM_CLIMBERS else inf
+            if least_s >= limit_s:
+                break
+            found.append((step_s(place, inf), place))
+            found.sort()
+            del found[NUM_CLIMBERS:]
+        return [(seconds, place) for seconds, place in found if seconds < inf]
 
     def drawn(self) -> Iterator[_Numbers]:
         """Yield numbers of stages from the fewest that fit to one for each unit."""
@@ -229,19 +267,19 @@ class _Search:
     def climb(
         self,
         place: _Place,
-        step_s: Callable[[_Place], float],
+        step_s: Callable[[_Place, float], float],
         near: Callable[[_Place], Iterator[_Place]],
         num_visits: int,
     ) -> tuple[float, _Place]:
         """Return what single changes lead to, taking the first that gains each time."""
         until = self.left - num_visits
-        best_s, better = step_s(place), True
+        best_s, better = step_s(place, inf), True
         while better:
             better = False
             for other in near(place):
                 if self.left <= until:
                     break
-                if (seconds := step_s(other)) < best_s * (1 - 1e-9):
+                if (seconds := step_s(other, best_s)) < best_s * (1 - 1e-9):
                     best_s, place, better = seconds, other, True
                     break
         return best_s, place

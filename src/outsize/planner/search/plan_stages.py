@@ -11,8 +11,6 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.shares import largest_share
 from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
-from outsize.planner.memory.traffic import count_traffic
-from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, partition
@@ -28,8 +26,10 @@ from outsize.planner.search.upgrades import ENOUGH
 from outsize.units import format_bytes
 
 # Visits that the search times: enough for an answer in a second or two. A visit of many units takes longer, and gains
-# less. `BRIEF_VISITS` are for a look at whether other microbatches gain, and which of several ways is the fastest.
-MAX_VISITS, MANY_UNITS, BRIEF_VISITS = 200_000, 48, 50_000
+# less. `BRIEF_VISITS` are for a look at whether other microbatches, or other ways, gain.
+MAX_VISITS, MANY_UNITS, BRIEF_VISITS = 200_000, 48, 10_000
+# A way whose stages of single units take so many times as long as what was found is not searched.
+HOPELESS = 3.0
 
 
 def plan_stages(
@@ -93,7 +93,10 @@ class _Planner:
     def fit(self, max_visits: int) -> tuple[float, StepLayout]:
         """Return the time of the fastest stages found, and the step that they make."""
         halves, single, ways = self.least()
-        holding = [way for way in ways if self._holds(self._layout(way, single))]
+        holds = [way for way in ways if self._holds(self._layout(way, single))]
+        # Of ways from which the same leaves, the one that keeps more is never slower with the same stages. That another
+        # may turn around in a larger stage is given up.
+        holding = list({str(sorted(way.away.items())): way for way in reversed(holds)}.values())
         # What moves unasked has to gain what lanes lose that fill and drain.
         enough = {id(way): ENOUGH if way.away and not ways[-1].away else 1.0 for way in holding}
 
@@ -101,13 +104,16 @@ class _Planner:
             found = self._cut(way, halves, visits)
             return [] if found is None else [(found[0] / enough[id(way)], way, found[1])]
 
-        first = max_visits if len(holding) == 1 else BRIEF_VISITS
-        found = [each for way in holding for each in cut(way, first)]
-        if found and max_visits > first:
-            found += cut(min(found, key=lambda each: each[0])[1], max_visits)
+        found: list[tuple[float, Way, Stages]] = []
+        outlooks = [(*self._outlook(way, halves, single), way) for way in holding]
+        for single_s, least_s, way in sorted(outlooks, key=_seconds):
+            if not found or (least_s / enough[id(way)] < found[0][0] and single_s < HOPELESS * found[0][0]):
+                found = sorted([*found, *cut(way, BRIEF_VISITS if found else max_visits)], key=_seconds)
+                if found[1:] and found[0][1] is way and max_visits > BRIEF_VISITS:
+                    found = sorted([*found, *cut(way, max_visits)], key=_seconds)
         if not found:
             found = [(self._pipeline(ways[-1], single).step_s(single), ways[-1], single)]
-        step_s, way, stages = min(found, key=lambda each: each[0])
+        step_s, way, stages = found[0]
         return step_s, self._with_peers(self._layout(way, stages))
 
     def make(self, layout: StepLayout) -> Plan:
@@ -116,30 +122,19 @@ class _Planner:
         fitting = (room for room in self._roomier if self._holds(layout, room))
         room = next(fitting, self._least)
         layout = in_room(model, self._shared_out(layout), options, room)
-        program, state = build_step(layout), state_of(model, options)
+        state = state_of(model, options)
         return Plan(
+            model=model,
+            demand=demand,
             home=options.home,
             below=options.below,
             layout=layout,
-            program=program,
             host_buffer_bytes=room.host_buffer_bytes,
             tile_elements=room.tile_elements,
             tile_buffer_bytes=state.tile_bytes(model, room.tile_elements, whole=layout.tiles_on_disk),
             store_buffer_bytes=store_buffer_bytes(model, options.home),
             memory=self._memory.table(layout, room),
             budgets=self._budgets,
-            traffic=count_traffic(
-                program,
-                model,
-                layout,
-                demand.boundary_bytes,
-                home=options.home,
-                below=options.below,
-                tile_elements=room.tile_elements,
-                transport=options.transport,
-                state=state,
-                kept_bytes=demand.kept_bytes,
-            ),
             transport=options.transport,
             offload_rooms=offload_rooms(layout, demand),
             wire=options.wire,
@@ -201,6 +196,13 @@ class _Planner:
             return None
         return pipeline.step_s(stages), stages
 
+    def _outlook(self, way: Way, halves: tuple[int, int], single: Stages) -> tuple[float, float]:
+        """Return the time of a step of single units in the largest rounds of ``way``, and of any step at least."""
+        asked = self._options.stages
+        sizes = self._round_sizes(way, halves) if asked is None else [asked.round_size]
+        pipeline, size = self._pipeline(way, single), max(sizes)
+        return pipeline.step_s(replace(single, round_size=size)), pipeline.least_s(size)
+
     def _round_sizes(self, way: Way, halves: tuple[int, int]) -> list[int]:
         """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
 
@@ -249,6 +251,10 @@ class _Planner:
 
     def _holds(self, layout: StepLayout, room: HostRoom | None = None) -> bool:
         return not self._budgets.short_by(self._table(layout, room))
+
+
+def _seconds(found: tuple[float, *tuple[object, ...]]) -> float:
+    return found[0]
 
 
 def _effort(model: ModelSpec) -> int:

@@ -27,7 +27,7 @@ LEAST_TILE_ELEMENTS = 65_536
 LEAST_RING_ELEMENTS = 16_384
 # 1M elements are 4 MiB per plane: above that more bytes per request gain nothing.
 MOST_TILE_ELEMENTS = 1_048_576
-# More tiles than these take longer to plan than larger ones would take longer to fill and drain.
+# A model of more tiles gets larger ones where there is memory: programs of millions of ops take minutes to plan.
 MOST_TILES = 4096
 # One tile is read, one stepped, one written.
 NUM_TILE_BUFFERS = 3
@@ -160,8 +160,14 @@ class Sizing:
         gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
         self._slot_sizes = _sizes(weights)
         self._accumulator_sizes = _sizes(gradients)
+        self._trainable = tuple(unit.trainable for unit in model.units)
+        self._weight_bytes = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
+        self._gradient_bytes = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
         self.largest_trainable = max((unit.numel for unit in model.units if unit.trainable), default=0)
-        self.num_offloadable = len(self.layout(self.least()).offloadable)
+        # Which units are offloadable a layout tells, and the one that is asked offloads none.
+        self._offloadable: tuple[int, ...] = ()
+        self._offloadable = self.layout(self.least()).offloadable
+        self.num_offloadable = len(self._offloadable)
 
     @property
     def host_buffer_bytes(self) -> int:
@@ -196,17 +202,18 @@ class Sizing:
         has_rest = len(model.units) > model.num_streamed
         own = self.own_elements or tuple(unit.numel for unit in model.units)
         tiles = tuple(
-            -(-own[unit.index] // knobs.tile_elements) if knobs.tile_elements and unit.trainable else 0
-            for unit in model.units
+            -(-numel // knobs.tile_elements) if knobs.tile_elements and trains else 0
+            for numel, trains in zip(own, self._trainable, strict=True)
         )
-        layout = StepLayout(
+        offload = self._offloadable[: len(self._offloadable) - knobs.num_kept]
+        return StepLayout(
             num_streamed=model.num_streamed,
             rest=model.num_streamed if has_rest else None,
             num_microbatches=options.microbatches,
             round_microbatches=options.round_microbatches,
-            trainable=tuple(unit.trainable for unit in model.units),
-            weight_bytes=tuple(unit.weight_bytes(model.dtype) for unit in model.units),
-            gradient_bytes=tuple(unit.gradient_bytes * unit.trainable for unit in model.units),
+            trainable=self._trainable,
+            weight_bytes=self._weight_bytes,
+            gradient_bytes=self._gradient_bytes,
             slot_bytes=self._slot_sizes[: knobs.num_slots],
             accumulator_bytes=self._accumulator_sizes[: knobs.num_accumulators],
             prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
@@ -223,11 +230,8 @@ class Sizing:
             num_nodes=options.nodes,
             own_elements=self.own_elements,
             cut=options.cut,
+            offload=frozenset() if options.offload is False else frozenset(offload),
         )
-        if options.offload is False:
-            return layout
-        offload = layout.offloadable[: len(layout.offloadable) - knobs.num_kept]
-        return replace(layout, offload=frozenset(offload))
 
     def more_slots(self, knobs: Knobs, upto: int) -> Iterator[Knobs]:
         """Yield knobs with more slots, unless their number is given."""

@@ -6,18 +6,19 @@ keep, where it leaves (`leaving`); workspace for all units of a backward stage, 
 of them is differentiated. Below the workers: what stages hand over, and the home.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import device_bytes, host_bytes
-from outsize.planner.memory.memory_table import Demand, offload_rooms
+from outsize.planner.memory.memory_table import Demand, bytes_below, offload_rooms
 from outsize.planner.program.stages import Span, Stages, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import ARRIVALS, activation_bytes, arrival_bytes, num_handed_over
 from outsize.planner.search.stage_offload import Away, Way, away_in, most_on_its_way
-from outsize.planner.search.stage_room import HostRoom, bytes_below
+from outsize.planner.search.stage_room import HostRoom
 from outsize.units import align_up
 
 _EXTENT_BYTES = 4096
@@ -90,6 +91,10 @@ class StageMemory:
             return max(forward)
         return max(*forward, *both) if span[1] == self._top and not keeps else sum(both)
 
+    @cached_property
+    def _known_workspace(self) -> Callable[[Span, bool, bool], int]:
+        return cache(self.workspace_bytes)
+
     def on_device(self, stages: Stages, keeps: bool, away: Away) -> dict[str, int]:
         """Return the bytes on each worker by class, arrivals from other workers apart.
 
@@ -105,7 +110,7 @@ class StageMemory:
             "weight slots": sum(slots_for(stages, self.weights)),
             "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
             "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
-            "workspace": max(self.workspace_bytes(*span, keeps) for span in spans),
+            "workspace": max(self._known_workspace(*span, keeps) for span in spans),
             "shared": self.demand.shared_bytes * min(2 * stages.round_size, self.options.microbatches),
             **self.constant,
         }
@@ -138,6 +143,25 @@ class StageMemory:
             },
             "disk": {},
         }
-        for tier, classes in bytes_below(self.model, layout, self.options, room).items():
+        for tier, classes in self._below(layout, room).items():
             table[tier] |= classes
         return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+
+    def _below(self, layout: StepLayout, room: HostRoom) -> dict[str, dict[str, int]]:
+        """Return what lies below the workers whatever their stages: the home, and what stands before it."""
+        if room not in self._homes:
+            self._homes[room] = bytes_below(
+                self.model,
+                layout,
+                home=self.options.home,
+                tile_elements=room.tile_elements,
+                host_buffer_bytes=room.host_buffer_bytes,
+                transport=self.options.transport,
+                wire=self.options.wire,
+                state=self.options.state,
+            )
+        return self._homes[room]
+
+    @cached_property
+    def _homes(self) -> dict[HostRoom, dict[str, dict[str, int]]]:
+        return {}

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.optim.optimizer_spec import StateLayout, layout_of
-from outsize.planner.memory.exchange_memory import net_bytes
-from outsize.planner.memory.memory_table import disk_buffer_bytes, state_bytes
+from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
 
@@ -63,20 +61,3 @@ def in_room(model: ModelSpec, layout: StepLayout, options: PlanOptions, room: Ho
 def state_of(model: ModelSpec, options: PlanOptions) -> StateLayout:
     """Return how a trained unit lies at home; gradients are summed there from round to round."""
     return options.state or StateLayout(dtype=model.dtype)
-
-
-def bytes_below(
-    model: ModelSpec, layout: StepLayout, options: PlanOptions, room: HostRoom
-) -> dict[str, dict[str, int]]:
-    """Return what lies below the workers whatever their stages: the home, what stands before it, and other nodes."""
-    state = layout_of(options.state or model.dtype)
-    table = {
-        "host": {
-            "host buffers": room.num_host_buffers * room.host_buffer_bytes,
-            **disk_buffer_bytes(model, layout, options.home, room.tile_elements, state),
-            **net_bytes(model, layout, options.wire, options.home, state),
-        },
-        "disk": {},
-    }
-    table[options.home]["home"] = state_bytes(model, layout, options.home, options.transport, state)
-    return table

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from outsize.codecs.transport import Transport
@@ -17,17 +17,19 @@ from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.activation_liveness import Live, peak_activations
+from outsize.planner.memory.activation_liveness import Live
+from outsize.planner.memory.link_bytes import device_bytes, host_bytes
 from outsize.planner.memory.memory_table import (
     Demand,
     Tier,
     by_class,
+    bytes_below,
     memory_table,
     offload_rooms,
     store_buffer_bytes,
 )
 from outsize.planner.memory.traffic import Traffic, count_traffic
-from outsize.planner.passes.cycle import insert_saves, v_cycle
+from outsize.planner.passes.cycle_liveness import cycle_peak
 from outsize.planner.passes.step_schedule import build_step, successive_steps
 from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
@@ -44,8 +46,6 @@ from outsize.units import format_bytes
 __all__ = ["Budgets", "Demand", "Plan", "PlanOptions", "Traffic", "plan_step"]
 
 Table = Mapping[str, Mapping[str, int]]
-# Of `Plan.to_dict`, what follows from budgets and from bytes that were measured, and not the other way round.
-_MEASURED = frozenset({"budget_bytes", "memory_bytes", "home_bytes", "bytes_per_step"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +73,22 @@ class Budgets:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a run sets aside and does.
 
     Attributes:
+        model: that is trained.
+        demand: of a microbatch.
         home: where weights and optimizer state rest.
         below: the tier next to the device.
         layout: the step before it is put in order; slots, accumulators, prefetch depth, offloaded units.
-        program: the ops of a step.
         host_buffer_bytes: size of a host buffer for whole units; 0 where there are none.
         tile_elements: elements per tile of the optimizer step; 0 where units step whole.
         tile_buffer_bytes: size of a tile buffer.
         store_buffer_bytes: what units of a disk home pass through on their way to a checkpoint; 0 for a host home.
         memory: bytes by tier and class.
         budgets: what they had to fit.
-        traffic: bytes that cross links in one step.
         transport: codecs on the link.
         offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
         wire: codecs between nodes.
@@ -97,23 +97,44 @@ class Plan:
         heap: whether the device has `Demand.spare_bytes` besides.
     """
 
+    model: ModelSpec = field(repr=False)
+    demand: Demand = field(repr=False, compare=False)  # seconds of it are measured, and another time others
     home: Tier
     below: Tier
     layout: StepLayout
-    program: Program
     host_buffer_bytes: int
     tile_elements: int
     tile_buffer_bytes: int
     store_buffer_bytes: int
     memory: Table
     budgets: Budgets
-    traffic: Traffic
     state: StateLayout
     transport: Transport = field(default_factory=Transport)
     wire: Wire = EXACT
     home_parts: Mapping[str, int] = field(default_factory=dict)
     offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
     heap: bool = True
+
+    @cached_property
+    def program(self) -> Program:
+        """The ops of a step."""
+        return build_step(self.layout)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes that cross links in one step."""
+        return count_traffic(
+            self.program,
+            self.model,
+            self.layout,
+            self.demand.boundary_bytes,
+            home=self.home,
+            below=self.below,
+            tile_elements=self.tile_elements,
+            transport=self.transport,
+            kept_bytes=self.demand.kept_bytes,
+            state=self.state,
+        )
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -126,7 +147,7 @@ class Plan:
 
         Budgets and bytes that a model was measured to need are left out: plans with one id compute and move the same.
         """
-        told = {name: value for name, value in self.to_dict().items() if name not in _MEASURED}
+        told = {**self._told(), "program": self._program_text}
         told["kept"] = [list(choices) for choices in self.layout.kept]
         told["peers"] = sorted(self.layout.peers)
         text = json.dumps(told, sort_keys=True, separators=(",", ":"), default=sorted)
@@ -168,6 +189,21 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in what JSON knows; the program is a list of op texts."""
+        return {
+            **self._told(),
+            "budget_bytes": asdict(self.budgets),
+            "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
+            "home_bytes": dict(self.home_parts),
+            "bytes_per_step": asdict(self.traffic),
+            "program": self._program_text,
+        }
+
+    @property
+    def _program_text(self) -> list[str]:
+        return render(self.program).splitlines()
+
+    def _told(self) -> dict[str, Any]:
+        """Return what does not follow from budgets, nor from bytes that were measured, without the program."""
         layout = self.layout
         return {
             "home": self.home,
@@ -192,13 +228,8 @@ class Plan:
             "store_buffer_bytes": self.store_buffer_bytes,
             "offload": sorted(layout.offload),
             "activations": [dict(Counter(choices)) for choices in layout.kept],
-            "budget_bytes": asdict(self.budgets),
-            "memory_bytes": {tier: dict(classes) for tier, classes in self.memory.items()},
-            "home_bytes": dict(self.home_parts),
-            "bytes_per_step": asdict(self.traffic),
             "transport": asdict(self.transport),
             **({"nodes": layout.num_nodes, "wire": asdict(self.wire)} if layout.num_nodes > 1 else {}),
-            "program": render(self.program).splitlines(),
         }
 
 
@@ -227,7 +258,9 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     if short_by:
         shortage = partial(shortage_of, model, demand, budgets)
         raise InfeasiblePlanError(
-            _what_to_try(memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind),
+            lambda: _what_to_try(
+                memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind
+            ),
             short_by,
         )
     knobs = spend(sizing, demand, knobs, lambda knobs: not short(knobs))
@@ -254,33 +287,32 @@ def shortage_of(
 
 def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
     """Return what says how much memory knobs take, by tier and class."""
-    options = sizing.options
-
-    @cache
-    def activations(offload: frozenset[int], prefetch_depth: int, kept: Kept) -> Live:
-        least = sizing.layout(sizing.least())
-        layout = replace(least, offload=offload, prefetch_depth=prefetch_depth, kept=kept)
-        layout = replace(
-            layout, num_microbatches=layout.round_size
-        )  # each round uses the room of the one before
-        program = insert_saves(v_cycle(layout), layout)
-        return peak_activations(program, layout, demand.boundary_bytes, demand.kept_bytes)
+    options, model, kept_bytes = sizing.options, sizing.model, demand.kept_bytes
+    codecs = (
+        device_bytes(options.transport, model, demand.boundary_bytes),
+        host_bytes(options.transport, model),
+    )
+    homes: dict[tuple[int, ...], Table] = {}
+    peaks: dict[tuple[int, int, Kept], Live] = {}
 
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
-        return memory_table(
-            sizing.model,
-            demand,
-            layout,
-            activations(layout.offload, layout.prefetch_depth, layout.kept),
-            home=options.home,
-            below=options.below,
-            tile_elements=knobs.tile_elements,
-            host_buffer_bytes=sizing.host_buffer_bytes,
-            transport=options.transport,
-            wire=options.wire,
-            state=sizing.state,
-        )
+        buffers = (knobs.tile_elements, knobs.num_tile_buffers, knobs.num_host_buffers)
+        if buffers not in homes:
+            homes[buffers] = bytes_below(
+                model,
+                layout,
+                home=options.home,
+                tile_elements=knobs.tile_elements,
+                host_buffer_bytes=sizing.host_buffer_bytes,
+                transport=options.transport,
+                wire=options.wire,
+                state=sizing.state,
+            )
+        staying = (knobs.num_kept, layout.prefetch_depth, knobs.kept)
+        if staying not in peaks:
+            peaks[staying] = cycle_peak(layout, demand.boundary_bytes, kept_bytes)
+        return memory_table(demand, layout, peaks[staying], homes[buffers], options.below, codecs)
 
     return memory_of
 
@@ -288,31 +320,18 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
 def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
     options, state = sizing.options, sizing.state
     layout = sizing.layout(knobs)
-    program = build_step(layout)
-    traffic = count_traffic(
-        program,
-        sizing.model,
-        layout,
-        demand.boundary_bytes,
-        home=options.home,
-        below=options.below,
-        tile_elements=knobs.tile_elements,
-        transport=options.transport,
-        kept_bytes=demand.kept_bytes,
-        state=state,
-    )
     return Plan(
+        model=sizing.model,
+        demand=demand,
         home=options.home,
         below=options.below,
         layout=layout,
-        program=program,
         host_buffer_bytes=sizing.host_buffer_bytes,
         tile_elements=knobs.tile_elements,
         tile_buffer_bytes=state.tile_bytes(sizing.model, knobs.tile_elements, whole=layout.tiles_on_disk),
         store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
         memory=memory,
         budgets=budgets,
-        traffic=traffic,
         transport=options.transport,
         offload_rooms=offload_rooms(layout, demand),
         wire=options.wire,
@@ -366,7 +385,9 @@ def _what_to_try(
         otherwise = (
             "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
         )
-        otherwise = smaller_microbatches(options, None) if room and not options.cut else otherwise
+        if room and not options.cut:
+            fits_one = not shortage(replace(options, microbatches=1, round_microbatches=None))
+            otherwise = "fewer tokens per step" if fits_one else smaller_microbatches(options, None)
         advice = _smaller_state(options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (

@@ -85,11 +85,10 @@ def _keeps_all(layout: StepLayout) -> bool:
 def _upgraded(
     sizing: Sizing, knobs: Knobs, upgrades: Sequence[Upgrade], fits: Callable[[Knobs], bool]
 ) -> Knobs:
+    """Return ``knobs`` with each of ``upgrades`` as far as it ``fits``; what goes further takes more."""
     for upgrade in upgrades:
-        for better in upgrade(sizing, knobs):
-            if not fits(better):
-                break
-            knobs = better
+        choices = [knobs, *upgrade(sizing, knobs)]
+        knobs = choices[bisect_left(choices, True, lo=1, key=lambda better: not fits(better)) - 1]
     return knobs
 
 

@@ -5,7 +5,6 @@ thing at a time, in the order given, as the executor's threads do. Time is virtu
 given first, so the same input gives the same timeline, always.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -119,19 +118,18 @@ class _Rates:
 
 
 class _Clock:
-    """The state of a run; `run_work` drives it."""
+    """The state of a run, from its first start to its last end."""
 
     def __init__(self, work: Sequence[Work], capacity: Mapping[str, float]) -> None:
-        self.work = work
         count = len(work)
+        self.costs = [item.cost for item in work]
         self.start, self.end = [-1.0] * count, [-1.0] * count
         self.cause, self.lane_free = [-1] * count, [0.0] * count
         self.pending = [0] * count
         self.dependents: list[list[int]] = [[] for _ in work]
-        self.lanes = [item.lane for item in work]
-        self.seconds = [item.cost.seconds for item in work]
-        self.moves = [item.cost.amount > 0 for item in work]
-        turn: defaultdict[str, deque[int]] = defaultdict(deque)
+        self.following = [-1] * count  # the work that its lane does next
+        self.is_due = [False] * count  # whether its lane has done all before it, or it takes no turn
+        last: dict[str, int] = {}
         for index, (lane, _, waits) in enumerate(work):
             after = set(waits) if len(waits) > 1 else waits
             self.pending[index] = len(after)
@@ -139,54 +137,52 @@ class _Clock:
                 if not 0 <= earlier < index:
                     raise ValueError(f"work {index} waits for {earlier}, which does not come before it")
                 self.dependents[earlier].append(index)
-            turn[lane].append(index)
-        turn.pop("", None)
-        self.turn = dict(turn)
+            if lane in last:
+                self.following[last[lane]] = index
+            else:
+                self.is_due[index] = True
+            if lane:
+                last[lane] = index
         self.fixed: list[tuple[float, int]] = []
         self.flows: list[_Flow] = []
         self.flow_s = inf  # when the first of them is done
         self.meeting = 0  # their paths, see `_Rates.of`
         self.rates = _Rates(capacity)
-        self.now = 0.0
-        self.busy: set[str] = set()
 
-    def begin_all(self) -> None:
-        for index in range(len(self.work)):
-            if not self.pending[index]:
-                self._begin_if_its_turn(index, -1)
+    def run(self) -> None:
+        """Do all work."""
+        fixed, costs = self.fixed, self.costs
+        for index, waits in enumerate(self.pending):
+            if not waits and self.is_due[index]:
+                self.start[index] = 0.0
+                heappush(fixed, (costs[index].seconds, index))
+        while fixed or self.flows:
+            now = fixed[0][0] if fixed and fixed[0][0] < self.flow_s else self.flow_s
+            done: list[int] = []
+            started: list[int] = []
+            while fixed and fixed[0][0] <= now:
+                index = heappop(fixed)[1]
+                (started if costs[index].amount > 0 else done).append(index)
+            if started or self.flow_s <= now:
+                self._change_flows(now, started, done)
+            if len(done) > 1:
+                done.sort()
+            for index in done:
+                self._finish(index, now)
 
-    def advance(self) -> bool:
-        """Go to the next end of something; False when all is done."""
-        fixed, flows, moves = self.fixed, self.flows, self.moves
-        flow_s = self.flow_s
-        now = fixed[0][0] if fixed and fixed[0][0] < flow_s else flow_s
-        if now == inf:
-            return False
-        self.now = now
-        done: list[int] = []
-        started: list[int] = []
-        while fixed and fixed[0][0] <= now:
-            index = heappop(fixed)[1]
-            (started if moves[index] else done).append(index)
-        if started or flow_s <= now:
-            if flow_s <= now:
-                ended = [flow for flow in flows if flow.done_s <= now]
-                done += [flow.index for flow in ended]
-                self.meeting -= sum([1 << _BITS * flow.path for flow in ended])
-                self.flows = flows = [flow for flow in flows if flow.done_s > now]
-            for index in started:
-                cost = self.work[index].cost
-                path = self.rates.number(cost.through)
-                self.meeting += 1 << _BITS * path
-                flows.append(_Flow(index, cost.amount, path, since_s=now))
-            self._share()
-        for index in sorted(done) if len(done) > 1 else done:
-            self._finish(index)
-        return True
-
-    def _share(self) -> None:
-        """Give every flow its fair rate from now on."""
-        now, rates, first_s = self.now, self.rates.of(self.meeting, self.flows), inf
+    def _change_flows(self, now: float, started: list[int], done: list[int]) -> None:
+        """Let flows that ``started`` flow, add to ``done`` those that have ended, and share what there is anew."""
+        if self.flow_s <= now:
+            ended = [flow for flow in self.flows if flow.done_s <= now]
+            done += [flow.index for flow in ended]
+            self.meeting -= sum([1 << _BITS * flow.path for flow in ended])
+            self.flows = [flow for flow in self.flows if flow.done_s > now]
+        for index in started:
+            cost = self.costs[index]
+            path = self.rates.number(cost.through)
+            self.meeting += 1 << _BITS * path
+            self.flows.append(_Flow(index, cost.amount, path, since_s=now))
+        rates, first_s = self.rates.of(self.meeting, self.flows), inf
         for flow in self.flows:
             rate = rates[flow.path]
             if rate != flow.rate:
@@ -196,33 +192,23 @@ class _Clock:
             first_s = min(first_s, flow.done_s)
         self.flow_s = first_s
 
-    def _begin_if_its_turn(self, index: int, cause: int) -> None:
-        """Begin work that waits for nothing else, unless its lane is at something else."""
-        lane = self.lanes[index]
-        if lane:
-            if lane in self.busy or self.turn[lane][0] != index:
-                return
-            self.busy.add(lane)
-        self.start[index], self.cause[index] = self.now, cause
-        heappush(self.fixed, (self.now + self.seconds[index], index))
-
-    def _finish(self, index: int) -> None:
-        self.end[index] = self.now
-        lane, dependents, pending = self.lanes[index], self.dependents[index], self.pending
+    def _finish(self, index: int, now: float) -> None:
+        """End a piece of work, and begin what has waited for it and for nothing else, its lane's next work first."""
+        self.end[index] = now
+        pending, is_due, following = self.pending, self.is_due, self.following[index]
+        dependents = self.dependents[index]
         for dependent in dependents:
             pending[dependent] -= 1
-        if lane:
-            self.busy.discard(lane)
-            turn = self.turn[lane]
-            turn.popleft()
-            if turn:
-                following = turn[0]
-                self.lane_free[following] = self.now
-                if not pending[following]:
-                    self._begin_if_its_turn(following, index)
+        if following >= 0:
+            is_due[following] = True
+            self.lane_free[following] = now
+            if not pending[following]:
+                self.start[following], self.cause[following] = now, index
+                heappush(self.fixed, (now + self.costs[following].seconds, following))
         for dependent in dependents:
-            if not pending[dependent] and self.start[dependent] < 0:
-                self._begin_if_its_turn(dependent, index)
+            if not pending[dependent] and is_due[dependent] and self.start[dependent] < 0:
+                self.start[dependent], self.cause[dependent] = now, index
+                heappush(self.fixed, (now + self.costs[dependent].seconds, dependent))
 
 
 def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> LaneRun:
@@ -237,8 +223,6 @@ def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> LaneRun:
         KeyError: a resource without a capacity.
     """
     clock = _Clock(work, capacity)
-    clock.begin_all()
-    while clock.advance():
-        pass
+    clock.run()
     assert not any(end < 0 for end in clock.end), "lanes in order and waits for earlier work cannot deadlock"
     return LaneRun(tuple(clock.start), tuple(clock.end), tuple(clock.cause), tuple(clock.lane_free))

@@ -27,12 +27,18 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     looked_up_s = 2 * work.boundary_bytes[-1] / memory
     slower = _slower(work)
     forward = _seconds(work.forward_flops, slower, rate, looked_up_s)
-    recompute = _seconds(work.recompute_flops, slower, rate, looked_up_s)
+    # What goes in parts, a mixture included, is computed again by the backward: the recompute leaves it out.
+    again_flops = work.again_flops or (0.0,) * len(slower)
+    of_recompute = (1.0 if again else more for again, more in zip(again_flops, slower, strict=True))
+    recompute = _seconds(work.recompute_flops, tuple(of_recompute), rate, looked_up_s)
     gradient = tuple(
         flops * more / rate if down else 2 * looked_up_s
         for down, flops, more in zip(work.forward_flops, work.gradient_flops, slower, strict=True)
     )
-    again = (flops / rate for flops in work.again_flops or [0.0] * len(recompute))
+    again = (
+        (flops + (more - 1) * whole * (flops > 0)) / rate
+        for flops, more, whole in zip(again_flops, slower, work.forward_flops, strict=True)
+    )
     backward = tuple(sum(parts) for parts in zip(recompute, gradient, again, strict=True))
     return UnitTimes(
         forward_s=forward,

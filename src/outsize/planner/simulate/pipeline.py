@@ -7,9 +7,10 @@ but the hop between stages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import gcd
 
-from outsize.planner.program.stages import Span, Stages
+from outsize.planner.program.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def stage_times(
         StageTimes(sum(forward_s[first:end]), up_s=sum(weights_s[first:end])) for first, end in stages.forward
     ]
     both = sum(forward_s[u] - keeps * recompute_s[u] for u in range(*fused) if u != last)
-    times.append(_backward(StageTimes(both + sum(backward_s[slice(*fused)])), fused, weights_s, gradients_s))
+    seconds, summed_s = both + sum(backward_s[slice(*fused)]), sum(gradients_s[slice(*fused)])
+    times.append(StageTimes(seconds, up_s=sum(weights_s[slice(*fused)]), sum_s=summed_s, down_s=summed_s))
     stage_of = [index for index, (first, end) in enumerate(stages.forward) for _ in range(first, end)]
     for first, end in stages.backward[1:]:
         seconds, early = sum(backward_s[first:end]), sum(recompute_s[first:end])
@@ -70,19 +72,13 @@ def stage_times(
         if end > 1:  # the input of the top unit comes out of the unit below
             source = stage_of[end - 2]
             early_s = sum(forward_s[end : stages.forward[source][1]]) if stage_of[end - 1] == source else 0.0
-        stage = StageTimes(seconds, early, source, early_s)
-        times.append(_backward(stage, (first, end), weights_s, gradients_s))
+        up_s, summed_s = sum(weights_s[first:end]), sum(gradients_s[first:end])
+        times.append(StageTimes(seconds, early, source, early_s, up_s, summed_s, summed_s))
     return times
 
 
-def _backward(
-    stage: StageTimes, span: Span, weights_s: Sequence[float], gradients_s: Sequence[float]
-) -> StageTimes:
-    """Return the stage with what a backward moves over the link besides activations."""
-    gradients = sum(gradients_s[slice(*span)])
-    return replace(stage, up_s=sum(weights_s[slice(*span)]), sum_s=gradients, down_s=gradients)
-
-
+# Rounds repeat once all that happens is later by the same, but for what floats lose.
+_ALIKE = 1e-12
 _Lines = dict[float, float]
 """Moments of microbatches 0, 1, …: the highest of lines, each a slope and what it is at microbatch 0."""
 
@@ -106,8 +102,20 @@ def makespan_s(
         return _makespan_by_microbatch_s(times, num_microbatches, round_size, num_workers, hop_s, halves)
     free = [0.0] * num_workers
     copied = _Copied(num_workers, halves)
-    turn = 0
-    for start in range(0, num_microbatches, round_size):
+    turn = start = 0
+    # Rounds after which the first stage is the first worker's again.
+    period = num_workers // gcd(len(times), num_workers)
+    before: list[float] = []
+    while start < num_microbatches:
+        if start and turn % (period * len(times)) == 0:
+            moments = [*free, *copied.moments]
+            more = (num_microbatches - start) // (round_size * period)
+            if more and (repeated_s := _same_step(before, moments)) is not None:
+                free = [moment + more * repeated_s for moment in free]
+                copied.delay(more * repeated_s)
+                start += more * period * round_size
+                continue
+            before = moments
         last = min(round_size, num_microbatches - start) - 1
         ends: _Lines = {0.0: 0.0}
         of_round: list[_Lines] = []
@@ -120,7 +128,14 @@ def makespan_s(
             of_round.append(ends)
             free[worker] = max([value + slope * last for slope, value in ends.items()])
             copied.begin(worker, stage, max(ends.values()) - stage.seconds, free[worker])
+        start += round_size
     return max(free)
+
+
+def _same_step(before: Sequence[float], after: Sequence[float]) -> float | None:
+    """Return by how much all moments are later than they were; None where some are by more than others."""
+    steps = [b - a for a, b in zip(before, after, strict=False)]
+    return max(steps) if steps and max(steps) - min(steps) <= _ALIKE * max(steps) else None
 
 
 class _Copied:
@@ -131,6 +146,16 @@ class _Copied:
         self._began_s = [0.0] * num_workers
         self._down_s = [(0.0, 0.0)] * num_workers
         self._given_s = [0.0] * num_workers
+
+    @property
+    def moments(self) -> list[float]:
+        """When visits began, and gradients were down."""
+        return [*self._began_s, *self._given_s]
+
+    def delay(self, seconds: float) -> None:
+        """Let everything have been so much later."""
+        self._began_s = [moment + seconds for moment in self._began_s]
+        self._given_s = [moment + seconds for moment in self._given_s]
 
     def ready_s(self, worker: int, stage: StageTimes, summed: bool, free_s: float) -> float:
         """Return when slots and accumulators are as a visit of ``stage`` wants them.

@@ -156,14 +156,19 @@ def simulate(
     decided: list[int] = []
     bounds: list[int] = []
     hazards = Hazards(layout.num_streamed, layout.rest, at_once=layout.microbatches_at_once)
-    for program in programs:
+    repeats = all(program is programs[0] for program in programs)
+    for number, program in enumerate(programs):
         first = len(work)
         gate = (decided[-1],) if decided else ()
-        for op in program:
-            waits = [index_of[seq] for seq in hazards.dependencies(op)]
-            index_of.append(len(work))
-            work.append(Work(lane_of(op), costs.cost_of(op), (*gate, *waits)))
-            ops.append(op)
+        if number > 1 and repeats:
+            work += _again(work[-len(program) - 1 : -1], decided[-1])
+            ops += program
+        else:
+            for op in program:
+                waits = [index_of[seq] for seq in hazards.dependencies(op)]
+                index_of.append(len(work))
+                work.append(Work(lane_of(op), costs.cost_of(op), (*gate, *waits)))
+                ops.append(op)
         decided.append(len(work))
         work.append(Work("", Cost(), tuple(_decisive(ops[first:], first, layout))))
         ops.append(None)
@@ -182,6 +187,18 @@ def simulate(
         step_ends_s=tuple(max(run.end_s[a:b], default=0.0) for a, b in zip(starts, bounds, strict=True)),
         decided_s=tuple(run.end_s[i] for i in decided),
     )
+
+
+def _again(former: Sequence[Work], decided: int) -> Iterable[Work]:
+    """Yield the work of a step again: but for the first, what ops of a program wait for is the same in each.
+
+    Args:
+        former: of the step before, which was not the first.
+        decided: index of the decision that lets it begin, right behind ``former``.
+    """
+    count = len(former) + 1
+    for lane, cost, waits in former:
+        yield Work(lane, cost, (decided, *[index + count for index in waits[1:]]))
 
 
 def _decisive(ops: Sequence[Op | None], first: int, layout: StepLayout) -> Iterable[int]:

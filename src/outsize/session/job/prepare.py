@@ -215,9 +215,17 @@ def _add_noise(model: nn.Module, alpha: float | None) -> None:
     """Have the embedding of ``model`` add NEFTune's noise while it trains (arXiv 2310.05914).
 
     Noise is drawn within the embedding's own forward, where streamed and resident runs seed alike, not by a hook.
+
+    Raises:
+        ModelError: transformers does not tell which of its modules embeds tokens.
     """
     if alpha is not None:
-        table = cast(Any, model).get_input_embeddings()
+        try:
+            table = cast(Any, model).get_input_embeddings()
+        except NotImplementedError:
+            raise ModelError(
+                f"train.neftune_noise_alpha: {type(model).__name__} names no embedding to add noise to; leave it out"
+            ) from None
         table.neftune_noise_alpha = alpha
         table.forward = MethodType(_noisy, table)  # a method, so that a copy of the embedding has its own
 

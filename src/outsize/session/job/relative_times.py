@@ -1,12 +1,12 @@
 """How long units compute beside each other, and what is spared by keeping what a forward made: counted, not timed."""
 
 import contextlib
+from dataclasses import replace
 
 from outsize.errors import ModelError
 from outsize.model.sizes.spec_from_config import (
     Shape,
     forward_flops,
-    in_mlp_parts,
     read_shape,
     recompute_flops,
 )
@@ -32,7 +32,7 @@ def shape_of(parts: Split) -> Shape:
         ModelError: its family's config does not.
     """
     shape = read_shape(parts.model.config.to_dict())  # type: ignore[union-attr,operator]
-    return in_mlp_parts(shape, parts_of(parts))
+    return replace(shape, mlp_parts=parts_of(parts))
 
 
 def forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> tuple[float, ...]:

@@ -1,0 +1,83 @@
+"""How much processor time does a question of ``outsize plan`` take? Each has a process of its own, imports included.
+
+One and eight GPUs, homes on the host and on disk, LoRA, long sequences, with what would help and without.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import published_record
+from common import finish, machine, print_table
+
+MODELS: dict[str, Mapping[str, Any]] = {
+    "llama-8b": published_record.MODELS["Llama-3-8B"],
+    "qwen3-8b": published_record.MODELS["Qwen3-8B"],
+    "qwen2.5-14b": published_record.MODELS["Qwen2.5-14B"],
+}
+QUESTIONS = (
+    "llama-8b --gpus 4090",
+    "llama-8b --gpus 4090 --ram 64GB",
+    "llama-8b --gpus 4090 --ram 256GB",
+    "llama-8b --gpus 4090 --ram 256GB --seq-len 16384 --tokens-per-step 262144",
+    "llama-8b --gpus 4090 --method lora",
+    "llama-8b --gpus h100",
+    "llama-8b --gpus 2x4090 --ram 256GB",
+    "llama-8b --gpus 8x4090",
+    "llama-8b --gpus 8xh100",
+    "qwen2.5-14b --gpus 4090 --ram 512GB",
+    "qwen3-8b --gpus 8x4090",
+    "qwen2.5-14b --gpus 4x4090 --ram 512GB",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="questions that contain this")
+    parser.add_argument("--repeats", type=int, default=3, help="times that each is asked; the median is told")
+    parser.add_argument("--output", type=Path, help="keep the result here")
+    options = parser.parse_args()
+    asked = [question for question in QUESTIONS if not options.only or options.only in question]
+    if not asked or options.repeats < 1:
+        parser.error("no question is asked; --only takes a part of one, --repeats at least 1")
+    result: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in MODELS.items():
+            (Path(folder) / f"{name}.json").write_text(json.dumps(config))
+        for question in asked:
+            result[question] = {
+                f"{kind}_s": statistics.median(
+                    processor_s(Path(folder), question, flag) for _ in range(options.repeats)
+                )
+                for kind, flag in (("without_advice", "--no-advice"), ("with_advice", "--advice"))
+            }
+    rows = [
+        (question, f"{found['without_advice_s']:.1f}", f"{found['with_advice_s']:.1f}")
+        for question, found in result.items()
+    ]
+    print_table(("question", "without advice", "with advice"), rows, "Processor time, seconds")
+    worst = {
+        kind: max(found[kind] for found in result.values()) for kind in ("without_advice_s", "with_advice_s")
+    }
+    finish({"bench": "plan_time", "worst": worst, "questions": result, "machine": machine()}, options.output)
+
+
+def processor_s(folder: Path, question: str, flag: str) -> float:
+    """Return the seconds of processor time, user and system, that a process takes to answer ``question``."""
+    name, *flags = question.split()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "outsize", "plan", str(folder / f"{name}.json"), *flags, flag]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+if __name__ == "__main__":
+    main()
