@@ -7,6 +7,9 @@ import pytest
 
 from cli.command_line import status_of
 from doctor.records import cpu_machine, gpu, gpu_machine, run, step
+from outsize.config.load import dump_config
+from outsize.training.short_runs import ShortRun, Turns
+from support import make_run
 
 
 @pytest.fixture
@@ -110,3 +113,73 @@ def test_a_run_is_judged_without_torch(directory):
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def short(seconds: float, tokens: int = 64) -> ShortRun:
+    return ShortRun(tokens_per_step=tokens, step_s=seconds, tokens_per_s=tokens / seconds, memory_bytes={})
+
+
+def trainable(directory, **record):
+    """A record of a run whose configuration can be trained."""
+    config = make_run(directory)
+    run(directory / "run", **record)
+    (directory / "run" / "config.yaml").write_text(dump_config(config))
+
+
+def test_a_remedy_is_tried_before_and_after_by_turns(directory, capsys):
+    trainable(directory, plan={"microbatches": 2}, stall_s={"dispatch": 0.8})
+    before = sorted(directory.rglob("*"))
+    asked = ("run", "--try", "--steps", 2, "--turns", 2, "--json")
+    assert doctor(*asked) == 0
+    finding, trial = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert finding["findings"][0]["remedies"][0]["setting"] == "train.microbatches=1"
+    assert trial["trial"]["settings"] == ["train.microbatches=1"]
+    for name, microbatches in (("before", 2), ("after", 1)):
+        turns = trial["trial"][name]
+        assert [turn["microbatches"] for turn in turns] == [microbatches] * 2
+        assert all(turn["step_s"] > 0 for turn in turns)
+    assert sorted(directory.rglob("*")) == before
+    assert doctor("run", "--try", "--steps", 2, "--turns", 2, "--set", "train.tokens_per_step=32") == 0
+    said = capsys.readouterr().out
+    assert "tried train.tokens_per_step=32: 2 turns of 2 steps without and with it" in said
+    assert {"before", "after"} <= {line.split(" ")[0] for line in said.splitlines()}
+
+
+def test_what_changes_the_training_is_tried_by_name_only(directory, capsys):
+    trainable(directory, stall_s={"host": 0.8}, plan={"microbatches": 1})
+    assert doctor("run", "--try") == 2
+    said = capsys.readouterr().err
+    assert "what may help changes the training: train.tokens_per_step=128" in said
+    assert "--try --set train.tokens_per_step=128" in said
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--try",), "--try with a run: outsize doctor RUN --try"),
+        (("run", "--set", "memory.prefetch=2"), "go with --try"),
+        (("run", "--steps", "5"), "go with --try"),
+        (("run", "--try"), "no finding has a setting for its remedy; name one"),
+        (("run", "--try", "--set", "data.workers=2"), "a trial reads its batches first"),
+        (("run", "--try", "--set", "train.microbatches=2"), "the run was made with it already"),
+        (("run", "--try", "--set", "memory.device_memory=1KiB"), "after: the smallest plan needs"),
+        (("ranks", "--try"), "the run had several"),
+        (("bare", "--try", "--set", "memory.prefetch=2"), "bare holds none"),
+    ],
+)
+def test_what_cannot_be_tried_says_why(directory, capsys, asked, said):
+    trainable(directory)
+    run(directory / "ranks", about={"num_ranks": 2})
+    run(directory / "bare")
+    (directory / "bare" / "config.yaml").unlink()
+    assert doctor(*asked) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_difference_within_that_between_turns_is_none():
+    slow, fast = (short(1.0), short(1.2)), (short(0.5), short(0.6))
+    assert Turns(before=slow, after=fast).is_clear
+    assert Turns(before=slow, after=fast).gain == pytest.approx(0.5)
+    assert Turns(before=fast, after=slow).gain == pytest.approx(-1.0)
+    assert not Turns(before=(short(1.0), short(1.2)), after=(short(0.9), short(1.1))).is_clear
+    assert Turns(before=(short(1.0),) * 2, after=(short(1.0, 128),) * 2).gain == pytest.approx(0.5)

@@ -12,7 +12,7 @@ from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.training.batch_sweep import SweepRow
+    from outsize.training.short_runs import ShortRun
 
 
 def sweep(
@@ -39,29 +39,29 @@ def sweep(
     """
     from outsize.config import load_config
     from outsize.config.load import dump_config
-    from outsize.training import batch_sweep
+    from outsize.training import short_runs
 
     output = Output(as_json=as_json)
     with output.guarded():
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
         config = load_config(config_path, overrides or ())
-        sizes = sorted(set(tokens_per_step or batch_sweep.sizes_around(config)))
-        rows = batch_sweep.sweep(config, sizes, steps, output.say)
-        best = batch_sweep.best_of(rows)
+        sizes = sorted(set(tokens_per_step or short_runs.sizes_around(config)))
+        rows = short_runs.sweep(config, sizes, steps, output.say)
+        best = short_runs.best_of(rows)
         if best is None:
             raise ConfigError(f"no size fits: {rows[0].why_not}")
         output.emit({"sizes": [row.to_dict() for row in rows], "best": best.tokens_per_step})
         output.print_result(_table(rows, best))
         if output_file is not None:
-            text = dump_config(batch_sweep.with_size(config, best.tokens_per_step))
+            text = dump_config(short_runs.with_size(config, best.tokens_per_step))
             try:
                 output_file.write_text(text, encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"--output {output_file}: {error.strerror}; choose another file") from error
 
 
-def _table(rows: "list[SweepRow]", best: "SweepRow") -> str:
+def _table(rows: "list[ShortRun]", best: "ShortRun") -> str:
     lines: list[tuple[str, ...]] = [
         ("tokens per step", "microbatches", "step", "tokens/s", "device", "host", "disk", "")
     ]

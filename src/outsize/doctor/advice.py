@@ -6,31 +6,50 @@ impossible is not given. A rule with such a step has another one that is always 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from outsize.doctor.facts import Facts, is_on_cpu
 from outsize.hardware.host_memory import pin_limits
 
-Advice = Callable[[Facts], str | None]
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A step of a fix that a setting is.
+
+    Attributes:
+        words: for people.
+        setting: ``section.key=value``, as `outsize doctor --try` tries it.
+        is_same_training: whether the run with it computes the same step, except for the order of sums.
+    """
+
+    words: str
+    setting: str
+    is_same_training: bool = True
 
 
-def more_tokens(facts: Facts) -> str:
+Advice = Callable[[Facts], str | Remedy | None]
+
+
+def more_tokens(facts: Facts) -> str | Remedy:
     """Twice the tokens per step, in as many more microbatches: what waits is paid once per step."""
     tokens, count = _of(facts, "train", "tokens_per_step"), _microbatches(facts)
     to = f": {2 * tokens} instead of {tokens}" if tokens else " twice as large"
     more = f"train.microbatches: {2 * count} instead of {count}" if count else "train.microbatches more"
-    return f"train.tokens_per_step{to} ({more} where memory is short): what waits is paid once per step"
+    words = f"train.tokens_per_step{to} ({more} where memory is short): what waits is paid once per step"
+    return Remedy(words, f"train.tokens_per_step={2 * tokens}", is_same_training=False) if tokens else words
 
 
-def fewer_microbatches(facts: Facts) -> str | None:
+def fewer_microbatches(facts: Facts) -> Remedy | None:
     """Half the microbatches of as many tokens; with several workers each needs its own."""
     count = _microbatches(facts)
     if count is None or count < 2 or _num_workers(facts) > 1:
         return None
-    return f"train.microbatches: {count // 2} instead of {count}, as far as memory allows"
+    words = f"train.microbatches: {count // 2} instead of {count}, as far as memory allows"
+    return Remedy(words, f"train.microbatches={count // 2}")
 
 
-def lossless_weights(facts: Facts) -> str | None:
+def lossless_weights(facts: Facts) -> Remedy | None:
     """Weights in fewer bytes that lose nothing; `auto` that has come to raw has been tried by the run itself."""
     run = facts.recorded
     if run is None or is_on_cpu_alone(facts) or run.plan.get("home") != "host":
@@ -38,10 +57,11 @@ def lossless_weights(facts: Facts) -> str | None:
     sent = (run.plan.get("transport", {}).get("weights"), _of(facts, "transport", "weights"))
     if sent != ("raw", "raw") or int(run.about.get("num_ranks", 1)) > 1:
         return None
-    return "transport.weights: auto sends weights in fewer bytes, bit for bit the same, where that shortens a step"
+    words = "transport.weights: auto sends weights in fewer bytes, bit for bit the same, where that shortens a step"
+    return Remedy(words, "transport.weights=auto")
 
 
-def home_in_host_memory(facts: Facts) -> str | None:
+def home_in_host_memory(facts: Facts) -> Remedy | None:
     """The home in RAM, where the machine of the run has as much as the state takes."""
     if facts.recorded is None or facts.recorded.plan.get("home") != "disk":
         return None
@@ -50,7 +70,9 @@ def home_in_host_memory(facts: Facts) -> str | None:
     usable = None if about is None else about.memory.usable_bytes()
     if not state_bytes or usable is None or state_bytes > usable:
         return None
-    return "memory.home: host, which this machine's RAM could hold if it were free"
+    return Remedy(
+        "memory.home: host, which this machine's RAM could hold if it were free", "memory.home=host"
+    )
 
 
 def raised_pin_limits(facts: Facts) -> str | None:
@@ -59,11 +81,11 @@ def raised_pin_limits(facts: Facts) -> str | None:
     return "; ".join(limit.remedy for limit in pin_limits(about.memory, about.environment)) or None
 
 
-def home_on_disk(facts: Facts) -> str | None:
+def home_on_disk(facts: Facts) -> Remedy | None:
     """The home on disk, which reads in order what swap reads page by page."""
     if _is_replicated(facts) or (facts.recorded is not None and facts.recorded.plan.get("home") == "disk"):
         return None
-    return "memory.home: disk, which reads in order what swap reads page by page"
+    return Remedy("memory.home: disk, which reads in order what swap reads page by page", "memory.home=disk")
 
 
 def smaller_host_budget(facts: Facts) -> str | None:
@@ -87,12 +109,12 @@ def more_device_memory(facts: Facts) -> str | None:
     return "a larger memory.device_memory, as far as the device has more, so that loads run further ahead"
 
 
-def further_ahead(facts: Facts) -> str | None:
+def further_ahead(facts: Facts) -> Remedy | None:
     """More loads on the way, where fewer than two are."""
     depth = None if facts.recorded is None else facts.recorded.plan.get("prefetch_depth")
     if depth is None or depth > 1:
         return None
-    return "memory.prefetch: 2, so that loads are on the way while compute works"
+    return Remedy("memory.prefetch: 2, so that loads are on the way while compute works", "memory.prefetch=2")
 
 
 def fewer_workers(facts: Facts) -> str | None:

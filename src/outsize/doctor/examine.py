@@ -9,6 +9,7 @@ then the shorter ones; then compute. Only a run beside which nothing is wrong is
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outsize.doctor.advice import Remedy
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import SEVERITIES, Finding, Rule, Seen
 from outsize.doctor.rules import RULES
@@ -119,6 +120,7 @@ def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
         weight, part = _weight(rule, facts)
         gain *= weight
         words = f"up to {gain:.0%} of {part}"
+    steps = _steps(rule, facts)
     return Finding(
         id=rule.id,
         part=rule.part,
@@ -126,7 +128,8 @@ def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
         evidence=seen.evidence,
         expected=seen.expected,
         causes=rule.causes,
-        fix=_fix(rule, facts),
+        fix="; ".join(step if isinstance(step, str) else step.words for step in steps),
+        remedies=tuple(step for step in steps if isinstance(step, Remedy)),
         gain=words,
         gain_share=gain,
         verify=rule.verify,
@@ -134,11 +137,11 @@ def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
     )
 
 
-def _fix(rule: Rule, facts: Facts) -> str:
+def _steps(rule: Rule, facts: Facts) -> list[str | Remedy]:
     """Return the steps of the fix that are possible."""
     steps = (rule.fix,) if isinstance(rule.fix, str) else rule.fix
-    told = (step if isinstance(step, str) else step(facts) for step in steps)
-    return "; ".join(step for step in told if step is not None)
+    told = (step(facts) if callable(step) else step for step in steps)
+    return [step for step in told if step is not None]
 
 
 def _weight(rule: Rule, facts: Facts) -> tuple[float, str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from outsize.doctor.advice import Advice
+from outsize.doctor.advice import Advice, Remedy
 from outsize.doctor.facts import Facts
 
 Severity = Literal["error", "warning", "info", "good"]
@@ -56,7 +56,7 @@ class Rule:
     part: Part
     look: Callable[[Facts], Seen | None]
     causes: tuple[str, ...]
-    fix: tuple[str | Advice, ...] | str
+    fix: tuple[str | Remedy | Advice, ...] | str
     verify: str
     limits: str = ""
 
@@ -73,6 +73,7 @@ class Finding:
         expected: what it should be.
         causes: the likely ones, in order.
         fix: what to do.
+        remedies: what of it settings do.
         gain: what that is expected to bring, in words.
         gain_share: the same as a share, 0 to 1, of a step where a run is known, else of the time of the part; None
             where only a trial can tell.
@@ -87,6 +88,7 @@ class Finding:
     expected: str
     causes: tuple[str, ...]
     fix: str
+    remedies: tuple[Remedy, ...] = ()
     gain: str
     gain_share: float | None
     verify: str

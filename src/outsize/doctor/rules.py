@@ -18,6 +18,7 @@ from outsize.doctor import (
     peer_rules,
     run_rules,
 )
+from outsize.doctor.advice import Remedy
 from outsize.doctor.finding import Rule
 from outsize.doctor.wait_rules import waits_for
 
@@ -324,7 +325,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="compute",
         look=run_rules.eager_attention,
         causes=("model.attention in the configuration",),
-        fix="model.attention: sdpa",
+        fix=(Remedy("model.attention: sdpa", "model.attention=sdpa", is_same_training=False),),
         verify="backward_s and forward_s in heartbeat.jsonl; outsize verify, since sums are taken in another order",
     ),
     Rule(
@@ -464,7 +465,13 @@ RULES: Final[tuple[Rule, ...]] = (
         part="compute",
         look=compute_rules.slow_dtype,
         causes=("the processor has no products of this dtype, and converts to fp32 and back",),
-        fix="model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits",
+        fix=(
+            Remedy(
+                "model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits",
+                "model.dtype=fp32",
+                is_same_training=False,
+            ),
+        ),
         verify="peak_flops_per_s and fp32_flops_per_s in run.json",
         limits="products in a dtype that the processor is slow at",
     ),

@@ -7,12 +7,12 @@ import pytest
 from cli.command_line import status_of
 from outsize.config import load_config
 from outsize.config.load import dump_config
-from outsize.training.batch_sweep import SweepRow, best_of, sizes_around, sweep
+from outsize.training.short_runs import ShortRun, best_of, sizes_around, sweep
 from support import make_run
 
 
-def row(tokens: int, rate: float, **changes: Any) -> SweepRow:
-    return SweepRow(tokens_per_step=tokens, tokens_per_s=rate, memory_bytes={}, **changes)
+def row(tokens: int, rate: float, **changes: Any) -> ShortRun:
+    return ShortRun(tokens_per_step=tokens, tokens_per_s=rate, memory_bytes={}, **changes)
 
 
 def test_each_size_is_trained_and_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,11 @@
-"""Tokens per step, swept: a few steps of each on this machine, measured; nothing is saved, every home is given back.
+"""A few steps of several configurations on this machine, measured; nothing is saved, every home is given back.
 
-A step moves the same weights however many tokens it trains on, so it gets cheaper per token as it grows, until compute
-hides what is moved. Where that is depends on model and machine. Tokens per step belong to the training, though: the
-smallest step that is nearly as fast as the fastest is the one to take.
+Of a sweep the tokens per step differ. A step moves the same weights however many tokens it trains on, so it gets
+cheaper per token as it grows, until compute hides what is moved. Where that is depends on model and machine. Tokens per
+step belong to the training, though: the smallest step that is nearly as fast as the fastest is the one to take.
+
+Of a trial a setting differs. A machine is slower in one minute than in the next, so both configurations take turns, and
+a difference that is smaller than that between turns is none.
 """
 
 import contextlib
@@ -29,8 +32,8 @@ Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRow:
-    """What steps of one size came to.
+class ShortRun:
+    """What steps of one configuration came to.
 
     Attributes:
         tokens_per_step: tokens of a step.
@@ -51,6 +54,37 @@ class SweepRow:
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """What steps came to without a setting and with it, turn by turn.
+
+    Attributes:
+        before: without it.
+        after: with it.
+    """
+
+    before: tuple[ShortRun, ...]
+    after: tuple[ShortRun, ...]
+
+    @property
+    def gain(self) -> float:
+        """Share of the time per token that is saved, below 0 where it takes longer: of medians over turns."""
+        before, after = (
+            statistics.median(1 / run.tokens_per_s for run in runs) for runs in (self.before, self.after)
+        )
+        return 1 - after / before
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all turns of one are faster than all turns of the other."""
+        before, after = ([run.tokens_per_s for run in runs] for runs in (self.before, self.after))
+        return len(before) > 1 and (min(after) > max(before) or min(before) > max(after))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return {**asdict(self), "gain": self.gain, "is_clear": self.is_clear}
 
 
 def sizes_around(config: Config) -> list[int]:
@@ -79,7 +113,7 @@ def with_size(config: Config, tokens_per_step: int) -> Config:
 
 def sweep(
     config: Config, sizes: Sequence[int], steps: int, announce: Announce = lambda _: None
-) -> list[SweepRow]:
+) -> list[ShortRun]:
     """Train ``steps`` steps of each size from the same weights, and return what they took, in the order of ``sizes``.
 
     Args:
@@ -91,38 +125,63 @@ def sweep(
     Raises:
         OutsizeError: as `outsize.training.run.train`; a size that does not fit is a row that says so.
     """
-    runs = [with_size(config, size) for size in sizes]
     rows = []
-    for run in runs:
+    for run in [with_size(config, size) for size in sizes]:
         announce(f"{run.tokens_per_step} tokens per step")
-        with contextlib.ExitStack() as stack:
-            near = Path(config.memory.store_dir or Path.cwd())
-            directory = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-sweep-", dir=near))
-            )
-            stack.enter_context(
-                borrowed_torch(
-                    deterministic=config.train.deterministic, device=choose_device(config.memory.device)
-                )
-            )
-            rows.append(_row(run, steps, directory, stack))
+        rows.append(_short_run(run, steps))
     return rows
 
 
-def best_of(rows: Sequence[SweepRow]) -> SweepRow | None:
+def by_turns(
+    before: Config, after: Config, steps: int, turns: int, announce: Announce = lambda _: None
+) -> Turns:
+    """Train ``steps`` steps of both from the same weights, in ``turns`` turns, and return what they took.
+
+    Args:
+        before: the run as it is.
+        after: the run with what is tried.
+        steps: of each turn, two at least; the first does not count.
+        turns: of each, one at least.
+        announce: called with lines for people.
+
+    Raises:
+        ConfigError: one of them does not fit.
+        OutsizeError: as `outsize.training.run.train`.
+    """
+    rows: dict[str, list[ShortRun]] = {"before": [], "after": []}
+    for turn in range(turns):
+        for name, config in (("before", before), ("after", after)):
+            announce(f"turn {turn + 1} of {turns}: {name}")
+            rows[name].append(_short_run(config, steps))
+            if rows[name][-1].why_not:
+                raise ConfigError(f"{name}: {rows[name][-1].why_not}")
+    return Turns(before=tuple(rows["before"]), after=tuple(rows["after"]))
+
+
+def best_of(rows: Sequence[ShortRun]) -> ShortRun | None:
     """Return the smallest step that comes within `NEAR` of the fastest; None where nothing fits."""
     fastest = max((row.tokens_per_s for row in rows), default=0.0)
     near = [row for row in rows if row.tokens_per_s and row.tokens_per_s >= (1 - NEAR) * fastest]
     return min(near, key=lambda row: row.tokens_per_step, default=None)
 
 
-def _row(config: Config, steps: int, directory: Path, stack: contextlib.ExitStack) -> SweepRow:
-    """Return what ``steps`` steps of ``config`` take; its home lies in ``directory``."""
+def _short_run(config: Config, steps: int) -> ShortRun:
+    """Return what ``steps`` steps of ``config`` take, the first left out."""
+    near = Path(config.memory.store_dir or Path.cwd())
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-short-", dir=near)))
+        device = choose_device(config.memory.device)
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, device=device))
+        return _timed(config, steps, directory, stack)
+
+
+def _timed(config: Config, steps: int, directory: Path, stack: contextlib.ExitStack) -> ShortRun:
+    """Return the same; the home lies in ``directory``."""
     set_thresholds(heap=False)
     try:
         prepared, _ = decide(prepare(config, directory, _nothing), directory, _nothing)
     except InfeasiblePlanError as error:
-        return SweepRow(tokens_per_step=config.tokens_per_step, memory_bytes={}, why_not=str(error))
+        return ShortRun(tokens_per_step=config.tokens_per_step, memory_bytes={}, why_not=str(error))
     dataset = stack.enter_context(open_dataset(config, prepared, directory, _nothing))
     batches = [dataset.batch(step, config.sequences_per_step) for step in range(steps)]
     begin_run(heap=prepared.heap)
@@ -131,7 +190,7 @@ def _row(config: Config, steps: int, directory: Path, stack: contextlib.ExitStac
         seconds = [outcome.seconds for outcome in trainer.steps(batches)]
         trainer.settle()
     step_s = statistics.median(seconds[1:])
-    return SweepRow(
+    return ShortRun(
         tokens_per_step=config.tokens_per_step,
         microbatches=prepared.plan.layout.num_microbatches,
         step_s=step_s,
