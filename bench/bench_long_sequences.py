@@ -24,7 +24,7 @@ from outsize.errors import InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import DEVICE_SHARE, HOST_SHARE
 from outsize.model.sizes.model_spec import Workload
-from outsize.model.sizes.spec_from_config import in_mlp_parts, read_shape, spec_from_config
+from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict.decision import decide
 from outsize.planner.predict.prediction import predict
@@ -80,7 +80,7 @@ MLP_PARTS = {"auto, MLPs in 4 parts": 4, "auto, MLPs in 16 parts": 16}
 
 def question(name: str, sequences: int, seq_len: int, mlp_parts: int = 1) -> Question:
     """Return the step that is asked about."""
-    shape = in_mlp_parts(read_shape(MODELS[name]), mlp_parts)
+    shape = replace(read_shape(MODELS[name]), mlp_parts=mlp_parts)
     spec = spec_from_config(MODELS[name], "bf16")
     server = parse_gpus("8x4090")
     box = replace(server, gpus=server.gpus[:1], links=server.links[:1])

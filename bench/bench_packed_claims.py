@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import bench_codec
 import bench_speed
 import bench_transport
 import common
+import quality
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,6 +42,9 @@ PACKED = "lossless3"
 # No link at all: what is left is the codec.
 FAST_GB_PER_S = 1000.0
 RAM = "128GiB"
+GIB = 2**30
+# Moments are those of training by then, and the ratio no longer moves.
+STATE_STEPS = 200
 LLAMA_70B = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -95,6 +99,49 @@ def compression(source: Tensor, title: str) -> list[Claim]:
             ),
         ]
     return claims
+
+
+def state(steps: int) -> list[Claim]:
+    """Weights, split masters and fp32 moments that lie at rest after ``steps`` steps of AdamW, 12 bytes a parameter."""
+    claims, bytes_left = [], 0.0
+    for name, plane in trained_planes(steps).items():
+        codecs = {key: value for key, value in bench_codec.rivals(plane).items() if key != "copy"}
+        if plane.is_floating_point():
+            codecs |= {each.codec: asdict(each) for each in measure("weights", plane, [PACKED])}
+        best = min(1.0, *(codec["ratio"] for codec in codecs.values()))
+        bytes_left += best * plane.element_size()
+        told = (
+            f"{codec} leaves {found['ratio']:.3f} at {GIB / found['encode_bytes_per_s']:.2f} + "
+            f"{GIB / found['decode_bytes_per_s']:.2f} s of a core to write and read a GiB"
+            for codec, found in codecs.items()
+        )
+        claims.append(Claim(f"at rest: {name}", "3:1 to 4:1", f"{1 / best:.2f}:1", "; ".join(told)))
+    claims.append(
+        Claim("at rest, all of it", "3:1 to 4:1", f"{12 / bytes_left:.2f}:1", "12 bytes a parameter")
+    )
+    return claims
+
+
+def trained_planes(steps: int) -> dict[str, Tensor]:
+    """The planes of the blocks' matrices of a GPT that has learnt source code for ``steps`` steps, each [n]."""
+    model = quality.fresh_model(0, n_embd=256, n_layer=4)
+    tokens = torch.frombuffer(quality.text(), dtype=torch.uint8).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        starts = torch.randint(0, len(tokens) - quality.SEQ_LEN, (quality.SEQUENCES,))
+        batch = torch.stack([tokens[start : start + quality.SEQ_LEN] for start in starts])
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    blocks = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
+    masters = torch.cat([p.detach().flatten() for p in blocks]).view(torch.int32)
+    moments = {
+        words: torch.cat([optimizer.state[p][key].flatten() for p in blocks])
+        for words, key in (("first moments, fp32", "exp_avg"), ("second moments, fp32", "exp_avg_sq"))
+    }
+    weights = (masters >> 16).to(torch.int16).view(torch.bfloat16)
+    return {"weights, bf16": weights, "lower halves of masters": masters.to(torch.int16), **moments}
 
 
 def overhead(steps: int) -> tuple[list[Claim], dict[str, Any]]:
@@ -226,6 +273,7 @@ def main() -> None:
     torch.set_num_threads(1)
     title = arguments.tensors.name if arguments.tensors else "normal weights"
     claims = compression(weights(arguments.tensors), title)
+    claims += state(STATE_STEPS)
     more, steps = overhead(arguments.steps)
     planned, sizes = memory()
     claims += [*more, *planned]

@@ -30,7 +30,7 @@ def fresh_model(seed: int, **settings: Any) -> Any:
     """Return a model with the weights of ``seed``, no dropout, and ``settings`` of its config."""
     torch.manual_seed(seed)
     shape = {"n_embd": WIDTH, "n_layer": BLOCKS, "n_head": 4, "vocab_size": 256, "n_positions": SEQ_LEN}
-    config = GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
+    config = GPT2Config(**{**shape, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **settings})
     return AutoModelForCausalLM.from_config(config)
 
 

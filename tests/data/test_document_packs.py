@@ -59,7 +59,7 @@ def test_every_token_lies_once_in_a_sequence_and_positions_tell_the_borders(leng
     assert kept.num_trained == batch.num_target_tokens
     assert sum(bucket.num_trained for bucket in dataset.lengths()) == kept.num_trained
     assert (kept.num_split, kept.longest) == (sum(n > SEQ_LEN for n in lengths), max(lengths))
-    assert kept.num_padding + kept.num_saved == len(parts) * SEQ_LEN - sum(lengths)
+    assert kept.num_padding + kept.padding_saved == len(parts) * SEQ_LEN - sum(lengths)
 
 
 def test_the_share_of_padding_is_told_beside_what_it_would_be():

@@ -20,15 +20,7 @@ from outsize.data.tokens import TokenStore
 class DocumentPacks(DocumentLayout):
     """Whole documents, several to a sequence; one that is longer than a sequence goes on in others, as a new document.
 
-    Where they lie takes 12 bytes of host memory per document.
-
-    Args:
-        store: the tokens, with bounds of documents.
-        seq_len: tokens of a sequence.
-        pad_id: fills what stays empty of a sequence.
-
-    Raises:
-        ConfigError: the tokens have no bounds of documents.
+    Where they lie takes 12 bytes of host memory per document. Arguments and errors are those of `DocumentLayout`.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, pad_id: int) -> None:
@@ -67,7 +59,7 @@ class DocumentPacks(DocumentLayout):
             num_tokens=num_tokens,
             num_trained=int(targets.sum()),
             num_padding=room - num_tokens,
-            num_saved=len(self._lengths) * self._seq_len - room,
+            padding_saved=len(self._lengths) * self._seq_len - room,
         )
 
     def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

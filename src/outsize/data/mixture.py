@@ -64,7 +64,7 @@ class Mixed:
             num_tokens=sum(part.num_tokens for part in parts),
             num_trained=sum(part.num_trained for part in parts),
             num_padding=sum(part.num_padding for part in parts),
-            num_saved=sum(part.num_saved for part in parts),
+            padding_saved=sum(part.padding_saved for part in parts),
         )
 
     def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -107,9 +107,8 @@ def _laid_out(
     """Return the sequences that documents become."""
     if pack == "stream":
         return Packed(store, seq_len, num_trained)
-    kinds: dict[str, type[DocumentPacks] | type[OnePerDocument]]
-    kinds = {"documents": DocumentPacks, "none": OnePerDocument}
-    return kinds[pack](store, seq_len, pad_id)
+    layout = DocumentPacks if pack == "documents" else OnePerDocument
+    return layout(store, seq_len, pad_id)
 
 
 def _part_of(layout: PackedLayout, corpus: Corpus, seed: int) -> PackedLayout:

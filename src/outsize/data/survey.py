@@ -29,7 +29,7 @@ class KeptTokens:
         num_tokens: tokens that are left.
         num_trained: of these, targets.
         num_padding: tokens of padding beside them.
-        num_saved: tokens of padding that there would be more if each document had a sequence of its own.
+        padding_saved: tokens of padding that there would be more if each document had a sequence of its own.
     """
 
     num_documents: int | None = None
@@ -40,7 +40,7 @@ class KeptTokens:
     num_tokens: int
     num_trained: int
     num_padding: int = 0
-    num_saved: int = 0
+    padding_saved: int = 0
 
     def lines(self, seq_len: int) -> list[str]:
         """Return what to tell people: nothing where no document loses its end or is split, and nothing is padded."""
@@ -50,9 +50,9 @@ class KeptTokens:
         """Say what share of sequences is padding, and what share would be with a sequence for each document."""
         num_all = self.num_tokens + self.num_padding
         padding = f"{self.num_padding / max(1, num_all):.1%} of the sequences is padding"
-        if not self.num_saved:
+        if not self.padding_saved:
             return [padding] if self.num_padding else []
-        alone = (self.num_padding + self.num_saved) / (num_all + self.num_saved)
+        alone = (self.num_padding + self.padding_saved) / (num_all + self.padding_saved)
         return [f"{padding}; with a sequence for each document it would be {alone:.1%}"]
 
     def _split(self, seq_len: int) -> list[str]:
