@@ -212,8 +212,10 @@ class Run:
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()
         failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        known = self.accounts.record(outcome, timeline, self.position.skipped, failed)
         record = replace(
-            self.accounts.record(outcome, timeline, self.position.skipped, failed),
+            known,
+            slowed_s=None if self.forecast is None else self.forecast.slowed_s(known.busy_s),
             num_steps=self.config.train.steps,
             epoch=self.position.step * self.config.sequences_per_step / self.sequences_per_epoch,
         )
