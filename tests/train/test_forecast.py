@@ -100,7 +100,9 @@ def test_compute_is_slowed_by_what_it_takes_longer_than_its_units_alone(tmp_path
     _, found = foresee(config)
     assert found is not None
     (alone,) = of_units
-    microbatch_s = sum((*alone.forward_s[:-1], *alone.backward_s))  # the last unit goes forward in its backward
+    microbatch_s = sum(
+        (*alone.forward_s[:-1], *alone.backward_s)
+    )  # the last unit goes forward in its backward
     assert found.alone_s == pytest.approx(config.train.microbatches * microbatch_s)
     busy_s = {"compute:w0": found.alone_s + 0.5, "host": 9.0}
     assert found.slowed_s(busy_s) == pytest.approx(0.5)
