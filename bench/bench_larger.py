@@ -30,6 +30,7 @@ def trained(directory: Path, limit_bytes: int, device_memory: str, steps: int) -
 
     settings = (
         f"model.path={directory / 'model'}",
+        "model.dtype=bf16",
         f"data.path={directory / 'tokens.npy'}",
         "data.format=tokens",
         f"data.seq_len={SEQ_LEN}",
