@@ -75,9 +75,9 @@ def test_any_combination_is_exact(tmp_path_factory: pytest.TempPathFactory, data
     memory = {
         "home": draw(st.sampled_from(["host", "disk"])),
         "device": draw(st.sampled_from(["cpu", "emulated:1"])),
-        "activations": draw(st.sampled_from(Choice)).value,
+        "activations": draw(st.sampled_from(["auto", *(choice.value for choice in Choice)])),
         "offload": draw(st.booleans()),
-        "slots": draw(st.integers(1, 4)),
+        "slots": draw(st.none() | st.integers(1, 4)),
     }
     optimizer = {"max_grad_norm": draw(st.sampled_from([0.0, 0.05]))}
     name = draw(st.sampled_from(["llama", "qwen3_moe", "gpt_neox"]))

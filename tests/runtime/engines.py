@@ -119,7 +119,7 @@ def engine_over(
         planes = planes_for(dtype)
         where: HostHome | DiskHome
         if home == "host":
-            where = HostHome(parts.spec, planes, arena, own=own)
+            where = HostHome(parts.spec, planes, arena, own=own, whole=plan.layout.whole_planes)
         elif plan.layout.commits:
             where = CommittedHome(parts.spec, planes, directory / "home", pool, arena=arena, own=own)
         else:

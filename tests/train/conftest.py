@@ -18,7 +18,7 @@ def rank_runs(tmp_path_factory):
     killed = write_run(root, "killed", parallel=ddp, train=one)
     host = write_run(root, "host", train=two)
     coded = {"gradients": "int8-ef"}  # what it remembers is to be gone on with as well
-    lost = write_run(root, "lost", train=two, parallel=coded)
+    lost = write_run(root, "lost", train={**two, "round_microbatches": 1}, parallel=coded)
     disk = write_run(root, "disk", train=two, memory={"home": "disk"})
     at_the_end = {"save_every": STEPS}
     replicas = [
@@ -31,7 +31,7 @@ def rank_runs(tmp_path_factory):
     ]
     streams = [
         # A checkpoint is written beside the steps that follow: by then that of the second is complete.
-        scenario("lost", lost, kill=[1, STEPS]),
+        scenario("lost", lost, kill=[1, STEPS], summing=True),
         scenario("lost again", lost, restarts=1),
         scenario("disk", disk, kill=[1, 3]),
         scenario("disk again", disk, restarts=1),

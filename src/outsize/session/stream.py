@@ -311,6 +311,7 @@ def _open_session(
         directory=directory,
         transport=plan.transport,
         own=prepared.own,
+        whole=plan.layout.whole_planes,
         granule_elements=home_granule(spec, plan.tile_elements, prepared.group.size) if commits else None,
         file=home_file,
         record=record,

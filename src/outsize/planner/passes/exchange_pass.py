@@ -1,6 +1,7 @@
 """The pass for several nodes: what they exchange, and when.
 
-It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; the
+It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; of
+several rounds, that of the last, since each node sums its own at home before. The
 norm that clipping asks for is that of the sums, so there is no NORM on a device. What a node has stepped of a unit is
 gathered right behind it, units in the order in which they step, which is that of the next forward. Every node makes the
 same of its program, so that all exchange the same things in the same order.
@@ -18,7 +19,8 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
     """Insert REDUCE, AGREE and GATHER where several nodes share the step."""
     if layout.num_nodes == 1:
         return program
-    home = Kind.WRITE if layout.staged else Kind.GRAD  # by which a gradient of stages has come home
+    # By which a gradient is whole: of stages, once it has come home.
+    home = Kind.WRITE if layout.staged and not layout.reduces_buffers else Kind.GRAD
     whole = {  # of the last round
         op.unit: index for index, op in enumerate(program) if op.kind is home and op.tile is None
     }
@@ -26,7 +28,7 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
     ops: list[Op] = []
     reduced = 0
     for index, op in enumerate(program):
-        if op.kind is Kind.GRAD and layout.reduces_buffers:
+        if layout.reduces_buffers and op.kind is home and whole.get(op.unit) == index:
             ops += _reduced(op, layout, reduced)
             reduced += 1
         elif op.kind is Kind.CLIP:

@@ -71,11 +71,11 @@ class Decision:
         in_a_round = layout.round_size if layout.stages is None else None
         return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times, in_a_round)
 
-    @cached_property
-    def simulated(self) -> Simulated:
-        """Some steps, on the machine of the question."""
+    @property
+    def step(self) -> PlannedStep:
+        """The plan as the simulator takes it."""
         question, demand = self.question, self.microbatch.demand
-        step = PlannedStep(
+        return PlannedStep(
             plan=self.plan,
             model=question.model,
             boundary_bytes=demand.boundary_bytes,
@@ -83,6 +83,11 @@ class Decision:
             net_bytes_per_s=exchange_of(question)["net_bytes_per_s"],
             **question.coding_rates(self.plan.transport),
         )
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        """Some steps, on the machine of the question."""
+        question, step = self.question, self.step
         num_steps = NUM_STEPS if question.num_workers == 1 else NUM_STEPS_OF_SEVERAL
         return step.simulate(step.costs(question.machine, self.microbatch.times), num_steps)
 
@@ -238,7 +243,7 @@ def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: Mic
 
     A round of all asks for the most while a step runs and, where gradients pass through a ring, for the least at home.
     """
-    sizes = list(question.round_sizes(microbatches))
+    sizes = list(question.round_sizes(microbatches, home))
 
     def short_by(size: int) -> int:
         options = question.options_for(microbatches, home, one.times, size)
@@ -337,7 +342,7 @@ def fits_at_all(question: Question) -> bool:
     """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
     count = question.microbatches
     assert count is not None
-    one, sizes = question.microbatch(count), list(question.round_sizes(count))
+    one = question.microbatch(count)
 
     def fits(tier: Tier, size: int) -> bool:
         options = question.options_for(count, tier, one.times, size)
@@ -345,8 +350,12 @@ def fits_at_all(question: Question) -> bool:
             return fits_stages(question.model, one.demand, question.budgets, options)
         return not shortage_of(question.model, one.demand, question.budgets, options)
 
-    # The smallest round asks for the least, one of all microbatches for the least at home.
-    return any(fits(tier, size) for tier in _tiers(question) for size in {sizes[-1], sizes[0]})
+    def fits_at(tier: Tier) -> bool:
+        # The smallest round asks for the least, one of all microbatches for the least at home.
+        sizes = list(question.round_sizes(count, tier))
+        return any(fits(tier, size) for size in {sizes[-1], sizes[0]})
+
+    return any(map(fits_at, _tiers(question)))
 
 
 def fits_encoded(question: Question) -> bool:

@@ -90,7 +90,7 @@ class HomeRules:
         if op.tile is not None:
             self._into_ring(op, unit, op.tile)
             return
-        if self._layout.reduces_buffers:
+        if self._layout.reduces_buffers and final:
             require(op.buffer is not None, "a gradient that is to be reduced goes into a host buffer")
         else:
             self._check_staged(op)

@@ -196,9 +196,10 @@ def _round_of(config: Config, num_ranks: int) -> int | None:
     asked = config.train.round_microbatches
     if asked is None or config.parallel.mode == "ddp":
         return None
-    if num_ranks > 1:
+    if num_ranks > 1 and config.memory.home == "disk" and asked < config.microbatches:
         raise ConfigError(
-            "train.round_microbatches: of several ranks, each takes all its microbatches in one round; leave it out"
+            "train.round_microbatches: of several ranks, each sums its rounds in host memory; leave it out, or "
+            "memory.home host"
         )
     if config.optimizer.gradients != "fp32" and asked < config.microbatches:
         raise ConfigError(
