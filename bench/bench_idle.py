@@ -65,13 +65,15 @@ def head_share(decision: Decision, done: Simulated) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--activations", default="auto", help="what becomes of them: recompute, say")
     parser.add_argument("--output", type=Path, help="keep the result here")
     options = parser.parse_args()
     rows, result = [], {}
     for name in options.models:
         config, tokens = CASES[name]
         flags = PlanFlags(model=name, gpus="8x4090", tokens_per_step=tokens)
-        decision = decide(ask(flags, AskedModel(name, config)).question)
+        question = ask(flags, AskedModel(name, config)).question
+        decision = decide(question.deciding(activations=options.activations))
         result[name] = {"stages": str(decision.plan.layout.stages), "free": {}}
         for what, kinds in FREE.items():
             done = simulated(decision, kinds)
