@@ -115,13 +115,6 @@ class Pipeline:
         )
         return bubble(times, self.num_microbatches, stages.round_size, self.num_workers)
 
-    def filling_and_draining_s(self, stages: Stages) -> float:
-        """Return how long a worker waits, on the mean, until the first microbatch reaches it and once the last left."""
-        times = stage_times(stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s)
-        seconds = [stage.seconds + self.hop_s for stage in times]
-        others = range(1, self.num_workers)
-        return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / self.num_workers
-
 
 def usual_round_sizes(num_microbatches: int, num_workers: int) -> tuple[int, ...]:
     """Return microbatches per round worth a try: all of them, and one to four for each worker."""
