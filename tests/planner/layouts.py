@@ -91,9 +91,6 @@ def shared_layouts(draw: st.DrawFn) -> list[StepLayout]:
     base = draw(layouts())
     on_disk = base.tiles_on_disk and any(base.tiles)
     tiles = base.tiles if on_disk else (0,) * base.num_units
-    kept = base.kept if base.num_rounds == 1 else ()
-    if on_disk or base.staged:
-        base = replace(base, round_microbatches=None, kept=kept)
     base = replace(base, ring=False, unit_clip=False, tiles=tiles)
     num_nodes = draw(st.integers(2, 4))
     found = []

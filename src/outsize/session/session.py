@@ -58,7 +58,7 @@ class Store:
         prefix: of file names in ``directory``, for several models that share it.
         transport: codecs of the link; one of weights writes those that do not train in a host home.
         own: elements of each unit whose optimizer state this process holds; None for all.
-        whole: planes that a host home holds whole whatever ``own`` says.
+        whole: planes of which all elements are held whatever ``own`` says.
         granule_elements: what a home that commits replaces at once; None for a home that does not commit.
         file: of a home that commits, which stays; None for one that is gone with the process.
         record: of the committed home in ``file``, to go on with it.
@@ -277,7 +277,14 @@ class Session:
         temporary = store.path("temporary.bin")  # its name goes at once
         if store.granule_elements is None:
             return DiskHome(
-                spec, planes, temporary, self.pool, ledger=self.ledger, temporary=True, own=store.own
+                spec,
+                planes,
+                temporary,
+                self.pool,
+                ledger=self.ledger,
+                temporary=True,
+                own=store.own,
+                whole=store.whole,
             )
         return CommittedHome(
             spec,
@@ -289,6 +296,7 @@ class Session:
             record=store.record,
             temporary=store.file is None,
             own=store.own,
+            whole=store.whole,
         )
 
     def _close_home(self) -> None:

@@ -228,6 +228,7 @@ class DiskHome:
         ledger: where the file's bytes are reserved, in tier ``disk``.
         existing: open the file of an earlier home, with what it holds.
         own: elements of each unit whose optimizer state is held; None for all.
+        whole: planes of which all elements are held whatever ``own`` says.
 
     Attributes:
         granule_elements: what is read and written begins and ends at multiples of it, or with the plane.
@@ -251,8 +252,9 @@ class DiskHome:
         ledger: Ledger | None = None,
         existing: bool = False,
         own: Sequence[range] | None = None,
+        whole: Collection[str] = (WEIGHTS,),
     ) -> None:
-        self._layout = self._lay_out(model, planes, own)
+        self._layout = self._lay_out(model, planes, own, whole)
         self.file = DirectFile(
             path,
             self._layout.num_bytes,
@@ -304,8 +306,10 @@ class DiskHome:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> HomeLayout:
-        return HomeLayout(model, planes, own=own)
+    def _lay_out(
+        self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
+    ) -> HomeLayout:
+        return HomeLayout(model, planes, own=own, whole=whole)
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])

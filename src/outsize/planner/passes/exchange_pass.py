@@ -26,16 +26,16 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
     }
     stepped = {op.unit: index for index, op in enumerate(program) if _steps(op)}
     ops: list[Op] = []
-    reduced = 0
+    taken: set[int | None] = set()  # units whose gradient a REDUCE takes, in place of a WRITE
     for index, op in enumerate(program):
         if layout.reduces_buffers and op.kind is home and whole.get(op.unit) == index:
-            ops += _reduced(op, layout, reduced)
-            reduced += 1
+            ops += _reduced(op, layout, len(taken))
+            taken.add(op.unit)
         elif op.kind is Kind.CLIP:
             ops += (Op(kind=Kind.AGREE), op)
         elif not layout.reduces_buffers and whole.get(op.unit) == index:
             ops += (op, Op(kind=Kind.REDUCE, unit=op.unit))
-        elif not _has_no_place(op, layout):
+        elif op.kind is not Kind.NORM and not (_comes_home(op) and op.unit in taken):
             ops.append(op)
         if stepped.get(op.unit) == index:
             ops.append(Op(kind=Kind.GATHER, unit=op.unit))
@@ -47,10 +47,8 @@ def _steps(op: Op) -> bool:
     return op.kind is Kind.STEP or (op.kind is Kind.WRITE and op.tile is not None)
 
 
-def _has_no_place(op: Op, layout: StepLayout) -> bool:
-    """Whether nodes do something else instead: norms are taken of sums, and a REDUCE takes what a WRITE would."""
-    written = op.kind is Kind.WRITE and op.tile is None
-    return op.kind is Kind.NORM or (written and layout.reduces_buffers)
+def _comes_home(op: Op) -> bool:
+    return op.kind is Kind.WRITE and op.tile is None
 
 
 def _reduced(op: Op, layout: StepLayout, count: int) -> Iterator[Op]:

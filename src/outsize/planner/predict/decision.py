@@ -243,7 +243,7 @@ def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: Mic
 
     A round of all asks for the most while a step runs and, where gradients pass through a ring, for the least at home.
     """
-    sizes = list(question.round_sizes(microbatches, home))
+    sizes = list(question.round_sizes(microbatches))
 
     def short_by(size: int) -> int:
         options = question.options_for(microbatches, home, one.times, size)
@@ -342,7 +342,7 @@ def fits_at_all(question: Question) -> bool:
     """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
     count = question.microbatches
     assert count is not None
-    one = question.microbatch(count)
+    one, sizes = question.microbatch(count), list(question.round_sizes(count))
 
     def fits(tier: Tier, size: int) -> bool:
         options = question.options_for(count, tier, one.times, size)
@@ -350,12 +350,8 @@ def fits_at_all(question: Question) -> bool:
             return fits_stages(question.model, one.demand, question.budgets, options)
         return not shortage_of(question.model, one.demand, question.budgets, options)
 
-    def fits_at(tier: Tier) -> bool:
-        # The smallest round asks for the least, one of all microbatches for the least at home.
-        sizes = list(question.round_sizes(count, tier))
-        return any(fits(tier, size) for size in {sizes[-1], sizes[0]})
-
-    return any(map(fits_at, _tiers(question)))
+    # The smallest round asks for the least, one of all microbatches for the least at home.
+    return any(fits(tier, size) for tier in _tiers(question) for size in {sizes[-1], sizes[0]})
 
 
 def fits_encoded(question: Question) -> bool:

@@ -148,24 +148,17 @@ class Question:
         times = unit_times(self.machine, self.model.compute_dtype, work)
         return MicrobatchCost(demand=_counted(self, work, times), times=times)
 
-    def round_sizes(self, microbatches: int, home: Tier) -> Iterator[int]:
+    def round_sizes(self, microbatches: int) -> Iterator[int]:
         """Yield how many of so many microbatches one worker may take in a round, the most first.
 
-        Rounds sum gradients at home, in fp32, and of several nodes in host memory. Stages are searched with rounds of
-        their own.
+        Rounds sum gradients at home, in fp32. Stages are searched with rounds of their own.
         """
         options = self.options
-        size = self._round_of(microbatches, home)
+        size = min(options.round_microbatches or microbatches, microbatches)
         yield size
         in_fp32 = options.state is None or options.state.gradients == "fp32"
-        alone = self.num_workers == 1 and (self.nodes == 1 or home == "host")
-        if in_fp32 and alone and options.round_microbatches is None:
+        if in_fp32 and self.num_workers == 1 and options.round_microbatches is None:
             yield from smaller_rounds(size)
-
-    def _round_of(self, microbatches: int, home: Tier) -> int:
-        """Return how many of so many microbatches a round takes as it is asked for: all, where nothing is."""
-        at_once = self.nodes > 1 and home == "disk"
-        return min((not at_once and self.options.round_microbatches) or microbatches, microbatches)
 
     def options_for(
         self, microbatches: int, home: Tier, times: UnitTimes, round_size: int | None = None
@@ -179,7 +172,7 @@ class Question:
             round_size: microbatches of a round of one worker; None for those that are asked for, or all.
         """
         options = self.options
-        in_a_round = round_size or self._round_of(microbatches, home)
+        in_a_round = round_size or options.round_microbatches or microbatches
         transport = options.transport if home == "host" else replace(options.transport, weights="raw")
         state = options.state or StateLayout(dtype=self.model.dtype)
         peers = frozenset((peer.source, peer.target) for peer in self.machine.peers)

@@ -48,7 +48,8 @@ class HomeRules:
             self._fill(op, unit)
             self._check_before_step(unit)
         elif op.kind is Kind.WRITE:
-            require(not self._layout.reduces_buffers, "a gradient of several nodes is reduced")
+            taken = self._layout.reduces_buffers and unit in self._whole
+            require(not taken, "a gradient of several nodes is reduced")
             self._drain(op, Kind.GRAD, unit)
             self._come_home(unit)
         else:

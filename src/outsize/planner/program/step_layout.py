@@ -132,11 +132,6 @@ class StepLayout:
             )
         if self.num_nodes > 1 and self.cut:
             raise ValueError("a step that is cut is not shared by several nodes")
-        on_disk = self.staged or (self.tiles_on_disk and any(self.tiles))
-        if self.reduces_buffers and self.num_rounds > 1 and on_disk:
-            raise ValueError(
-                "of several nodes, each sums rounds in host memory, and a home on disk takes one"
-            )
         if self.num_nodes > 1 and (self.ring or self.unit_clip):
             raise ValueError("nodes share whole gradients, clipped by one norm")
         if self.reduces_buffers and any(self.trainable) and not self.num_host_buffers:
