@@ -1,5 +1,6 @@
 """A step is one or more rounds: whatever their size, losses, gradients and weights are those of one, to the bit."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def test_any_combination_is_exact(tmp_path_factory: pytest.TempPathFactory, data
     memory = {
         "home": draw(st.sampled_from(["host", "disk"])),
         "device": draw(st.sampled_from(["cpu", "emulated:1"])),
-        "activations": draw(st.sampled_from(Choice)).value,
+        "activations": draw(st.sampled_from(["auto", *(choice.value for choice in Choice)])),
         "offload": draw(st.booleans()),
-        "slots": draw(st.integers(1, 4)),
+        "slots": draw(st.none() | st.integers(1, 4)),
     }
     optimizer = {"max_grad_norm": draw(st.sampled_from([0.0, 0.05]))}
     name = draw(st.sampled_from(["llama", "qwen3_moe", "gpt_neox"]))
@@ -106,6 +107,27 @@ def test_adapters_are_exact_in_rounds(codec: str, home: str, tmp_path: Path):
     own = {"method": "lora", "microbatches": 3, "round_microbatches": 1}
     result = verify(make_run(tmp_path, train=own, lora={"base_codec": codec}, memory={**LINK, "home": home}))
     assert result.equal, result.differing
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_units_with_frozen_weights_that_stay_are_exact(home: str, tmp_path: Path):
+    """All of them where there is room, and some where there is less; they come up once a step."""
+
+    def planned(**memory: Any) -> Any:
+        own = {"method": "lora", "microbatches": 3, "round_microbatches": 2}
+        config = make_run(tmp_path, train=own, memory={**LINK, "home": home, **memory})
+        assert "slots" in memory or verify(config).equal
+        found = prepare(config, tmp_path / "run", lambda _: None).plan
+        loads = Counter(op.unit for op in found.program if op.kind is Kind.LOAD)
+        assert all(loads[unit] == 1 for unit in found.layout.stays)
+        return found
+
+    none, every = planned(slots=2), planned()
+    assert not none.layout.stays
+    assert len(every.layout.stays) == every.layout.num_streamed
+    some = planned(device_memory=(none.total_bytes("device") + every.total_bytes("device")) // 2)
+    assert 0 < len(some.layout.stays) < some.layout.num_streamed
+    assert every.traffic.up <= some.traffic.up < none.traffic.up
 
 
 @pytest.mark.parametrize("device", ["emulated:2", "emulated:4"])

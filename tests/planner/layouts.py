@@ -75,7 +75,9 @@ def layouts(draw: st.DrawFn) -> StepLayout:
     choices = st.lists(st.sampled_from(Choice), min_size=size, max_size=size)
     none = (Choice.RECOMPUTE,) * size
     kept = tuple(tuple(draw(choices)) if u in layout.keepable else none for u in range(num_streamed))
-    return replace(layout, offload=frozenset(offload), kept=kept if draw(st.booleans()) else ())
+    layout = replace(layout, offload=frozenset(offload), kept=kept if draw(st.booleans()) else ())
+    stays = draw(st.frozensets(st.sampled_from(range(num_streamed))))
+    return replace(layout, stays=frozenset(unit for unit in stays if weights[unit]))
 
 
 def first_kept(counts: Sequence[int], num_microbatches: int, choice: Choice = Choice.KEEP) -> Kept:
@@ -89,8 +91,7 @@ def shared_layouts(draw: st.DrawFn) -> list[StepLayout]:
     base = draw(layouts())
     on_disk = base.tiles_on_disk and any(base.tiles)
     tiles = base.tiles if on_disk else (0,) * base.num_units
-    kept = base.kept if base.num_rounds == 1 else ()
-    base = replace(base, ring=False, unit_clip=False, tiles=tiles, round_microbatches=None, kept=kept)
+    base = replace(base, ring=False, unit_clip=False, tiles=tiles)
     num_nodes = draw(st.integers(2, 4))
     found = []
     for _ in range(num_nodes):
@@ -173,6 +174,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         tiles=tiles,
         staged=any(tiles) and draw(st.booleans()),
         offload=frozenset(),
+        stays=frozenset(),
         kept=kept,
         num_workers=num_workers,
         stages=replace(stages, cursor=draw(st.integers(0, num_workers - 1))),

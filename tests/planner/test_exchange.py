@@ -38,6 +38,18 @@ def test_a_step_of_two_nodes():
     )
 
 
+def test_of_several_rounds_the_last_is_exchanged():
+    layout = two_nodes(1, num_microbatches=2, round_microbatches=1, tiles_on_disk=False)
+    text = "; ".join(render(build_step(layout)).splitlines())
+    assert text == (
+        "LOAD 0@w0.0; ACC 0@w0.0; FB 0.0@w0; GRAD 0@w0; SUM 0@w0.0; FB 0.1@w0; GRAD 0@w0>h0; REDUCE 0<h0; FREE 0@w0.0; "
+        "AGREE; CLIP; STEP 0; GATHER 0"
+    )
+    layout = replace(layout, staged=True, tiles=(1,), num_tile_buffers=1, tiles_on_disk=True)
+    text = "; ".join(render(build_step(layout)).splitlines())
+    assert "GRAD 0@w0>h1; WRITE 0<h1; SUM 0@w0.0; FB 0.1@w0; GRAD 0@w0>h1; REDUCE 0<h1;" in text
+
+
 def test_a_unit_on_disk_is_gathered_once_its_last_tile_is_written():
     layout = two_nodes(tiles=(2, 1), num_tile_buffers=3, commits=True)
     ops = [str(op) for op in build_step(layout)]

@@ -17,6 +17,7 @@ from planner.layouts import make_layout
         ({"gradient_bytes": (1, 1, 4, 1)}, "no accumulator holds"),
         ({"offload": frozenset({0})}, r"offload may name units \(1, 2\)"),
         ({"offload": frozenset({3})}, r"offload may name units \(1, 2\)"),
+        ({"stays": frozenset({4})}, r"stays may name units \[0, 1, 2, 3\]"),
         ({"staged": True}, "need a host buffer"),
         ({"tiles": (1, 1, 1, 1)}, "need a tile buffer"),
     ],

@@ -14,6 +14,7 @@ from outsize.planner.passes.cycle import (
 )
 from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.passes.tiles import insert_disk
+from outsize.planner.passes.validate import validate
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program, parse, render
 from planner.layouts import layouts, make_layout
@@ -125,6 +126,21 @@ def test_one_accumulator_is_free_for_a_sum_where_the_gradient_before_it_has_left
         "LOAD 0.0; LOAD 1.1; F 0.0; ACC 1.0; FB 1.0; GRAD 1; ACC 0.0; B 0.0; GRAD 0; "
         "F 0.1; SUM 1.0; FB 1.1; GRAD 1; STEP 1; FREE 1.1; SUM 0.0; B 0.1; GRAD 0; STEP 0; FREE 0.0"
     )
+
+
+def test_units_that_stay_come_up_once():
+    layout = make_layout(2, num_microbatches=2, round_microbatches=1, slot_bytes=(1,), stays=frozenset({1}))
+    validate(build_step(layout), layout)
+    assert text(build_step(layout)) == (
+        "LOAD 0.0; LOAD 1.1; F 0.0; ACC 1.0; FB 1.0; GRAD 1; ACC 0.0; B 0.0; GRAD 0; "
+        "F 0.1; SUM 1.0; FB 1.1; GRAD 1; STEP 1; FREE 1.1; SUM 0.0; B 0.1; GRAD 0; STEP 0; FREE 0.0"
+    )
+
+
+def test_a_sum_comes_up_before_what_is_loaded_meanwhile():
+    layout = make_layout(3, num_microbatches=2, round_microbatches=1, accumulator_bytes=(1, 1, 1))
+    ops = text(build_step(layout)).split("; ")
+    assert ops.index("GRAD 2") < ops.index("SUM 2.0") < ops.index("F 0.1") < ops.index("LOAD 2.0", 12)
 
 
 def test_the_rest_is_summed_over_all_rounds_where_it_lies():

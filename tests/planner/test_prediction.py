@@ -71,5 +71,12 @@ def test_a_load_hides_behind_the_tokens_of_the_break_even():
     assert few.bubble > 0.3 > 0.05 > many.bubble
 
 
+def test_of_several_gpus_the_bubble_is_told_beside_that_of_free_copies():
+    found = fastest(ask("2x4090"))
+    assert found.free_bubble is not None
+    assert 0 < found.free_bubble < found.bubble
+    assert fastest(ask()).free_bubble is None
+
+
 def test_the_same_question_has_the_same_answer():
     assert fastest(ask("2x4090")).to_dict() == fastest(ask("2x4090")).to_dict()

@@ -53,6 +53,18 @@ def test_what_a_round_keeps_need_not_be_computed_again():
     assert found.step_s < whole.step_s
 
 
+def test_an_8b_model_gains_by_the_memory_of_an_h100():
+    """From 8.8 to 67.3 GiB a published system gains 20 %: more of forwards is kept, and sums come up early enough."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    config = {**CONFIG, **sizes, "num_attention_heads": 32, "vocab_size": 128256}
+
+    def step_s(device_gib: float) -> float:
+        budgets = replace(BUDGETS, device=int(device_gib * GIB), host=400 * GIB)
+        return decide(ask("H100", config=config, budgets=budgets, sequences=128)).step_s
+
+    assert step_s(8.8) > 1.15 * step_s(67.3)
+
+
 def test_a_round_shrinks_before_anything_goes_to_disk():
     question = ask(sequences=64, microbatches=64, timed=False, offload=True)
     roomy = decide(question)

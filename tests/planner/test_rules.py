@@ -78,8 +78,8 @@ def broken(layout: StepLayout, text: str) -> str:
             "the gradient of unit 2 has no accumulator",
         ),
         (TIED, "LOAD 0@w0.0", "unit 0 has no weights of its own"),
-        (RESTED, "LOAD 2@w0.0", "the rest has slot 2"),
-        (RESTED, "ACC 2@w0.0", "the rest has accumulator 1"),
+        (RESTED, "LOAD 2@w0.0", "unit 2 has slot 2 of its own"),
+        (RESTED, "ACC 2@w0.0", "unit 2 has accumulator 1 of its own"),
         (
             ONE,
             "LOAD 0@w0.0; FREE 0@w0.0; LOAD 0@w0.0; FREE 0@w0.0; LOAD 0@w0.0",

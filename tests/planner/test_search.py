@@ -6,11 +6,11 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.assumptions import figures_used
-from outsize.planner.predict.decision import decide, missing_host_bytes
+from outsize.planner.predict.decision import decide, missing_host_bytes, planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
 from outsize.planner.search.step_plan import Budgets
-from planner.questions import GIB, ask
+from planner.questions import CONFIG, GIB, ask
 
 
 def test_the_home_goes_to_disk_where_memory_is_short():
@@ -64,6 +64,14 @@ def test_numbers_of_microbatches_of_several_gpus_are_compared():
     assert found.step_s == each[found.microbatches]
     assert found.step_s < 1.02 * min(each.values())
     assert found.microbatches > cuts[0] or each[cuts[1]] * NEAR >= each[cuts[0]]
+
+
+def test_smaller_microbatches_are_tried_where_they_leave_memory_for_larger_stages():
+    """Stages of single units fill and drain soon, and wait for each other all the time."""
+    config = {**CONFIG, "num_hidden_layers": 14, "hidden_size": 1024, "intermediate_size": 4096}
+    budgets = Budgets(device=3 * GIB // 2, host=100 * GIB, disk=1000 * GIB)
+    question = ask("4x4090", config=config, budgets=budgets, sequences=128, activations="recompute")
+    assert decide(question).step_s * NEAR < planned_at(question, 32, "host").step_s
 
 
 def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):

@@ -117,13 +117,14 @@ def engine_over(
         arena = stack.enter_context(Arena())
         pool = stack.enter_context(IOPool(2))
         planes = planes_for(dtype)
+        held: dict[str, Any] = {"own": own, "whole": plan.layout.whole_planes}
         where: HostHome | DiskHome
         if home == "host":
-            where = HostHome(parts.spec, planes, arena, own=own)
+            where = HostHome(parts.spec, planes, arena, **held)
         elif plan.layout.commits:
-            where = CommittedHome(parts.spec, planes, directory / "home", pool, arena=arena, own=own)
+            where = CommittedHome(parts.spec, planes, directory / "home", pool, arena=arena, **held)
         else:
-            where = DiskHome(parts.spec, planes, directory / "home", pool, own=own)
+            where = DiskHome(parts.spec, planes, directory / "home", pool, **held)
         stack.enter_context(where)
         named = dict(model.named_parameters())
         for unit in parts.spec.units:
@@ -132,9 +133,9 @@ def engine_over(
                 for t in unit.tensors:
                     plane[t.offset : t.offset + t.numel] = named[t.name].detach().flatten()
                 where.write(unit.index, "weights", 0, plane.to(TORCH_DTYPE[dtype]))
-                held = range(unit.numel) if own is None else own[unit.index]
-                if dtype != "fp32" and unit.trainable and held:
-                    where.write(unit.index, "master", held.start, plane[held.start : held.stop])
+                mine = range(unit.numel) if own is None else own[unit.index]
+                if dtype != "fp32" and unit.trainable and mine:
+                    where.write(unit.index, "master", mine.start, plane[mine.start : mine.stop])
         opened = stack.enter_context(contextlib.closing(open_device(device)))
         scratch = None
         if plan.layout.offload:

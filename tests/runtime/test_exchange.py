@@ -150,6 +150,27 @@ def test_gradients_in_fewer_bits_change_little_and_all_ranks_alike(gradients, ra
     assert exact[0][3]["net:reduce"].logical == exact[0][3]["net:reduce"].wire == moved["net:reduce"].logical
 
 
+@pytest.mark.parametrize(
+    ("round_size", "wire", "how"),
+    [
+        (1, Wire(), {}),
+        (3, Wire(gradients="int8-ef", weights="delta"), {}),
+        (3, Wire(), {"home": "disk", "dtype": "fp32"}),
+        (1, Wire(gradients="int8-ef"), {"home": "disk", "dtype": "fp32", "device": "emulated:1"}),
+    ],
+    ids=["raw", "coded", "disk", "staged"],
+)
+def test_ranks_that_take_rounds_end_with_the_bits_of_those_that_take_none(round_size, wire, how, tmp_path):
+    """Each sums its own rounds at home, and what is exchanged is what one round of all would have been."""
+    data, options = [step * 2 for step in batches()], {"max_grad_norm": 0.5, "dtype": "bf16", **how}
+    once = run_ranks(2, tmp_path / "one", data, wire, **options)
+    rounds = run_ranks(2, tmp_path / "rounds", data, wire, round_microbatches=round_size, **options)
+    for one, other in zip(once, rounds, strict=True):
+        assert other[:2] == one[:2]
+        assert all(torch.equal(other[2][name], weight) for name, weight in one[2].items())
+        assert other[3]["net:reduce"] == one[3]["net:reduce"]
+
+
 def test_each_rank_holds_all_weights_and_its_share_of_everything_else(tmp_path):
     spec = split(model()).spec
     total = sum(unit.numel for unit in spec.units)

@@ -13,17 +13,18 @@ from outsize.testing import HOME_CONTRACT, pattern, same_bits, small_model
 
 
 @pytest.fixture(params=["host", "disk", "disk-small-requests", "committed", "committed-small-requests"])
-def make_home(request, tmp_path, pool, arena):
+def make_home(request, tmp_path, pool, arena, monkeypatch):
     count = itertools.count()
+    request_bytes = 4096 if request.param.endswith("small-requests") else 2**20
+    monkeypatch.setattr("outsize.storage.committed.DEFAULT_REQUEST_BYTES", request_bytes)
 
     def make(model):
         planes = planes_for(model.dtype)
         if request.param == "host":
             return HostHome(model, planes, arena)
-        request_bytes = 4096 if request.param.endswith("small-requests") else 2**20
         path = tmp_path / f"{next(count)}"
         if request.param.startswith("committed"):
-            return CommittedHome(model, planes, path, pool, arena=arena, request_bytes=request_bytes)
+            return CommittedHome(model, planes, path, pool, arena=arena)
         return DiskHome(model, planes, path, pool, request_bytes=request_bytes)
 
     return make

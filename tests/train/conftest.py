@@ -18,8 +18,9 @@ def rank_runs(tmp_path_factory):
     killed = write_run(root, "killed", parallel=ddp, train=one)
     host = write_run(root, "host", train=two)
     coded = {"gradients": "int8-ef"}  # what it remembers is to be gone on with as well
-    lost = write_run(root, "lost", train=two, parallel=coded)
-    disk = write_run(root, "disk", train=two, memory={"home": "disk"})
+    rounds = {**two, "round_microbatches": 1}
+    lost = write_run(root, "lost", train=rounds, parallel=coded)
+    disk = write_run(root, "disk", train=rounds, memory={"home": "disk"})
     at_the_end = {"save_every": STEPS}
     replicas = [
         scenario("full", write_run(root, "full", parallel=ddp, train=one | at_the_end), full=STEPS),
@@ -31,9 +32,9 @@ def rank_runs(tmp_path_factory):
     ]
     streams = [
         # A checkpoint is written beside the steps that follow: by then that of the second is complete.
-        scenario("lost", lost, kill=[1, STEPS]),
+        scenario("lost", lost, kill=[1, STEPS], summing=True),
         scenario("lost again", lost, restarts=1),
-        scenario("disk", disk, kill=[1, 3]),
+        scenario("disk", disk, kill=[1, 4], summing=True),
         scenario("disk again", disk, restarts=1),
         scenario("host", host),
         scenario("full stream", write_run(root, "full stream", train=two | at_the_end), full=STEPS),

@@ -1,8 +1,8 @@
 """Runs of several forked ranks in chains, each one after the other; a script of its own, started by `run_all`.
 
 ``python ranks_script.py ROOT [LATENESS]`` runs what ``ROOT/scenarios.json`` lists by chain: name, config file, number
-of ranks, restarts, which rank is killed after which step, and after which step the disk is full. With a lateness it
-does so on a made-up accelerator. It ends with a JSON object of the exit codes by name.
+of ranks, restarts, which rank is killed after which step or in its second round, and after which step the disk is full.
+With a lateness it does so on a made-up accelerator. It ends with a JSON object of the exit codes by name.
 """
 
 import errno
@@ -18,6 +18,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in 
 
 from outsize.checkpoint.saving import Saving
 from outsize.cli import main
+from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.testing.processes import fork_ranks
 from outsize.training.metrics.heartbeat import Heartbeat
 
@@ -34,7 +35,17 @@ def run(scenario, root):
                 if record.step == killed[1]:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            Heartbeat.beat = last_beat
+            sum_on = GradientOps.sum_on
+
+            def last_sum(self, op, context):
+                if context.number + 1 == killed[1]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                sum_on(self, op, context)
+
+            if scenario.get("summing"):
+                GradientOps.sum_on = last_sum
+            else:
+                Heartbeat.beat = last_beat
         begin = Saving._begin
 
         def begin_on_a_disk(self):

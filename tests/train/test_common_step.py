@@ -33,7 +33,7 @@ def ranks_of(size, model_dir, directory, home="disk", **sections):
         model_dir,
         BATCHES,
         memory={"home": home},
-        train={"resume": "auto", "microbatches": 4 // size},
+        train={"resume": "auto", "microbatches": 4 // size, **sections.pop("train", {})},
         **sections,
     )
     world = ThreadWorld(size)
@@ -48,7 +48,8 @@ def commit(prepared, path, steps, record=None):
     spec, own = prepared.split.spec, prepared.own
     with Arena() as arena, IOPool(1) as pool:
         planes = prepared.plan.state.planes
-        home = CommittedHome(spec, planes, path, pool, arena=arena, own=own, record=record)
+        held = {"own": own, "whole": prepared.whole, "record": record}
+        home = CommittedHome(spec, planes, path, pool, arena=arena, **held)
         with home:
             unit = next(u for u in spec.units if own[u.index])
             part = own[unit.index]
@@ -97,10 +98,19 @@ def test_homes_of_another_number_of_ranks_are_not_begun_anew(model_dir, tmp_path
     assert any("start as many ranks as before" in str(error) for error in errors)
 
 
-def test_homes_of_the_same_ranks_that_lie_otherwise_are_named_and_not_given_up(model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"optimizer": {"masters": "split"}}, "the state of a run with optimizer.masters=split"),
+        ({"train": {"round_microbatches": 1}}, "a rank that takes its microbatches in several rounds"),
+    ],
+)
+def test_homes_of_the_same_ranks_that_lie_otherwise_are_named_and_not_given_up(
+    sections, said, model_dir, tmp_path
+):
     """A checkpoint may be far behind them."""
     halves = {"model": {"dtype": "bf16"}}
-    _, former = ranks_of(2, model_dir, tmp_path, **halves, optimizer={"masters": "split"})
+    _, former = ranks_of(2, model_dir, tmp_path, **halves, **sections)
     for rank, prepared in enumerate(former):
         commit(prepared, home_file(prepared.config.memory, tmp_path / str(rank)), [1, 2])
     world, now = ranks_of(2, model_dir, tmp_path, **halves)
@@ -111,7 +121,7 @@ def test_homes_of_the_same_ranks_that_lie_otherwise_are_named_and_not_given_up(m
         return newest_home(mine.config, tmp_path / str(group.rank), mine, resumed, lambda _: None)
 
     errors = in_ranks(2, work, world=world)
-    assert any("rank 0 holds the state of a run with optimizer.masters=split" in str(e) for e in errors)
+    assert any("rank 0 holds" in str(e) and said in str(e) for e in errors)
 
 
 def held(trainer):

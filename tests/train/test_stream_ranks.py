@@ -37,7 +37,10 @@ def test_two_ranks_train_what_one_process_trains(rank_runs, alone):
 
 @pytest.mark.parametrize(("name", "whole"), [("lost", "coded"), ("disk", "host")])
 def test_a_killed_rank_ends_the_other_and_both_go_on_from_what_both_have(name, whole, rank_runs):
-    """From a checkpoint, or from the last step that both have committed, and bit for bit to the same end."""
+    """From a checkpoint, or from the last step that both have committed, and bit for bit to the same end.
+
+    They were killed in a second round, and what they are compared with has taken one round.
+    """
     root, codes = rank_runs
     assert codes[name] == [2, -9], told(root, name, 0)
     assert "rank 1" in told(root, name, 0)

@@ -17,7 +17,7 @@ from outsize.checkpoint import feedback, run_checkpoint
 from outsize.checkpoint.checkpoint_state import position_of
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
-from outsize.optim.optimizer_spec import Gradients, Masters
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Gradients, Masters
 from outsize.session import run_state
 from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job
@@ -67,7 +67,7 @@ def newest_home(
         raise StorageError(f"{error}; remove the file to go on without it") from error
     run_state.check_same_method(state, path, config)
     run_state.check_same_run(state, path, config, prepared.dtype)
-    if record.layout != layout_digest(spec, planes, own):
+    if record.layout != layout_digest(spec, planes, own, prepared.whole):
         raise StorageError(
             f"{path} holds {_otherwise(record, prepared) or _ANOTHER}; resume with the former settings, or remove the "
             "file to go on without it"
@@ -86,9 +86,9 @@ def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce)
             checkpoint.
     """
     group, spec, planes = prepared.group, prepared.split.spec, prepared.plan.state.planes
-    records, wrong = find_records(path, spec, planes, prepared.own)
+    records, wrong = find_records(path, spec, planes, prepared.own, prepared.whole)
     foreign = not records and has_commit(path)
-    record = find_record(path, spec, planes, prepared.own)[0] if foreign else None
+    record = find_record(path, spec, planes, prepared.own, prepared.whole)[0] if foreign else None
     holds = "" if record is None else _otherwise(record, prepared)
     told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign, holds])
     for rank, (_, wrong, _, holds) in enumerate(told):
@@ -119,9 +119,14 @@ def _otherwise(record: CommitRecord, prepared: Job) -> str:
     spec, ours = prepared.split.spec, prepared.plan.state
     masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
     gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
-    for own, kept in itertools.product(masters, gradients):
+    for own, kept, whole in itertools.product(masters, gradients, ((WEIGHTS,), (WEIGHTS, GRADIENT))):
         other = replace(ours, masters=own, gradients=kept)
-        if record.layout == layout_digest(spec, other.planes, prepared.own):
+        if record.layout == layout_digest(spec, other.planes, prepared.own, whole):
+            if prepared.own is not None and whole != prepared.whole:
+                taken = "several rounds" if GRADIENT in whole else "one round"
+                return (
+                    f"the state of a rank that takes its microbatches in {taken} (train.round_microbatches)"
+                )
             changed = [f"optimizer.masters={own}"] * (own != ours.masters)
             waits = (
                 "does not keep gradients (optimizer.clip=unit or none)"

@@ -12,7 +12,7 @@ All of it is reserved in one ledger, so the budgets are those of the whole.
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -26,7 +26,7 @@ from outsize.config import MemoryConfig
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import ResidentLimit, resident_bytes, trim
 from outsize.runtime.device.device import Device, open_device
@@ -58,6 +58,7 @@ class Store:
         prefix: of file names in ``directory``, for several models that share it.
         transport: codecs of the link; one of weights writes those that do not train in a host home.
         own: elements of each unit whose optimizer state this process holds; None for all.
+        whole: planes of which all elements are held whatever ``own`` says.
         granule_elements: what a home that commits replaces at once; None for a home that does not commit.
         file: of a home that commits, which stays; None for one that is gone with the process.
         record: of the committed home in ``file``, to go on with it.
@@ -69,6 +70,7 @@ class Store:
     prefix: str = ""
     transport: Transport = field(default_factory=Transport)
     own: Sequence[range] | None = None
+    whole: Collection[str] = (WEIGHTS,)
     granule_elements: int | None = None
     file: Path | None = None
     record: CommitRecord | None = None
@@ -270,11 +272,19 @@ class Session:
     def _open_home(self, spec: ModelSpec) -> HostHome | DiskHome:
         store, planes = self._store, self._store.state.planes
         if self.machine.home == "host":
-            return HostHome(spec, planes, self.host, packed_codec(store.transport), store.own)
+            codec = packed_codec(store.transport)
+            return HostHome(spec, planes, self.host, codec, store.own, store.whole)
         temporary = store.path("temporary.bin")  # its name goes at once
         if store.granule_elements is None:
             return DiskHome(
-                spec, planes, temporary, self.pool, ledger=self.ledger, temporary=True, own=store.own
+                spec,
+                planes,
+                temporary,
+                self.pool,
+                ledger=self.ledger,
+                temporary=True,
+                own=store.own,
+                whole=store.whole,
             )
         return CommittedHome(
             spec,
@@ -286,6 +296,7 @@ class Session:
             record=store.record,
             temporary=store.file is None,
             own=store.own,
+            whole=store.whole,
         )
 
     def _close_home(self) -> None:

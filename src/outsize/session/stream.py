@@ -173,11 +173,11 @@ class StreamedTrainer:
         Raises:
             StorageError: it is damaged; says where.
         """
-        planes, own = self.prepared.plan.state.planes, self.prepared.own
+        planes, own, whole = self.prepared.plan.state.planes, self.prepared.own, self.prepared.whole
         with (
             Arena() as arena,
             CommittedHome(
-                self.spec, planes, path, self.session.pool, arena=arena, record=record, own=own
+                self.spec, planes, path, self.session.pool, arena=arena, record=record, own=own, whole=whole
             ) as former,
         ):
             piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
@@ -311,6 +311,7 @@ def _open_session(
         directory=directory,
         transport=plan.transport,
         own=prepared.own,
+        whole=prepared.whole,
         granule_elements=home_granule(spec, plan.tile_elements, prepared.group.size) if commits else None,
         file=home_file,
         record=record,

@@ -10,7 +10,7 @@ Gradients are not part of a state: they lie there once, and no commit speaks of 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
-from outsize.optim.optimizer_spec import GRADIENT, Plane, commit_record_bytes, layout_of
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record_bytes, layout_of
 from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.granules import DamagedError, Granules
@@ -32,20 +32,26 @@ from outsize.storage.record import NUM_SLOTS, CommitRecord, newest_record, pack,
 from outsize.units import align_up
 
 
-def layout_digest(model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None) -> str:
+def layout_digest(
+    model: ModelSpec,
+    planes: Planes | None = None,
+    own: Sequence[range] | None = None,
+    whole: Collection[str] = (WEIGHTS,),
+) -> str:
     """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what.
 
     Args:
         model: the units.
         planes: that it keeps; None for those of a plain layout.
         own: elements of each unit whose optimizer state it holds; None for all.
+        whole: planes of which it holds all elements whatever ``own`` says.
     """
     plain, made = layout_of(model.dtype).planes, _made(model, planes)
     other: list[object] = []
     if made != plain:
         other += [(name, plane.item, plane.group) for name, plane in made.items()]
     if own is not None:
-        other.append(list(own))
+        other += [list(own), "whole gradients"] if GRADIENT in whole else [list(own)]
     text = repr((model.dtype, [_digested(u) for u in model.units], *other))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -60,7 +66,11 @@ def _made(model: ModelSpec, planes: Planes | None) -> Mapping[str, Plane]:
 
 
 def find_record(
-    path: Path, model: ModelSpec, planes: Planes | None = None, own: Sequence[range] | None = None
+    path: Path,
+    model: ModelSpec,
+    planes: Planes | None = None,
+    own: Sequence[range] | None = None,
+    whole: Collection[str] = (WEIGHTS,),
 ) -> tuple[CommitRecord | None, str]:
     """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
 
@@ -73,14 +83,18 @@ def find_record(
         return None, ""
     made = _made(model, planes)
     record, wrong = newest_record(path, commit_record_bytes(model, planes=made))
-    ours = record is not None and record.layout == layout_digest(model, made, own)
-    if ours and path.stat().st_size != _layout_of(model, made, own).num_bytes:
+    ours = record is not None and record.layout == layout_digest(model, made, own, whole)
+    if ours and path.stat().st_size != _layout_of(model, made, own, whole).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
 
 
 def find_records(
-    path: Path, model: ModelSpec, planes: Planes | None, own: Sequence[range] | None
+    path: Path,
+    model: ModelSpec,
+    planes: Planes | None,
+    own: Sequence[range] | None,
+    whole: Collection[str] = (WEIGHTS,),
 ) -> tuple[list[CommitRecord], str]:
     """Return the whole commit records of the home of a share at ``path``, newest first, and what is wrong otherwise.
 
@@ -89,11 +103,12 @@ def find_records(
     Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
-    newest, wrong = find_record(path, model, planes, own)
+    newest, wrong = find_record(path, model, planes, own, whole)
     if newest is None:
         return [], wrong
     records, wrong = whole_records(path, commit_record_bytes(model, planes=_made(model, planes)))
-    return [record for record in records if record.layout == layout_digest(model, planes, own)], wrong
+    digest = layout_digest(model, planes, own, whole)
+    return [record for record in records if record.layout == digest], wrong
 
 
 class CommittedHome(DiskHome):
@@ -109,9 +124,9 @@ class CommittedHome(DiskHome):
         granule_elements: elements that a checksum covers, a power of two from 2048 up; what is read and written
             begins and ends at multiples of it, or with the plane.
         record: of the home that ``path`` holds, to go on with it; None makes a new one.
-        request_bytes: largest single disk request, rounded up to whole granules.
         temporary: the file has no name and is gone when the process ends; it commits all the same.
         own: elements of each unit whose optimizer state is held; None for all.
+        whole: planes of which all elements are held whatever ``own`` says.
 
     Raises:
         StorageError: see `DirectFile`.
@@ -128,12 +143,12 @@ class CommittedHome(DiskHome):
         arena: Arena,
         granule_elements: int = PLANE_ELEMENTS,
         record: CommitRecord | None = None,
-        request_bytes: int = DEFAULT_REQUEST_BYTES,
         temporary: bool = False,
         own: Sequence[range] | None = None,
+        whole: Collection[str] = (WEIGHTS,),
     ) -> None:
         self._model = model
-        self._own = own
+        self._own, self._whole = own, whole
         self._made = _made(model, planes)
         self._slot_bytes = commit_record_bytes(model, planes=self._made)
         if record is not None:
@@ -145,11 +160,12 @@ class CommittedHome(DiskHome):
             planes,
             path,
             pool,
-            request_bytes=align_up(request_bytes, 4 * max(found, granule_elements)),
+            request_bytes=align_up(DEFAULT_REQUEST_BYTES, 4 * max(found, granule_elements)),
             temporary=temporary,
             ledger=arena.ledger,
             existing=record is not None,
             own=own,
+            whole=whole,
         )
         self.granule_elements = granule_elements
         self._granules = {key: self._cut(key, found) for key in self._layout.extents}
@@ -181,7 +197,7 @@ class CommittedHome(DiskHome):
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
-            layout=layout_digest(self._model, self._made, self._own),
+            layout=layout_digest(self._model, self._made, self._own, self._whole),
             sides=np.concatenate([granules.newest for granules in kept]),
             checksums=np.concatenate([granules.newest_checksums for granules in kept]),
         )
@@ -232,7 +248,7 @@ class CommittedHome(DiskHome):
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
-        if bad or record.layout != layout_digest(self._model, self._made, self._own):
+        if bad or record.layout != layout_digest(self._model, self._made, self._own, self._whole):
             raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
         for granules, sides, checksums in zip(
             kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
@@ -250,8 +266,10 @@ class CommittedHome(DiskHome):
             self.file.run([lambda: self.file.write_request(view, newest.slot * self._slot_bytes)])
             self.file.sync()
 
-    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> HomeLayout:
-        return _layout_of(model, made_of(model.dtype, planes), own)
+    def _lay_out(
+        self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
+    ) -> HomeLayout:
+        return _layout_of(model, made_of(model.dtype, planes), own, whole)
 
     def _granule_items(self, key: tuple[int, str], granule_elements: int) -> int:
         """Items of a plane that a checksum covers."""
@@ -319,13 +337,19 @@ class CommittedHome(DiskHome):
         return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
 
 
-def _layout_of(model: ModelSpec, made: Mapping[str, Plane], own: Sequence[range] | None = None) -> HomeLayout:
+def _layout_of(
+    model: ModelSpec,
+    made: Mapping[str, Plane],
+    own: Sequence[range] | None = None,
+    whole: Collection[str] = (WEIGHTS,),
+) -> HomeLayout:
     return HomeLayout(
         model,
         made,
         base=NUM_SLOTS * commit_record_bytes(model, planes=made),
         twice=[name for name in made if name != GRADIENT],
         own=own,
+        whole=whole,
     )
 
 

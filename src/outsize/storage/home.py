@@ -13,7 +13,7 @@ a file. Both pass the same contract (`outsize.testing`):
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
@@ -24,6 +24,7 @@ from torch import Tensor
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.transport import room_bytes
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
+from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span
 from outsize.storage.encoded_planes import PackedPlane
@@ -88,6 +89,7 @@ class HostHome:
         packed: lossless codec that writes weights which do not train; such planes are not lent out by `view`. None
             keeps them as they are.
         own: elements of each unit whose optimizer state is held; None for all.
+        whole: planes of which all elements are held whatever ``own`` says.
 
     Raises:
         BudgetExceededError: the arena's tier has too little left.
@@ -100,8 +102,9 @@ class HostHome:
         arena: Arena,
         packed: Codec | None = None,
         own: Sequence[range] | None = None,
+        whole: Collection[str] = (WEIGHTS,),
     ) -> None:
-        self._layout = HomeLayout(model, planes, own=own)
+        self._layout = HomeLayout(model, planes, own=own, whole=whole)
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
@@ -126,6 +129,12 @@ class HostHome:
         if (unit, plane) in self._packed:
             raise ValueError(f"plane {plane!r} of unit {unit} is packed; read it, or take its pieces")
         return self._planes[unit, plane]
+
+    def part(self, unit: int, plane: str, elements: range) -> Tensor:
+        """Return what a plane holds of ``elements`` of its unit; otherwise as `view`."""
+        extent = self._layout.extent(unit, plane)
+        first = extent.item_of(elements.start)
+        return self.view(unit, plane)[first : first - (-len(elements) // extent.group)]
 
     def packed(self, unit: int, plane: str) -> PackedPlane | None:
         """Return a plane that is kept encoded; None for one that lies there as it is."""
@@ -219,6 +228,7 @@ class DiskHome:
         ledger: where the file's bytes are reserved, in tier ``disk``.
         existing: open the file of an earlier home, with what it holds.
         own: elements of each unit whose optimizer state is held; None for all.
+        whole: planes of which all elements are held whatever ``own`` says.
 
     Attributes:
         granule_elements: what is read and written begins and ends at multiples of it, or with the plane.
@@ -242,8 +252,9 @@ class DiskHome:
         ledger: Ledger | None = None,
         existing: bool = False,
         own: Sequence[range] | None = None,
+        whole: Collection[str] = (WEIGHTS,),
     ) -> None:
-        self._layout = self._lay_out(model, planes, own)
+        self._layout = self._lay_out(model, planes, own, whole)
         self.file = DirectFile(
             path,
             self._layout.num_bytes,
@@ -295,8 +306,10 @@ class DiskHome:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _lay_out(self, model: ModelSpec, planes: Planes, own: Sequence[range] | None) -> HomeLayout:
-        return HomeLayout(model, planes, own=own)
+    def _lay_out(
+        self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
+    ) -> HomeLayout:
+        return HomeLayout(model, planes, own=own, whole=whole)
 
     def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])

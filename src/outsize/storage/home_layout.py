@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
-from outsize.optim.optimizer_spec import Plane
+from outsize.optim.optimizer_spec import WEIGHTS, Plane
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ITEM_DTYPE = {**COMPUTE_DTYPE, "int16": torch.int16, "uint8": torch.uint8}
@@ -57,7 +57,8 @@ class HomeLayout:
         base: first byte of the first plane.
         twice: planes of trained units that are kept twice.
         own: elements of each unit whose optimizer state is held, by unit index, see `outsize.optim.shares`; None for
-            all. Weights are held whole in any case.
+            all.
+        whole: planes of which all elements are held whatever ``own`` says; weights are among them.
 
     Raises:
         ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
@@ -71,6 +72,7 @@ class HomeLayout:
         base: int = 0,
         twice: Collection[str] = (),
         own: Sequence[range] | None = None,
+        whole: Collection[str] = (WEIGHTS,),
     ) -> None:
         if "weights" not in planes:
             raise ValueError(f"planes {sorted(planes)} lack 'weights'")
@@ -79,8 +81,7 @@ class HomeLayout:
         self.num_bytes = base
         for unit in model.units:
             for name, plane in made.items():
-                whole = range(unit.numel)
-                held = whole if own is None or name == "weights" else own[unit.index]
+                held = range(unit.numel) if own is None or name in whole else own[unit.index]
                 if len(held) and (name == "weights" or unit.trainable):
                     num_sides = 2 if unit.trainable and name in twice else 1
                     extent = PlaneExtent(

@@ -234,7 +234,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         ("time", format_seconds(prediction.step_s)),
         ("tokens/s", f"{prediction.tokens_per_s:,.0f}{_between(prediction)}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),
-        ("bubble, compute idle", f"{prediction.bubble:.1%}"),
+        ("bubble, compute idle", f"{prediction.bubble:.1%}{_if_free(prediction.free_bubble)}"),
         ("activations", ", ".join(f"{count} {choice}" for choice, count in prediction.activations.items())),
         ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
     ]
@@ -246,6 +246,10 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         table.add_row(f"  {name}", value)
     table.add_row("", "")
     return table
+
+
+def _if_free(free_bubble: float | None) -> str:
+    return "" if free_bubble is None else f" ({free_bubble:.1%} if copies took no time)"
 
 
 def _between(prediction: Prediction) -> str:

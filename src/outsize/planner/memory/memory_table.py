@@ -185,9 +185,8 @@ def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
 
 def _device_table(demand: Demand, layout: StepLayout, activations: Live, below: Tier) -> dict[str, int]:
     """Return what the device holds besides optimizer tiles, in bytes by class."""
-    resident = 0
+    resident = sum(layout.weight_bytes[unit] for unit in layout.own_slots)
     if layout.rest is not None:
-        resident = layout.weight_bytes[layout.rest]
         resident += layout.gradient_bytes[layout.rest] * layout.rest_trains
     return {
         "weight slots": sum(layout.slot_bytes),

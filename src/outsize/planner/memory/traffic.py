@@ -104,7 +104,7 @@ class _Count:
             return
         item_bytes = ITEM_BYTES.get(self.state.gradients, 4)  # those that are rounded leave in fewer bytes
         yield "down", gradient_bytes(self.transport, self.layout.gradient_bytes[unit]) * item_bytes // 4
-        if self.below == "disk" == self.home and not self.layout.own_elements:  # else it waits for its REDUCE
+        if self.below == "disk" == self.home and op.buffer is None:  # else it waits for its REDUCE
             yield "disk_written", self._rounded(unit)
 
     def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:

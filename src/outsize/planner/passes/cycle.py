@@ -53,7 +53,8 @@ def insert_loads(program: Program, layout: StepLayout) -> Program:
         slot = layout.resident_slot
         before[visits[0][1]].append(Op(kind=Kind.LOAD, unit=layout.rest, worker=WORKER, slot=slot))
     units = [unit for unit, _, _ in visits]
-    for stay in assign_slots(units, layout.weight_bytes, layout.slot_bytes, layout.prefetch_depth):
+    places = (layout.weight_bytes, layout.slot_bytes, layout.prefetch_depth, layout.own_slots)
+    for stay in assign_slots(units, *places):
         load = Op(kind=Kind.LOAD, unit=stay.unit, worker=WORKER, slot=stay.slot)
         before[visits[stay.load_visit][1]].append(load)
         free = Op(kind=Kind.FREE, unit=stay.unit, worker=WORKER, slot=stay.slot)
@@ -96,7 +97,8 @@ def _leaves(op: Op, layout: StepLayout) -> bool:
 def insert_gradients(program: Program, layout: StepLayout) -> Program:
     """Give trainable units accumulators for their backwards; then take norms and send gradients home.
 
-    Later rounds sum on: a sum comes up while the visit before computes, if an accumulator is free by then.
+    Later rounds sum on: a sum comes up ahead of what is loaded `prefetch_depth` visits ahead, or as soon after as an
+    accumulator is free.
     """
     before, after = _insertions()
     visits = _visits(program)
@@ -117,10 +119,11 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
         ]
         accumulator = min(fitting, key=lambda i: (last_used[i], layout.accumulator_bytes[i], i))
         start = indices[0]
-        visits_before = bisect_left(ends, start)
-        if number and visits_before:
-            ahead = visits[visits_before - 1][1]
-            start = ahead if last_used[accumulator] < ahead else start
+        if number:
+            visits_before = bisect_left(ends, start)
+            earliest = max(0, visits_before - (1 + layout.prefetch_depth))
+            free = max(last_used[accumulator], indices_of[number - 1, unit][-1])
+            start = next((at for _, at, _ in visits[earliest:visits_before] if free < at), start)
         before[start].append(_accumulate(Kind.SUM if number else Kind.ACC, unit, accumulator))
         last_used[accumulator] = indices[-1]
         after[indices[-1]] += _gradient(unit, layout, whole=number == layout.num_rounds - 1)

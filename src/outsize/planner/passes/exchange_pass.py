@@ -1,6 +1,7 @@
 """The pass for several nodes: what they exchange, and when.
 
-It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; the
+It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; of
+several rounds, that of the last, since each node sums its own at home before. The
 norm that clipping asks for is that of the sums, so there is no NORM on a device. What a node has stepped of a unit is
 gathered right behind it, units in the order in which they step, which is that of the next forward. Every node makes the
 same of its program, so that all exchange the same things in the same order.
@@ -18,22 +19,23 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
     """Insert REDUCE, AGREE and GATHER where several nodes share the step."""
     if layout.num_nodes == 1:
         return program
-    home = Kind.WRITE if layout.staged else Kind.GRAD  # by which a gradient of stages has come home
+    # By which a gradient is whole: of stages, once it has come home.
+    home = Kind.WRITE if layout.staged and not layout.reduces_buffers else Kind.GRAD
     whole = {  # of the last round
         op.unit: index for index, op in enumerate(program) if op.kind is home and op.tile is None
     }
     stepped = {op.unit: index for index, op in enumerate(program) if _steps(op)}
     ops: list[Op] = []
-    reduced = 0
+    taken: set[int | None] = set()  # units whose gradient a REDUCE takes, in place of a WRITE
     for index, op in enumerate(program):
-        if op.kind is Kind.GRAD and layout.reduces_buffers:
-            ops += _reduced(op, layout, reduced)
-            reduced += 1
+        if layout.reduces_buffers and op.kind is home and whole.get(op.unit) == index:
+            ops += _reduced(op, layout, len(taken))
+            taken.add(op.unit)
         elif op.kind is Kind.CLIP:
             ops += (Op(kind=Kind.AGREE), op)
         elif not layout.reduces_buffers and whole.get(op.unit) == index:
             ops += (op, Op(kind=Kind.REDUCE, unit=op.unit))
-        elif not _has_no_place(op, layout):
+        elif op.kind is not Kind.NORM and not (_comes_home(op) and op.unit in taken):
             ops.append(op)
         if stepped.get(op.unit) == index:
             ops.append(Op(kind=Kind.GATHER, unit=op.unit))
@@ -45,10 +47,8 @@ def _steps(op: Op) -> bool:
     return op.kind is Kind.STEP or (op.kind is Kind.WRITE and op.tile is not None)
 
 
-def _has_no_place(op: Op, layout: StepLayout) -> bool:
-    """Whether nodes do something else instead: norms are taken of sums, and a REDUCE takes what a WRITE would."""
-    written = op.kind is Kind.WRITE and op.tile is None
-    return op.kind is Kind.NORM or (written and layout.reduces_buffers)
+def _comes_home(op: Op) -> bool:
+    return op.kind is Kind.WRITE and op.tile is None
 
 
 def _reduced(op: Op, layout: StepLayout, count: int) -> Iterator[Op]:

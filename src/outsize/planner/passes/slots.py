@@ -9,9 +9,10 @@ depth ahead so that a unit with only one slot to go to finds it free; among thes
 needed again farthest in the future (Belady's rule, optimal in misses); then the smallest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,23 @@ class _Slot:
 
 
 def assign_slots(
-    visits: Sequence[int], weight_bytes: Sequence[int], slot_bytes: Sequence[int], depth: int
+    visits: Sequence[int],
+    weight_bytes: Sequence[int],
+    slot_bytes: Sequence[int],
+    depth: int,
+    own: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Stay]:
     """Return the stays of units in slots, in the order of the visits that begin them.
 
     Args:
         visits: unit of each visit.
         weight_bytes: bytes by unit; a unit of 0 bytes needs no slot.
-        slot_bytes: sizes of the slots; every unit must fit one.
+        slot_bytes: sizes of the slots that units share; every unit must fit one.
         depth: how many visits ahead a LOAD should start.
+        own: the slots, behind those, of units that stay from their first visit to their last.
     """
-    slots = [_Slot(size) for size in slot_bytes]
-    needed = [weight_bytes[unit] for unit in visits]
+    slots = [_Slot(size) for size in (*slot_bytes, *[0] * len(own))]
+    needed = [0 if unit in own else weight_bytes[unit] for unit in visits]
     stays: dict[int, Stay] = {}  # by the visit that begins the stay, since they end in another order
     begun: dict[int, int] = {}
 
@@ -63,11 +69,12 @@ def assign_slots(
             stays[begun[index]] = Stay(slot.unit, index, slot.load_visit, slot.last_visit)
 
     for visit, unit in enumerate(visits):
-        if needed[visit] == 0:
+        if weight_bytes[unit] == 0:
             continue
-        index = next((i for i, slot in enumerate(slots) if slot.unit == unit), None)
+        index = own.get(unit, next((i for i, slot in enumerate(slots) if slot.unit == unit), None))
         if index is None:
             index = _choose(slots, visits, needed, visit, depth)
+        if slots[index].unit != unit:
             end(index)
             begun[index] = visit
             slots[index].unit = unit

@@ -6,8 +6,8 @@ are.
 
 Homes are tried from the fastest: host memory, host memory with weights encoded that do not train, disk. Microbatches
 are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain. Stages of
-several devices are searched for a second each; so smaller microbatches are looked at only where the filling and
-draining of stages leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
+several devices are searched for a second each; so smaller microbatches are looked at only where what stages wait for
+each other leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
 one.
 """
 
@@ -71,11 +71,11 @@ class Decision:
         in_a_round = layout.round_size if layout.stages is None else None
         return self.question.options_for(self.microbatches, self.plan.home, self.microbatch.times, in_a_round)
 
-    @cached_property
-    def simulated(self) -> Simulated:
-        """Some steps, on the machine of the question."""
+    @property
+    def step(self) -> PlannedStep:
+        """The plan as the simulator takes it."""
         question, demand = self.question, self.microbatch.demand
-        step = PlannedStep(
+        return PlannedStep(
             plan=self.plan,
             model=question.model,
             boundary_bytes=demand.boundary_bytes,
@@ -83,6 +83,11 @@ class Decision:
             net_bytes_per_s=exchange_of(question)["net_bytes_per_s"],
             **question.coding_rates(self.plan.transport),
         )
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        """Some steps, on the machine of the question."""
+        question, step = self.question, self.step
         num_steps = NUM_STEPS if question.num_workers == 1 else NUM_STEPS_OF_SEVERAL
         return step.simulate(step.costs(question.machine, self.microbatch.times), num_steps)
 
@@ -301,10 +306,10 @@ def _may_gain(best: Decision, microbatches: int) -> bool:
     question, model, stages = best.question, best.question.model, best.plan.layout.stages
     assert stages is not None
     clock = clock_of(model, best.microbatch.demand, best.options, best.plan)
-    filling_s = clock.filling_and_draining_s(stages)
+    waiting_s = clock.free_bubble(stages) * clock.step_s(stages)
     # Of short rounds, as memory may want them, stages wait for each other throughout.
     short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
-    if not short and not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
+    if not short and not may_shorten(waiting_s, best.step_s, best.microbatches, microbatches):
         return False
     try:
         gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)

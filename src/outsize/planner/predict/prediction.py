@@ -12,6 +12,7 @@ from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
 from outsize.planner.program.stages import Stages
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Plan, Table
 from outsize.planner.simulate.simulator import Simulation
 from outsize.planner.simulate.timeline import Timeline
@@ -60,6 +61,8 @@ class Prediction:
         interval: where that lies, as far as the share of the peak is known; see `_interval`.
         mfu: FLOPs of forward and backward without recompute, over what the GPUs' data sheets promise in that time.
         bubble: share of the GPUs' time in which they compute nothing.
+        free_bubble: the same if copies and the optimizer took no time, by the partitioner's clock: stages fill, drain,
+            and wait for each other. None for one GPU.
         stalls: the same by cause, largest first.
         usage: share of a step in which each resource is in use at its full rate, largest first.
         break_even: of a block's weights.
@@ -81,6 +84,7 @@ class Prediction:
     interval: tuple[float, float]
     mfu: float
     bubble: float
+    free_bubble: float | None
     stalls: Mapping[str, float]
     usage: Mapping[str, float]
     break_even: BreakEven
@@ -164,6 +168,7 @@ def predict(decision: Decision) -> Prediction:
         interval=_interval(question, tokens_per_s, usage[COMPUTE]),
         mfu=scale * sum(work.forward_flops + work.gradient_flops) / available,
         bubble=simulated.bubble,
+        free_bubble=_free_bubble(decision),
         stalls=_stalls(simulated.steady, simulated.lanes),
         usage=usage,
         break_even=_break_even(question, plan, work),
@@ -172,6 +177,14 @@ def predict(decision: Decision) -> Prediction:
         simulation=simulated.done,
         assumptions=_assumptions(decision),
     )
+
+
+def _free_bubble(decision: Decision) -> float | None:
+    stages = decision.plan.layout.stages
+    if stages is None:
+        return None
+    model, demand = decision.question.model, decision.microbatch.demand
+    return clock_of(model, demand, decision.options, decision.plan).free_bubble(stages)
 
 
 def _interval(question: Question, tokens_per_s: float, computing: float) -> tuple[float, float]:

@@ -151,14 +151,13 @@ class Question:
     def round_sizes(self, microbatches: int) -> Iterator[int]:
         """Yield how many of so many microbatches one worker may take in a round, the most first.
 
-        Rounds sum gradients at home, in fp32. Nodes take all at once, and stages are searched with rounds of their own.
+        Rounds sum gradients at home, in fp32. Stages are searched with rounds of their own.
         """
         options = self.options
         size = min(options.round_microbatches or microbatches, microbatches)
         yield size
         in_fp32 = options.state is None or options.state.gradients == "fp32"
-        alone = self.num_workers == self.nodes == 1
-        if in_fp32 and alone and options.round_microbatches is None:
+        if in_fp32 and self.num_workers == 1 and options.round_microbatches is None:
             yield from smaller_rounds(size)
 
     def options_for(

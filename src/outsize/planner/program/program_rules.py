@@ -7,7 +7,7 @@
    What a backward needs is kept from the forward, by FA, FP or FK, where the layout says so and nowhere else. Where it
    leaves the device it comes back before that backward.
 3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at a time,
-   and one that fits. A unit is loaded at most twice in a round, and never after it has stepped.
+   and one that fits. A unit is loaded at most twice in a round, one that stays once, and never after it has stepped.
 4. The gradient of a unit leaves once all its backwards have run, whole, or each tile once where there is a ring; where
    gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
@@ -122,13 +122,15 @@ class Rules:
 
     def _load(self, op: Op, unit: int, _: int) -> None:
         layout = self._layout
-        self._check_place(op, unit, layout.slot_bytes, layout.weight_bytes[unit], "slot")
+        needed = layout.weight_bytes[unit]
+        _check_place(op, unit, "slot", layout.slot_bytes, layout.own_slots, needed)
         require(layout.weight_bytes[unit], f"unit {unit} has no weights of its own")
         place = (op.worker, op.slot)
         require(place not in self._slots, f"slot {op.slot} still holds unit {self._slots.get(place)}")
         require(unit not in _held(self._slots, op.worker), f"unit {unit} is in a slot already")
         every = layout.num_workers * (1 + layout.cut)  # of a step that is cut each part loads the rest
         most = max(2, every) if unit == layout.rest else 2 * layout.num_rounds
+        most = 1 + layout.cut if unit in layout.stays else most
         require(self._loads[unit] < most, f"unit {unit} has been loaded {_times(most)} already")
         self._home.load(op, unit)
         self._loads[unit] += 1
@@ -141,7 +143,8 @@ class Rules:
 
     def _acc(self, op: Op, unit: int, _: int) -> None:
         layout = self._layout
-        self._check_place(op, unit, layout.accumulator_bytes, layout.gradient_bytes[unit], "accumulator")
+        own = {} if layout.rest is None else {layout.rest: layout.resident_accumulator}
+        _check_place(op, unit, "accumulator", layout.accumulator_bytes, own, layout.gradient_bytes[unit])
         require(layout.trainable[unit], f"unit {unit} does not train")
         holder = self._accumulators.get((op.worker, op.slot))
         require(holder is None, f"accumulator {op.slot} still holds the gradient of unit {holder}")
@@ -169,17 +172,6 @@ class Rules:
         require(self._handover is not None, "inputs and their gradients stay where they are")
         if self._handover is not None:
             self._handover.check(op, unit, microbatch)
-
-    def _check_place(self, op: Op, unit: int, sizes: tuple[int, ...], needed: int, name: str) -> None:
-        """Check that the slot or accumulator exists, belongs to this kind of unit, and is large enough."""
-        slot = len(sizes) if op.slot is None else op.slot
-        if unit == self._layout.rest:
-            require(slot == len(sizes), f"the rest has {name} {len(sizes)}")
-        else:
-            require(slot < len(sizes), f"units share {name}s 0 to {len(sizes) - 1}")
-            require(
-                needed <= sizes[slot], f"{name} {slot} has {sizes[slot]} bytes, unit {unit} needs {needed}"
-            )
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
         self._check_turn(unit)
@@ -319,6 +311,18 @@ class Rules:
         for other in adding if unit == self._layout.rest else (unit,):
             complete = self._backwards[other] == self._layout.num_microbatches
             require(complete, f"unit {other} has not run all its backwards")
+
+
+def _check_place(
+    op: Op, unit: int, name: str, sizes: tuple[int, ...], own: Mapping[int, int], needed: int
+) -> None:
+    """Check that the slot or accumulator exists, is shared or the unit's own, and is large enough."""
+    slot = len(sizes) if op.slot is None else op.slot
+    if unit in own:
+        require(slot == own[unit], f"unit {unit} has {name} {own[unit]} of its own")
+        return
+    require(slot < len(sizes), f"units share {name}s 0 to {len(sizes) - 1}")
+    require(needed <= sizes[slot], f"{name} {slot} has {sizes[slot]} bytes, unit {unit} needs {needed}")
 
 
 def _held(places: Mapping[Place, int], worker: int | None) -> set[int]:

@@ -48,7 +48,8 @@ class HomeRules:
             self._fill(op, unit)
             self._check_before_step(unit)
         elif op.kind is Kind.WRITE:
-            require(not self._layout.reduces_buffers, "a gradient of several nodes is reduced")
+            taken = self._layout.reduces_buffers and unit in self._whole
+            require(not taken, "a gradient of several nodes is reduced")
             self._drain(op, Kind.GRAD, unit)
             self._come_home(unit)
         else:
@@ -90,7 +91,7 @@ class HomeRules:
         if op.tile is not None:
             self._into_ring(op, unit, op.tile)
             return
-        if self._layout.reduces_buffers:
+        if self._layout.reduces_buffers and final:
             require(op.buffer is not None, "a gradient that is to be reduced goes into a host buffer")
         else:
             self._check_staged(op)

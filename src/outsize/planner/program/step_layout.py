@@ -29,6 +29,8 @@ class StepLayout:
         gradient_bytes: bytes of a unit's fp32 gradient.
         slot_bytes: sizes of the slots that units share; the rest has one more slot, of its own.
         accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
+        stays: units whose weights stay on the device from their first visit of a step to their last, each in a slot of
+            its own.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
         kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty
@@ -64,6 +66,7 @@ class StepLayout:
     gradient_bytes: tuple[int, ...]
     slot_bytes: tuple[int, ...]
     accumulator_bytes: tuple[int, ...]
+    stays: frozenset[int] = frozenset()
     prefetch_depth: int = 1
     offload: frozenset[int] = frozenset()
     kept: Kept = ()
@@ -101,6 +104,9 @@ class StepLayout:
             raise ValueError("no accumulator holds the largest gradient")
         if not self.offload <= set(self.offloadable):
             raise ValueError(f"offload may name units {self.offloadable}, not {sorted(self.offload)}")
+        able = {u for u in range(self.num_streamed) if self.weight_bytes[u] and self.stages is None}
+        if not self.stays <= able:
+            raise ValueError(f"stays may name units {sorted(able)}, not {sorted(self.stays)}")
         self._check_kept()
         if self.staged and self.num_host_buffers < 1:
             raise ValueError("staged transfers need a host buffer")
@@ -126,8 +132,6 @@ class StepLayout:
             )
         if self.num_nodes > 1 and self.cut:
             raise ValueError("a step that is cut is not shared by several nodes")
-        if self.reduces_buffers and self.num_rounds > 1:
-            raise ValueError("of several nodes, each takes all its microbatches in one round")
         if self.num_nodes > 1 and (self.ring or self.unit_clip):
             raise ValueError("nodes share whole gradients, clipped by one norm")
         if self.reduces_buffers and any(self.trainable) and not self.num_host_buffers:
@@ -180,13 +184,13 @@ class StepLayout:
 
     @property
     def reduces_buffers(self) -> bool:
-        """Whether gradients go into host buffers for other nodes: those of stages are summed at home first."""
+        """Whether whole gradients go into host buffers for other nodes: those of stages are summed at home first."""
         return self.num_nodes > 1 and self.stages is None
 
     @property
     def whole_planes(self) -> tuple[str, ...]:
-        """Planes of which each of several nodes keeps all: weights, and sums of several rounds of stages."""
-        return (WEIGHTS,) if self.reduces_buffers else (WEIGHTS, GRADIENT)
+        """Planes of which each of several nodes keeps all: weights, and sums of several rounds."""
+        return (WEIGHTS,) if self.reduces_buffers and self.num_rounds == 1 else (WEIGHTS, GRADIENT)
 
     @property
     def round_size(self) -> int:
@@ -257,6 +261,12 @@ class StepLayout:
     def resident_accumulator(self) -> int:
         """Index of the accumulator that is the rest's own."""
         return len(self.accumulator_bytes)
+
+    @property
+    def own_slots(self) -> dict[int, int]:
+        """Units that have a slot of their own, the rest first, and its index."""
+        rest = () if self.rest is None else (self.rest,)
+        return {unit: slot for slot, unit in enumerate((*rest, *sorted(self.stays)), len(self.slot_bytes))}
 
     @property
     def rest_has_weights(self) -> bool:

@@ -47,18 +47,18 @@ def cuts_to_try(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]
     yield from enough or counts[-1:]
 
 
-def may_shorten(filling_s: float, step_s: float, microbatches: int, count: int) -> bool:
-    """Return whether ``count`` microbatches could shorten the filling and draining of stages by a percent of the step.
+def may_shorten(waiting_s: float, step_s: float, microbatches: int, count: int) -> bool:
+    """Return whether ``count`` microbatches could shorten what stages wait for each other by a percent of the step.
 
-    Both are as long as microbatches are.
+    Filling and draining are as long as microbatches are, and smaller ones leave memory for larger stages.
 
     Args:
-        filling_s: what filling and draining take with ``microbatches``.
+        waiting_s: for how long stages wait with ``microbatches``.
         step_s: what a step takes with them.
         microbatches: of the step so far.
         count: more of them.
     """
-    return filling_s * (1 - microbatches / count) >= step_s * (1 - 1 / NEAR)
+    return waiting_s * (1 - microbatches / count) >= step_s * (1 - 1 / NEAR)
 
 
 def search_cuts(

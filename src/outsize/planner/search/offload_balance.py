@@ -96,12 +96,13 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
     ]
     moved = part * sum(bytes_of(choice, unit, sizes) for unit, choice in cells if choice.leaves)
     moved += count * sum(demand.boundary_bytes[unit] for unit in layout.offload)
-    weights_s = rounds * sum(layout.weight_bytes) / rates.load_bytes_per_s
+    stays = sum(layout.weight_bytes[unit] for unit in layout.stays)
+    weights_s = rounds * (sum(layout.weight_bytes) - stays) / rates.load_bytes_per_s
     sums = sum(layout.gradient_bytes)
     spared_s = part * sum(times.spared(choice, unit) for unit, choice in cells)
     return Phases(
         forward_s=count * sum(times.forward_s[: layout.last]),
-        forward_up_s=weights_s,
+        forward_up_s=weights_s + stays / rates.load_bytes_per_s,
         forward_down_s=moved / rates.down_bytes_per_s,
         backward_s=count * sum(times.backward_s[layout.first_backward :]) - spared_s,
         backward_up_s=weights_s + (rounds - 1) * sums / rates.load_bytes_per_s + moved / rates.up_bytes_per_s,

@@ -24,7 +24,7 @@ from outsize.planner.search.cuts import (
     without_first_unit,
 )
 from outsize.planner.search.step_bound import StepBound
-from outsize.planner.simulate.pipeline import makespan_s, stage_times
+from outsize.planner.simulate.pipeline import bubble, makespan_s, stage_times
 
 # How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
 # best start has one of them, and whatever it leaves goes on to the next.
@@ -108,12 +108,12 @@ class Pipeline:
         round_s = sum(self.weights_s[: top - most]) + sum(self.weights_s[self.bottom :])
         return max(computing_s, -(-self.num_microbatches // round_size) * round_s) / self.num_workers
 
-    def filling_and_draining_s(self, stages: Stages) -> float:
-        """Return how long a worker waits, on the mean, until the first microbatch reaches it and once the last left."""
-        times = stage_times(stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s)
-        seconds = [stage.seconds + self.hop_s for stage in times]
-        others = range(1, self.num_workers)
-        return sum(sum(seconds[:n]) + sum(seconds[len(seconds) - n :]) for n in others) / self.num_workers
+    def free_bubble(self, stages: Stages) -> float:
+        """Return the share of the workers' time in which they compute nothing though copies take no time."""
+        times = stage_times(
+            stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s, keeps=self.keeps
+        )
+        return bubble(times, self.num_microbatches, stages.round_size, self.num_workers)
 
 
 def usual_round_sizes(num_microbatches: int, num_workers: int) -> tuple[int, ...]:

@@ -134,6 +134,7 @@ class Knobs:
         num_host_buffers: host buffers; 0 where units are not staged.
         kept: see `StepLayout.kept`.
         num_tile_buffers: buffers in the ring of tiles, where there are tiles.
+        stays: see `StepLayout.stays`.
     """
 
     num_slots: int
@@ -143,6 +144,7 @@ class Knobs:
     num_host_buffers: int
     kept: Kept = ()
     num_tile_buffers: int = NUM_TILE_BUFFERS
+    stays: frozenset[int] = frozenset()
 
 
 class Sizing:
@@ -216,6 +218,7 @@ class Sizing:
             gradient_bytes=self._gradient_bytes,
             slot_bytes=self._slot_sizes[: knobs.num_slots],
             accumulator_bytes=self._accumulator_sizes[: knobs.num_accumulators],
+            stays=knobs.stays,
             prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
             clip=options.clip,
             unit_clip=options.unit_clip,
@@ -284,6 +287,17 @@ class Sizing:
         if self.options.staged:
             for num_host_buffers in range(knobs.num_host_buffers + 1, MOST_HOST_BUFFERS + 1):
                 yield replace(knobs, num_host_buffers=num_host_buffers)
+
+    def more_staying(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with more units that stay, of those with weights that never train.
+
+        They lie among others that move, so that the link has the time of all to move those in.
+        """
+        streamed = self.model.units[: self.model.num_streamed]
+        frozen = [unit.index for unit in streamed if unit.frozen or (unit.tensors and not unit.trainable)]
+        for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
+            stays = frozenset(frozen[index * len(frozen) // number] for index in range(number))
+            yield replace(knobs, stays=stays)
 
     @property
     def _has_tiles(self) -> bool:

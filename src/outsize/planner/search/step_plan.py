@@ -154,10 +154,9 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
-    def resident_slot_bytes(self) -> tuple[int, ...]:
-        """Size of the rest's own slot; empty where there is no rest."""
-        rest = self.layout.rest
-        return () if rest is None else (self.layout.weight_bytes[rest],)
+    def own_slot_bytes(self) -> tuple[int, ...]:
+        """Sizes of the slots of `StepLayout.own_slots`."""
+        return tuple(self.layout.weight_bytes[unit] for unit in self.layout.own_slots)
 
     @property
     def resident_accumulator_bytes(self) -> tuple[int, ...]:
@@ -217,7 +216,7 @@ class Plan:
             "prefetch_depth": layout.prefetch_depth,
             "slot_bytes": list(layout.slot_bytes),
             "accumulator_bytes": list(layout.accumulator_bytes),
-            "resident_slot_bytes": list(self.resident_slot_bytes),
+            "own_slot_bytes": list(self.own_slot_bytes),
             "resident_accumulator_bytes": list(self.resident_accumulator_bytes),
             "commits": layout.commits,
             "num_host_buffers": layout.num_host_buffers,
@@ -337,7 +336,12 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
         wire=options.wire,
         state=state,
         home_parts=by_class(
-            sizing.model, state, commits=layout.commits, own=layout.own_elements, transport=options.transport
+            sizing.model,
+            state,
+            commits=layout.commits,
+            own=layout.own_elements,
+            whole=layout.whole_planes,
+            transport=options.transport,
         ),
     )
 

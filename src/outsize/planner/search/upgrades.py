@@ -1,7 +1,8 @@
 """Where the memory that a plan leaves free is spent, and what is kept on the device where the tier below has no room.
 
-Memory to spare goes to `sizing.UPGRADES`, one after the other, each as far as it goes, and what is left then to
-keeping what backwards need (`planner.search.recompute_policy`). Where the rates of the machine are known, two other
+Memory to spare goes to `sizing.UPGRADES`, one after the other, each as far as it goes, what is left then to
+keeping what backwards need (`planner.search.recompute_policy`). Units with weights that never train may stay instead,
+where that is faster. Where the rates of the machine are known, two other
 ways to spend it
 are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
 what backwards need in the tier below (`planner.search.offload_balance`). The one whose lanes end first is taken.
@@ -40,8 +41,10 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
     """Return the knobs on which memory to spare is spent best."""
     options = sizing.options
     inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
+
+    staying = partial(_upgraded, sizing, upgrades=(Sizing.more_staying,), fits=fits)
     if options.activations != "auto" or not demand.kept_bytes:
-        return inputs_first
+        return staying(inputs_first)
 
     def kept(knobs: Knobs) -> Knobs:
         layout = sizing.layout(knobs)
@@ -50,12 +53,16 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
 
     ways = [kept(inputs_first)]
     rates = options.rates if options.leaves_unasked else None
-    if rates is None or _keeps_all(sizing.layout(ways[0])):
-        return ways[0]
+    if rates is None:
+        return staying(ways[0])
 
     def step_s(knobs: Knobs) -> float:
         return phases(sizing.layout(knobs), demand, rates).step_s
 
+    if (stays_first := staying(inputs_first)) is not inputs_first:
+        ways = [min(staying(ways[0]), kept(stays_first), key=step_s)]
+    if _keeps_all(sizing.layout(ways[0])):
+        return ways[0]
     leaving = _upgraded(sizing, knobs, BEFORE_INPUTS, fits)
     if inputs_first.num_kept > leaving.num_kept:
         ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))
@@ -68,7 +75,7 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
     best = ways[0]
     for way in ways[1:]:
         best = way if step_s(way) < ENOUGH * step_s(best) else best
-    return best
+    return staying(best)
 
 
 def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, kept: Kept) -> bool:

@@ -95,7 +95,7 @@ class _Memory:
         gradient_tiles: Sequence[Tensor] = (),
     ) -> None:
         layout, spec = plan.layout, split.spec
-        sizes = (*layout.slot_bytes, *plan.resident_slot_bytes)
+        sizes = (*layout.slot_bytes, *plan.own_slot_bytes)
         self.slots = [device.allocate(size, "slot") for size in sizes]
         sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]

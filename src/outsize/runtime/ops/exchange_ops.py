@@ -2,7 +2,8 @@
 
 The story of a unit, on every rank:
 
-1. A GRAD has put the whole gradient of this rank's microbatches into a host buffer. REDUCE tells the others which of
+1. A GRAD has put the whole gradient of this rank's microbatches into a host buffer. Of several rounds that is the last;
+   what those before summed lies at home, and went up to be summed on. REDUCE tells the others which of
    its tensors got one, and zeroes the rest: it holds anything. Then each rank sends every other the elements which that
    one owns, chunk by chunk, and adds up what it gets, in the order of ranks, into its own share of the gradient at
    home. Squares of that share, tensor by tensor, are kept for the norm.
@@ -215,8 +216,7 @@ class ExchangeOps:
     def _target(self, unit: int, part: range) -> Tensor:
         """Where a chunk of the own share is summed: at home, or on its way to the disk."""
         if isinstance(self._home, HostHome):
-            first = self.own[unit].start
-            return self._home.view(unit, GRADIENT)[part.start - first : part.stop - first]
+            return self._home.part(unit, GRADIENT, part)
         assert self._summed is not None
         return self._summed[: len(part)]
 
@@ -263,10 +263,9 @@ class ExchangeOps:
         mine, plane = parts[self.rank], home.view(unit.index, WEIGHTS)
         size = 0
         if len(mine):
-            first = self.own[unit.index].start
-            changed = home.view(unit.index, GRADIENT).view(plane.dtype)[
-                mine.start - first : mine.stop - first
-            ]
+            own = self.own[unit.index]
+            bits = home.part(unit.index, GRADIENT, own).view(plane.dtype)
+            changed = bits[mine.start - own.start : mine.stop - own.start]
             size = self._delta.encode(changed, self._weight_out)
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._weight_in}
         self._gathering.exchange(dict.fromkeys(sizes, torch.tensor([size])), sizes)

@@ -138,8 +138,7 @@ class OptimizerOps:
             self._count(unit, context)
             return
         assert isinstance(self._home, HostHome)
-        planes = {name: self._home.view(unit.index, name) for name in self.state.planes}
-        planes[WEIGHTS] = planes[WEIGHTS][own.start : own.stop]
+        planes = {name: self._home.part(unit.index, name, own) for name in self.state.planes}
         if self._memory.former is None:
             self._apply(unit, own, planes, context)
         else:

@@ -60,7 +60,7 @@ def options_for(
         may_skip=may_skip(config, spec),
         state=state_layout(config, spec, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels),
         can_part=can_part,
-        round_microbatches=_round_of(config, num_ranks),
+        round_microbatches=_round_of(config),
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,
@@ -187,7 +187,7 @@ def state_layout(
     return found
 
 
-def _round_of(config: Config, num_ranks: int) -> int | None:
+def _round_of(config: Config) -> int | None:
     """Return the microbatches of a round that the user asks for; None where that is the planner's to say.
 
     Raises:
@@ -196,10 +196,6 @@ def _round_of(config: Config, num_ranks: int) -> int | None:
     asked = config.train.round_microbatches
     if asked is None or config.parallel.mode == "ddp":
         return None
-    if num_ranks > 1:
-        raise ConfigError(
-            "train.round_microbatches: of several ranks, each takes all its microbatches in one round; leave it out"
-        )
     if config.optimizer.gradients != "fp32" and asked < config.microbatches:
         raise ConfigError(
             "train.round_microbatches: rounds sum gradients at home, in fp32; leave it out, or optimizer.gradients fp32"

@@ -93,6 +93,11 @@ class Job:
         return self.plan.heap
 
     @property
+    def whole(self) -> tuple[str, ...]:
+        """Planes of which this rank holds all elements whatever it steps."""
+        return self.plan.layout.whole_planes
+
+    @property
     def own(self) -> tuple[range, ...] | None:
         """The elements of each unit that this rank steps; None for all of a single process."""
         group = self.group
