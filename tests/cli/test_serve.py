@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outsize.cli.completions import CompletionHandler, Completions
-from outsize.cli.text_writer import ModelOptions, Writer
+from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.loopback import LoopbackServer
 from patience import PATIENCE_S
 from support import make_model_dir
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def served(model: Path) -> Iterator[tuple[str, Completions]]:
     options = ModelOptions(model=str(model), device="cpu", device_memory="64MiB", home="disk", dtype="fp32")
-    with Writer(options) as writer:
+    with TextWriter(options) as writer:
         completions = Completions(writer, "tiny", 8)
         with LoopbackServer(CompletionHandler, completions) as server:
             yield server.url.removeprefix("http://").rstrip("/"), completions

@@ -18,7 +18,7 @@ from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.loopback import LoopbackHandler
 
 if TYPE_CHECKING:
-    from outsize.cli.text_writer import Writer
+    from outsize.cli.text_writer import TextWriter
     from outsize.wrapped.text import Written
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Completion:
     """What a request asks for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Asked:
     choice: Mapping[str, Any]
 
 
-def read_request(body: bytes, *, is_chat: bool, max_new_tokens: int) -> Asked:
+def read_request(body: bytes, *, is_chat: bool, max_new_tokens: int) -> Completion:
     """Return what a request asks for.
 
     Args:
@@ -90,7 +90,7 @@ def read_request(body: bytes, *, is_chat: bool, max_new_tokens: int) -> Asked:
     }
     if not isinstance(most, int) or most < 1:
         raise DataError(f"max_tokens is {most!r}; it has to be a whole number of at least 1")
-    return Asked(
+    return Completion(
         prompt=_messages(found) if is_chat else _text(found.get("prompt"), "prompt"),
         max_new_tokens=most,
         streams=bool(found.get("stream")),
@@ -135,14 +135,14 @@ class Completions:
         max_new_tokens: where a request does not say.
     """
 
-    def __init__(self, writer: "Writer", name: str, max_new_tokens: int) -> None:
+    def __init__(self, writer: "TextWriter", name: str, max_new_tokens: int) -> None:
         self.name = name
         self.max_new_tokens = max_new_tokens
         self._writer = writer
         self._turn = threading.Lock()
         self._ends = False
 
-    def write(self, asked: Asked, on_text: Callable[[str], None]) -> "tuple[Written, int]":
+    def write(self, asked: Completion, on_text: Callable[[str], None]) -> "tuple[Written, int]":
         """Return what is written, and how many tokens the prompt has; ``on_text`` gets it piece by piece."""
         import torch
 

@@ -12,7 +12,7 @@ import typer
 
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text_writer import ModelOptions, Writer
+from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
@@ -88,7 +88,7 @@ def generate(options: GenerateOptions, output: Output) -> None:
     how = _how(options)
     import torch
 
-    with Writer(options) as writer:
+    with TextWriter(options) as writer:
         torch.manual_seed(options.seed)
         if talks:
 

@@ -9,7 +9,7 @@ import typer
 
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text_writer import ModelOptions, Writer
+from outsize.cli.text_writer import ModelOptions, TextWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ def serve(options: ServeOptions, output: Output) -> None:
     from outsize.cli.completions import CompletionHandler, Completions
     from outsize.loopback import LoopbackServer
 
-    with Writer(options) as writer:
+    with TextWriter(options) as writer:
         name = Path(options.model).name or options.model
         completions = Completions(writer, name, options.max_new_tokens)
         with LoopbackServer(CompletionHandler, completions, options.port) as server:

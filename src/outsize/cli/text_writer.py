@@ -36,7 +36,7 @@ class ModelOptions:
     ] = False
 
 
-class Writer:
+class TextWriter:
     """A model and its tokenizer, open for writing; a context manager."""
 
     def __init__(self, options: ModelOptions) -> None:
@@ -90,7 +90,7 @@ class Writer:
 
         runner_of(self._model).close()
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "TextWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
