@@ -32,6 +32,7 @@ trainer = GRPOTrainer(
         per_device_train_batch_size=4,
         num_generations=2,
         max_completion_length=4,
+        beta=0.1,
         learning_rate=1e-3,
         logging_steps=1,
         bf16=False,

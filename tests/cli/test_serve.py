@@ -93,7 +93,7 @@ def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completion
         (PLAIN, {"prompt": "x", "temperature": "hot"}, 400, "temperature is 'hot'"),
         (PLAIN, {"prompt": "x", "max_tokens": -1}, 400, "at least 1"),
         (PLAIN, {"prompt": "x" * 300, "stream": True}, 400, "positions of the model"),
-        ("/v1/other", {"prompt": "x"}, 501, ""),
+        ("/v1/other", {"prompt": "x"}, 404, ""),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(

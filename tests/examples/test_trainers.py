@@ -37,9 +37,10 @@ def run(lines: list[str], name: str) -> list[float]:
     """Run a script; returns its losses, and its norms of gradients where a trainer wrote them down."""
     made: dict[str, Any] = {"__name__": "__main__"}
     exec(compile("\n".join(lines), f"{name}.py", "exec"), made)
-    for one in ("model", "reference"):
-        if is_wrapped(made.get(one)):
-            outsize.unwrap(made[one])
+    streamed = [made[one] for one in ("model", "reference") if is_wrapped(made.get(one))]
+    assert len(streamed) == sum("outsize.wrap" in line for line in lines)
+    for model in streamed:
+        outsize.unwrap(model)
     log = made["trainer"].state.log_history if "trainer" in made else []
     return [*made["losses"], *(entry["grad_norm"] for entry in log if "grad_norm" in entry)]
 
