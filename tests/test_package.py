@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler for the kernels")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler for the kernels"),
+]
 ROOT = Path(__file__).parent.parent
 CHECK = """
 import json, outsize
@@ -53,7 +56,6 @@ def test_an_archive_and_two_wheels_are_released(released: list[Path]):
     assert platform_wheel.startswith(f"outsize-{version}-py3-none-manylinux_2_")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["without kernels", "with kernels"])
 def test_a_wheel_works_in_an_environment_of_its_own(released: list[Path], number: int, tmp_path: Path):
     """Whose other packages are those of this one, which no index is asked for."""
