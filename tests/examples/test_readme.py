@@ -32,6 +32,6 @@ def test_the_commands_lead_from_nothing_to_a_chat(
     make_model_dir(tmp_path / ".demo" / "model", max_position_embeddings=128)
     assert f"{chats(tmp_path / '.demo' / 'chats.jsonl')} questions" in (ROOT / "README.md").read_text()
     assert status_of(*train[1:], "--device", "cpu") == 0
-    assert "40 steps, loss" in capsys.readouterr().out
+    assert "100 steps, loss" in capsys.readouterr().out
     assert status_of(*generate[1:], "--device", "cpu") == 0
     assert "tokens/s" in capsys.readouterr().err
