@@ -4,7 +4,8 @@ Experts: routing is drawn per token and layer from Zipf's law over that layer's 
 k of each token. A cache holds a share of all experts. When a layer is reached, the experts that the batch has chosen
 must be there, and those missing are moved; then the cache is cut back to its size:
 
-* ``counters``: by access counters that decay, so that what was hot gives way when routing drifts;
+* ``counters``: the cache of `outsize.inference` itself, by access counters that decay, so that what was hot gives way
+  when routing drifts;
 * ``lru``: what was used longest ago goes;
 * ``known``: the counters are the true probabilities, which is the best that anything can do that does not see the
   future, since draws are independent (Aho, Denning and Ullman 1971);
@@ -26,12 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
+from outsize.inference.experts import ExpertCache, Experts
+from outsize.model.sizes.model_spec import TensorSpec, pack_unit
+
 LAYERS, EXPERTS, TOP, STEPS = 4, 64, 4, 150
-HALF_LIVES = 50  # of a counter, in tokens of the sequence
 TARGET = 1.1
 STEP_TOKENS = (16, 128, 1024, 8192, 32768)
 Key = tuple[int, int]
@@ -69,19 +74,44 @@ def by_worth(
     return moved
 
 
+class Layer(nn.Module):
+    """Experts of one number each, which compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.weight = nn.Parameter(torch.zeros(EXPERTS, 1), requires_grad=False)
+
+    def forward(self, top_k_index: torch.Tensor) -> None:
+        pass
+
+
+class CountingSource:
+    """A home that counts the experts which are fetched from it."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+
+    def table(self, unit: int, tensor: TensorSpec) -> None:
+        pass
+
+    def rows(self, unit: int, tensor: TensorSpec, rows: torch.Tensor) -> torch.Tensor:
+        self.moved += len(rows)
+        return torch.zeros(len(rows), 1)
+
+
 def counters(trace: Trace, places: int) -> int:
-    decay = 0.5 ** (1.0 / (HALF_LIVES * LAYERS))
-    count: dict[Key, float] = {}
-    last: dict[Key, int] = {}
-
-    def worth(key: Key, now: int) -> float:
-        return count[key] * decay ** (now - last[key])
-
-    def seen(key: Key, now: int) -> None:
-        count[key] = (worth(key, now) if key in count else 0.0) + 1.0
-        last[key] = now
-
-    return by_worth(trace, places, worth, seen)
+    """Experts moved by the cache that generates."""
+    layers, source = [Layer() for _ in range(LAYERS)], CountingSource()
+    weight = pack_unit(0, "layer", "block", [("weight", (EXPERTS, 1), False, False)]).tensors[0]
+    cache = ExpertCache(
+        [Experts(unit, layer, "top_k_index", {"weight": weight}) for unit, layer in enumerate(layers)], source
+    )
+    cache.shrink(places * layers[0].weight[0].nbytes)
+    with cache.active():
+        for needed in trace:
+            layers[needed[0][0]](torch.tensor([[expert for _, expert in needed]]))
+    return source.moved
 
 
 def lru(trace: Trace, places: int) -> int:

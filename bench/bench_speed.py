@@ -16,8 +16,10 @@ import common
 VARIANTS = ("streamed", "resident-checkpointed", "resident")
 
 
-def build(directory: Path, layers: int, hidden: int, vocabulary: int, num_tokens: int) -> None:
-    """Save a Llama-shaped model with fresh weights, and random tokens for it."""
+def build(
+    directory: Path, layers: int, hidden: int, vocabulary: int, num_tokens: int, dtype: str = "float32"
+) -> None:
+    """Save a Llama-shaped model with fresh weights in ``dtype``, and random tokens for it."""
     import numpy as np
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +35,7 @@ def build(directory: Path, layers: int, hidden: int, vocabulary: int, num_tokens
         max_position_embeddings=1024,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(directory / "model")
+    LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype)).save_pretrained(directory / "model")
     ids = np.random.default_rng(0).integers(0, vocabulary, num_tokens, dtype=np.int32)
     np.save(directory / "tokens.npy", ids)
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def busy_processors():
 @contextmanager
 def planted_host(**counts: float):
     """Have every look at the host see this, per second."""
-    sound = dict.fromkeys(HostSample.model_fields, 0)
+    sound = dict.fromkeys(HostSample.model_fields, 0) | {"cpu_s_by_thread": None}
 
     def sample(_: HostSampler) -> HostSample:
         return HostSample.model_validate({**sound, "span_s": 1.0, **counts})
@@ -94,31 +94,15 @@ def planted_host(**counts: float):
 @contextmanager
 def quota():
     """Move this process into a control group that may use a fifth of a processor."""
-    version_1, version_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-    top = version_1 if version_1.is_dir() else version_2
-    group = top / f"outsize-bench-{os.getpid()}"
-    own = next(
-        line.split(":", 2)[2]
-        for line in Path("/proc/self/cgroup").read_text().splitlines()
-        if line.split(":")[1] in ("cpu", "cpu,cpuacct", "")
-    )
-    try:
-        group.mkdir()
-        if top is version_1:
-            (group / "cpu.cfs_quota_us").write_text("20000")
-        else:
-            (group / "cpu.max").write_text("20000 100000")
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError as error:
-        print(f"no control group can be made ({error}): the quota is planted in the record", flush=True)
-        with planted_host(throttled_s=1.6):
-            yield
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(
+                common.control_group("cpu", {"cpu.cfs_quota_us": "20000"}, {"cpu.max": "20000 100000"})
+            )
+        except OSError as error:
+            print(f"no control group can be made ({error}): the quota is planted in the record", flush=True)
+            stack.enter_context(planted_host(throttled_s=1.6))
         yield
-    finally:
-        (top / own.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
 
 
 def slow_worker() -> AbstractContextManager[Any]:

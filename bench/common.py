@@ -21,7 +21,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -253,6 +253,37 @@ def _proc_fields(path: str) -> dict[str, int]:
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     fields = ((name, rest.split()) for name, rest in pairs)
     return {name: int(words[0]) for name, words in fields if words and words[0].isdigit()}
+
+
+# --- control groups -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def control_group(controller: str, first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[Path]:
+    """Move this process into a control group of its own, and back; yield the directory of the group.
+
+    Args:
+        controller: name of the controller, such as ``memory``.
+        first: what is written to files of the group where the controller is of the first version.
+        second: the same of the second version.
+
+    Raises:
+        OSError: no such group can be made here.
+    """
+    version_1 = Path("/sys/fs/cgroup") / controller
+    top = version_1 if version_1.is_dir() else version_1.parent
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next(path for _, names, path in lines if not names or controller in names.split(","))
+    group = top / f"outsize-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        for name, value in (first if top is version_1 else second).items():
+            (group / name).write_text(value)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield group
+    finally:
+        (top / own.strip("/") / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 # --- processes that are forked --------------------------------------------------------------------

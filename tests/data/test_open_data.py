@@ -226,13 +226,13 @@ def test_the_cache_is_reused_until_something_changes(tmp_path, make, tokenizer, 
     assert opened() == first
     assert opened(seed=5) == first
     assert not calls
-    for options in ({"eos": False}, {"which": make(bos=True)}, {"format": "text"}):
+    for options in ({"which": make(bos=True)}, {"format": "text"}):
         opened(**options)
         assert calls
     os.utime(path, ns=(1, 1))
     assert opened() == first
     assert calls
-    assert len(os.listdir(cache_dir)) == 5
+    assert len(os.listdir(cache_dir)) == 4
 
 
 def test_an_unwritable_cache(tmp_path, tokenizer):
@@ -546,11 +546,11 @@ def test_prompts_and_completions_of_messages_are_masked_as_trl_does(
     ]
     completion = [{"role": "assistant", "content": "trained"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
-    with open_small(path, tokenizer, cache_dir, seq_len=128, pack="none", eos=False) as dataset:
+    with open_small(path, tokenizer, cache_dir, seq_len=128, pack="none") as dataset:
         batch = dataset.batch(0, 1)
         assert dataset.detected.format == "prompt_completion"
     opened = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
-    whole = tokenizer.apply_chat_template([*prompt, *completion])["input_ids"]
+    whole = [*tokenizer.apply_chat_template([*prompt, *completion])["input_ids"], EOS]
     count = int(batch.attention_mask.sum())
     assert batch.input_ids[0, :count].tolist() == whole
     assert batch.labels[0, :count].tolist() == [IGNORED] * len(opened) + whole[len(opened) :]

@@ -228,6 +228,7 @@ def step(number, **changes):
         "update_s": 0.8,
         "data_s": 0.0,
         "cpu_s": 3.8,
+        "slowed_s": 0.05,
         "host": host(),
         "mfu": 0.35,
         "rss_bytes": 6 * GIB,

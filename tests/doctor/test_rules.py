@@ -233,6 +233,26 @@ SHOWN = {
         "compute reaches 2.0% of the device's peak while it works, 99% of a step, with 2048 tokens",
         lambda d: run(d, mfu=0.02, stall_s={}),
     ),
+    "compute-slowed": (
+        "warning",
+        "compute takes 600 ms of a step longer than its units took alone; per second other lanes had 0.35 s of a "
+        "processor, 50,000 pages were handed out, and the system's kernel took 0.2 s",
+        lambda d: starved(
+            d,
+            slowed_s=0.6,
+            host=host(
+                cpu_s_by_thread={
+                    "compute:w0": 1.8,
+                    "host": 0.4,
+                    "up:w0": 0.3,
+                    "native": 1.7,
+                    "MainThread": 0.1,
+                },
+                minor_faults=100_000,
+                kernel_cpu_s=0.4,
+            ),
+        ),
+    ),
     "dtype-slow": (
         "warning",
         "products in bf16 reach 20 GFLOP/s on this processor, in fp32 90",
@@ -546,6 +566,11 @@ def test_a_host_that_is_short_of_something_is_seen_in_the_run(rule, changes, evi
 )
 def test_a_run_that_has_its_processors_is_not_starved(changes, tmp_path):
     assert "cores-taken" not in found(starved(tmp_path, **changes))
+
+
+def test_compute_that_others_slow_is_put_down_to_them(tmp_path):
+    others = host(queued_s=3.0, others_cpu_s=6.8)
+    assert "compute-slowed" not in found(starved(tmp_path, cpu_s=0.8, slowed_s=0.6, host=others))
 
 
 def test_what_pageable_copies_cost_is_told_where_both_were_measured(tmp_path):

@@ -13,13 +13,15 @@ CPU = min(os.sched_getaffinity(0))
 HZ, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
-def kernel(*, ticks=0, stolen=0, queued_ns=0, throttled_ns=0, pressure_us=0, swapped=0, threads=(7, 8)):
+def kernel(
+    *, ticks=0, stolen=0, cpu_ns=0, queued_ns=0, throttled_ns=0, pressure_us=0, swapped=0, threads=(7, 8)
+):
     """The files of a kernel, with a control group of version 1 that has a quota."""
     return {
         "proc/stat": f"cpu 9 9 9 9 9 9 9 9 0 0\ncpu{CPU} {ticks} 0 0 5 0 0 0 {stolen} 0 0\ncpu9999 7 0 0 0 0 0 0 0\n",
         "proc/pressure/memory": f"some avg10=0.00 avg60=0.00 avg300=0.00 total={pressure_us}\nfull total=5\n",
         "proc/vmstat": f"nr_free_pages 5\npswpin {swapped}\npswpout 3\n",
-        **{f"proc/self/task/{thread}/schedstat": f"123 {queued_ns} 4\n" for thread in threads},
+        **{f"proc/self/task/{thread}/schedstat": f"{cpu_ns} {queued_ns} 4\n" for thread in threads},
         "proc/self/cgroup": "2:cpu,cpuacct:/docker/abc\n",
         "sys/fs/cgroup/cpu/docker/abc/cpu.stat": f"nr_throttled 3\nthrottled_time {throttled_ns}\n",
     }
@@ -39,6 +41,7 @@ def test_a_look_tells_what_was_counted_since_the_one_before(tmp_path, clock):
         kernel(
             ticks=50 + 10_000 * HZ,
             stolen=5 + 2 * HZ,
+            cpu_ns=10**9,
             queued_ns=3 * 10**9,
             throttled_ns=10**9,
             pressure_us=500_000,
@@ -50,6 +53,7 @@ def test_a_look_tells_what_was_counted_since_the_one_before(tmp_path, clock):
     found = sampler.sample()
     assert found.span_s == 2.0
     assert found.queued_s == 9.0  # that of a new thread, too
+    assert found.cpu_s_by_thread == {host.NATIVE: 3.0}
     assert 9_000 < found.others_cpu_s <= 10_000  # less what this process had itself
     assert found.stolen_cpu_s == pytest.approx(2.0)
     assert found.throttled_s == 1.0
@@ -79,7 +83,9 @@ def test_a_kernel_that_tells_nothing_is_no_error(tmp_path, clock):
     sampler = HostSampler(tmp_path)
     clock[0] += 1.0
     found = sampler.sample().model_dump()
-    assert {name for name, value in found.items() if value is not None} == {"span_s", "major_faults"}
+    assert {name for name, value in found.items() if value is not None} == {
+        "span_s", "kernel_cpu_s", "major_faults", "minor_faults",
+    }  # fmt: skip
 
 
 def test_this_kernel_is_read(clock):

@@ -40,7 +40,7 @@ def beats(run_dir: Path):
 
 def test_every_line_is_what_the_schema_says(beats):
     for beat in beats:
-        Line.model_validate_json(json.dumps(beat))
+        assert Line.model_validate_json(json.dumps(beat)).slowed_s is not None
 
 
 def test_waits_add_up_to_the_idle_time_of_every_compute_lane(beats):

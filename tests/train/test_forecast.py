@@ -87,6 +87,28 @@ def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_compute_is_slowed_by_what_it_takes_longer_than_its_units_alone(tmp_path, monkeypatch):
+    config = make_run(tmp_path, memory={"home": "host", "activations": "recompute"})
+    timed, of_units = rates._times, []
+
+    def times(prepared, pace):
+        found, flops = timed(prepared, pace)
+        of_units.append(found)
+        return found, flops
+
+    monkeypatch.setattr(rates, "_times", times)
+    _, found = foresee(config)
+    assert found is not None
+    (alone,) = of_units
+    microbatch_s = sum(
+        (*alone.forward_s[:-1], *alone.backward_s)
+    )  # the last unit goes forward in its backward
+    assert found.alone_s == pytest.approx(config.train.microbatches * microbatch_s)
+    busy_s = {"compute:w0": found.alone_s + 0.5, "host": 9.0}
+    assert found.slowed_s(busy_s) == pytest.approx(0.5)
+    assert found.slowed_s({"compute:w0": found.alone_s / 2}) == 0.0
+
+
 def test_a_large_state_has_its_disk_timed_and_nothing_stays_there(tmp_path, monkeypatch):
     config = make_run(tmp_path, memory={"home": "disk"})
     prepared = prepare(config, tmp_path, lambda _: None)

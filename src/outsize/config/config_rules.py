@@ -10,7 +10,19 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters, _evaluation, _packing, _loss)
+    rules = (
+        _portions,
+        _warmup,
+        _prefetch,
+        _lora,
+        _settings,
+        _clip,
+        _masters,
+        _evaluation,
+        _packing,
+        _window,
+        _loss,
+    )
     return [line for rule in rules for line in rule(config)]
 
 
@@ -118,3 +130,18 @@ def _packing(config: "Config") -> list[str]:
             "model.attention: sdpa, or data.pack: none"
         ]
     return []
+
+
+def _window(config: "Config") -> list[str]:
+    """An order within windows knows no end of the data, and is of one source."""
+    data, whole = config.data, "needs all data tokenised before the run begins; leave data.window out"
+    if data.window is None:
+        return []
+    refused = {
+        "data.pack": data.pack != "stream",
+        "data.more": bool(data.more),
+        "data.weight": data.weight != 1,
+        "train.epochs": config.train.epochs is not None,
+        "eval.split": bool(config.eval.split),
+    }
+    return [f"data.window: {key} {whole}" for key, is_set in refused.items() if is_set]

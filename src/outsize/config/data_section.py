@@ -76,6 +76,13 @@ class DataConfig(SourceConfig):
         "across documents; documents: as many whole ones as a sequence has room for, attention stops at each border "
         "and positions begin anew; none: one document makes one sequence, padded, and what is longer is cut.",
     )
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sequences within which the order is drawn; null draws it over all data, which are tokenised "
+        "before the run begins. With a number, sequences come in the order of the files, those of a window in any "
+        "order, and the run begins when the first window is tokenised: the rest is while it trains.",
+    )
     prefetch: int = Field(
         default=2,
         ge=1,

@@ -143,7 +143,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("model.path", "model.dtype", "model.attention", "model.freeze"), _ALWAYS),
     "model.trust_remote_code": _ALWAYS,
     **dict.fromkeys(("data.path", "data.format", "data.seq_len", "data.pack"), _ALWAYS),
-    "data.prefetch": _ALWAYS,
+    **dict.fromkeys(("data.prefetch", "data.window"), _ALWAYS),
     "data.workers": (
         ("data.prefetch has one batch made at a time", lambda case: case.config.data.prefetch == 1),
     ),

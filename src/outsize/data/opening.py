@@ -12,6 +12,7 @@ from outsize.choices import Packing
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
+from outsize.data.growing import GrowingTokens, Told
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
@@ -21,6 +22,7 @@ from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import FORMATS, FormatName
 from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, write_index
 from outsize.data.tokens import TokenStore
+from outsize.data.windowed import WindowedDataset
 from outsize.data.writer import TokenWriter
 from outsize.errors import ConfigError, DataError
 from outsize.runtime.device.allocator import trim
@@ -55,10 +57,10 @@ def open_data(
     cache_dir: str | Path,
     seed: int = 0,
     pack: Packing = "stream",
-    eos: bool = True,
     template: str | None = None,
     limits: ModelLimits = ModelLimits(),
     progress: Progress | None = None,
+    window: int | None = None,
 ) -> PackedDataset:
     """Open a data set for causal language model training, tokenising it first unless that was done before.
 
@@ -71,10 +73,11 @@ def open_data(
         seed: of the order of sequences.
         pack: how documents become sequences: ``stream``, end to end; ``documents``, several whole ones kept apart; or
             ``none``, one per sequence, cut or padded.
-        eos: end documents with the EOS token.
         template: of conversations, see `ChatTemplate`.
         limits: what the model takes.
         progress: called with (bytes of a source's files read, bytes in all) while tokenising.
+        window: draw the order within windows of so many sequences, and return when the first is tokenised; None draws
+            it over all of them. Of one source that is packed as a stream.
 
     Raises:
         ConfigError: a value that cannot be, e.g. ``seq_len`` above ``max_positions``.
@@ -84,21 +87,33 @@ def open_data(
     """
     corpora = _as_corpora(source)
     _check_limits(tokenizer, corpora, seq_len, limits)
-    making = _Making(tokenizer, Path(cache_dir), eos, template, limits.vocab_size, progress)
+    if window is not None:
+        _check_is_one_stream(corpora, pack)
+    making = _Making(
+        tokenizer, Path(cache_dir), template, limits.vocab_size, progress, grows=window is not None
+    )
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
         found: list[Detected] = []
         for corpus in corpora:
             store, detected = making.open(corpus)
             unless_used.callback(store.close)
-            _check_ids(detected, limits.vocab_size)
+            _check_ids(detected.max_token_id, limits.vocab_size)
             layout = _laid_out(store, pack, seq_len, detected.num_trained_tokens, _pad_id(tokenizer))
             layouts.append(_part_of(layout, corpus, seed))
             found.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
         whole = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
+        dataset = PackedDataset(whole, found, seq_len=seq_len, seed=seed)
+        if window is not None and isinstance(whole, Packed):
+            dataset = WindowedDataset(whole, found, seq_len=seq_len, seed=seed, window=window)
         unless_used.pop_all()
-        return PackedDataset(whole, found, seq_len=seq_len, seed=seed)
+        return dataset
+
+
+def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
+    if pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1:
+        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
 
 
 def _laid_out(
@@ -138,10 +153,10 @@ class _Making:
 
     tokenizer: "PreTrainedTokenizerBase | None"
     cache_dir: Path
-    eos: bool
     template: str | None
     vocab_size: int | None
     progress: Progress | None
+    grows: bool
 
     def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
         """Return the tokens of a source, and what was found in the source."""
@@ -159,33 +174,53 @@ class _Making:
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
         return store, store.detected
 
-    def _cached(self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase") -> CachedTokens:
-        masked = reader.detect() != "text"
+    def _cached(
+        self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase"
+    ) -> CachedTokens | GrowingTokens:
         encoder = Encoder(
             tokenizer,
-            eos=self.eos,
-            masked=masked,
+            eos=True,
+            masked=reader.detect() != "text",
             template=self.template,
             forgive=reader.forgive,
         )
         if _mask_source(reader, encoder) == "fallback template":
             logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
-        options = {**reader.corpus.options(), "eos": self.eos}
+        options = reader.corpus.options()
         entry = self.cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
         if (entry / "index.json").exists():
             logger.info("reusing tokenised data in %s", entry)
             return CachedTokens(entry)
+        if self.grows:
+            return GrowingTokens(lambda told: self._write(entry, reader, encoder, tokenizer, told))
+        self._write(entry, reader, encoder, tokenizer, lambda *_: None)
+        return CachedTokens(entry)
+
+    def _write(
+        self,
+        entry: Path,
+        reader: DocumentReader,
+        encoder: Encoder,
+        tokenizer: "PreTrainedTokenizerBase",
+        told: Told,
+    ) -> None:
+        """Tokenise all documents into ``entry``."""
         with new_entry(entry) as directory, ExitStack() as files:
-            writer = TokenWriter(directory, masked=masked, files=files)
+            writer = TokenWriter(directory, masked=reader.detect() != "text", files=files)
+
+            def detect() -> Detected:
+                return _detect(reader, writer, encoder, tokenizer)
+
             for encoded_batch in _encoded_ahead(encoder, reader):
                 for encoded in encoded_batch:
                     writer.append(encoded)
+                _check_ids(writer.max_token_id, self.vocab_size)
                 if self.progress is not None:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
+                told(directory, writer, detect)
             writer.sync()
-            write_index(directory, _detect(reader, writer, encoder, tokenizer))
+            write_index(directory, detect())
         trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
-        return CachedTokens(entry)
 
 
 def _check_limits(
@@ -209,12 +244,10 @@ def _check_limits(
         )
 
 
-def _check_ids(detected: Detected, vocab_size: int | None) -> None:
+def _check_ids(max_token_id: int, vocab_size: int | None) -> None:
     """Check the ids themselves: a tokenizer may number its tokens with gaps."""
-    if vocab_size is not None and detected.max_token_id >= vocab_size:
-        raise DataError(
-            f"token id {detected.max_token_id} is outside the {vocab_size} rows of the model's embedding"
-        )
+    if vocab_size is not None and max_token_id >= vocab_size:
+        raise DataError(f"token id {max_token_id} is outside the {vocab_size} rows of the model's embedding")
 
 
 def _size_of(tokenizer: "PreTrainedTokenizerBase | None") -> int:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
+from outsize.data.growing import reach
 from outsize.data.permute import SeededPermutation
 from outsize.data.recycled import RecycledArrays
 from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
@@ -26,7 +27,7 @@ from outsize.errors import ConfigError, DataError
 # Positions whose order is worked out at once: 32 KiB of numbers.
 _BLOCK = 4096
 # Sequences that are looked at to tell a data set from another.
-_NUM_COMPARED = 64
+NUM_COMPARED = 64
 
 
 class PackedLayout(Protocol):
@@ -58,28 +59,36 @@ class Packed:
         store: the tokens.
         seq_len: tokens of a sequence.
         num_trained: tokens of the store that are targets; None for all.
+
+    Attributes:
+        store: the tokens.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, num_trained: int | None = None) -> None:
-        self._store = store
+        self.store = store
         self._seq_len = seq_len
         self._num_trained = store.num_tokens if num_trained is None else num_trained
         self._arrays = RecycledArrays()
-        self.num_sequences = store.num_tokens // seq_len
-        if not self.num_sequences:
+        total = reach(store, seq_len)
+        if total is not None and total < seq_len:
             other = "" if store.num_documents is None else ", or set data.pack to documents or none"
             raise DataError(
-                f"the data set holds {store.num_tokens} tokens, fewer than one sequence of {seq_len}; "
+                f"the data set holds {total} tokens, fewer than one sequence of {seq_len}; "
                 f"use more data, or lower data.seq_len{other}"
             )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences per epoch."""
+        return self.store.num_tokens // self._seq_len
 
     def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
         """Return the sequences of these numbers, the same in every epoch."""
         ids, labels = (self._arrays.take(len(indices), self._seq_len) for _ in range(2))
         starts = [index * self._seq_len for index in indices.tolist()]
-        self._store.read_rows(starts, ids, labels)
+        self.store.read_rows(starts, ids, labels)
         for row, start in enumerate(starts):
-            trained = self._store.read_trained(start, self._seq_len)
+            trained = self.store.read_trained(start, self._seq_len)
             if trained is None:
                 break  # no mask for one, no mask for any
             labels[row, ~trained] = IGNORED
@@ -88,8 +97,8 @@ class Packed:
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: all but the remainder."""
         num_tokens = self.num_sequences * self._seq_len
-        rest = self._store.num_tokens - num_tokens
-        trained = self._store.read_trained(num_tokens, rest)
+        rest = self.store.num_tokens - num_tokens
+        trained = self.store.read_trained(num_tokens, rest)
         return KeptTokens(
             num_tokens=num_tokens,
             num_trained=self._num_trained - int(rest if trained is None else trained.sum()),
@@ -97,11 +106,11 @@ class Packed:
 
     def documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield lengths of documents and their targets: none is cut off, as a document goes on in the next sequence."""
-        return iter(()) if self._store.num_documents is None else kept_documents(self._store, None)
+        return iter(()) if self.store.num_documents is None else kept_documents(self.store, None)
 
     def close(self) -> None:
         """Give the files back."""
-        self._store.close()
+        self.store.close()
 
 
 class DocumentLayout:
@@ -180,7 +189,6 @@ class PackedDataset:
         found: what was found, source by source.
         detected: the first of that.
         seq_len: tokens per sequence.
-        num_sequences: sequences per epoch.
     """
 
     def __init__(
@@ -192,11 +200,15 @@ class PackedDataset:
         self.found = [detected] if isinstance(detected, Detected) else list(detected)
         self.detected = self.found[0]
         self.seq_len = seq_len
-        self.num_sequences = layout.num_sequences
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences per epoch."""
+        return self._layout.num_sequences
 
     def describe(self, kept: KeptTokens | None = None) -> str:
         """Return what a command prints of the data: what was found, and what is lost of it."""
-        kept = kept or self._layout.kept()
+        kept = kept or self.kept()
         lines = [f"  {line}" for line in kept.lines(self.seq_len)]
         return "\n".join([*(found.describe() for found in self.found), *lines])
 
@@ -210,14 +222,11 @@ class PackedDataset:
 
     def identity(self) -> dict[str, object]:
         """Return what tells these sequences from others, wherever their files lie: how many, and a hash of some."""
-        numbers = np.linspace(0, self.num_sequences - 1, min(self.num_sequences, _NUM_COMPARED)).astype(
-            np.int64
-        )
-        batch = self._layout.batch(numbers, np.zeros_like(numbers))
-        digest = hashlib.blake2b(digest_size=8)
-        for tensor in (batch.input_ids, batch.labels):
-            digest.update(tensor.numpy().tobytes())
-        return {"sequences_per_epoch": self.num_sequences, "digest": digest.hexdigest()}
+        numbers = np.linspace(0, self.num_sequences - 1, min(self.num_sequences, NUM_COMPARED))
+        return {
+            "sequences_per_epoch": self.num_sequences,
+            "digest": self._digest(numbers.astype(np.int64)),
+        }
 
     def batch(self, step: int, num_sequences: int) -> Batch:
         """Return the batch of ``step`` (from 0); a pure function of its arguments, the data and the seed.
@@ -239,8 +248,8 @@ class PackedDataset:
         numbers = np.arange(first, first + count, dtype=np.int64)
         return self._layout.batch(numbers, np.zeros_like(numbers))
 
-    def epoch(self, step: int, num_sequences: int) -> float:
-        """Return how many times the data was used before ``step``, e.g. 1.5."""
+    def epoch(self, step: int, num_sequences: int) -> float | None:
+        """Return how many times the data was used before ``step``, e.g. 1.5; None where that is not known."""
         return step * num_sequences / self.num_sequences
 
     def close(self) -> None:
@@ -254,6 +263,14 @@ class PackedDataset:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _digest(self, numbers: NDArray[np.int64]) -> str:
+        """Return a hash of these sequences."""
+        batch = self._layout.batch(numbers, np.zeros_like(numbers))
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (batch.input_ids, batch.labels):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def _drawn(self, run_positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the sequences that the run draws at these positions, and the epoch of each."""

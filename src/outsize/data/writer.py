@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +58,16 @@ class TokenWriter:
         masks = [e.trained for e in self._first if e.trained is not None]
         return ids, np.concatenate(masks)[:EXAMPLE_TOKENS] if masks else None
 
+    def flush(self) -> None:
+        """Let others read what was written."""
+        for file in self._files():
+            file.flush()
+
     def sync(self) -> None:
         """Bring what was written to the disk."""
-        for file in (self._tokens, self._ends, self._trained):
-            if file is not None:
-                file.flush()
-                system().fsync(file.fileno())
+        for file in self._files():
+            file.flush()
+            system().fsync(file.fileno())
+
+    def _files(self) -> list[BinaryIO]:
+        return [file for file in (self._tokens, self._ends, self._trained) if file is not None]

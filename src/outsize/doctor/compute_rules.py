@@ -1,14 +1,18 @@
 """What compute loses while it works."""
 
+from outsize.doctor.contention import cores_taken, throttled
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import Seen
 from outsize.hardware.streaming import slower_than_fp32
+from outsize.units import format_seconds
 
 # Below this many tokens per visit of a weight, reading it takes longer than multiplying by it: FLOP/s over bytes/s,
 # times bytes per weight, over the 2 FLOPs per token. 10 to 20 on a CPU, 100 to 300 on GPUs of today in bf16.
 _ENOUGH_TOKENS = 128
 # Share of the peak that blocks of a model reach where they are large enough; data sheets' peaks are hard to come by.
 _EFFICIENT = 0.3
+# Share of a step that compute takes longer than alone: units are timed for a moment, to a tenth.
+_SLOWED = 0.15
 
 
 def tiny_microbatch(facts: Facts) -> Seen | None:
@@ -41,6 +45,32 @@ def slow_compute(facts: Facts) -> Seen | None:
         expected=f"{_EFFICIENT:.0%} and more with so many tokens",
         gain_share=1 - efficiency / _EFFICIENT,
     )
+
+
+def slowed_compute(facts: Facts) -> Seen | None:
+    """Compute takes longer than its units took alone, and no other process is why."""
+    run = facts.run
+    if all(step.get("slowed_s") is None for step in run.steps):
+        raise LackingError("slowed_s in the heartbeat: units were not timed, or it is of an older version")
+    share = run.mean("slowed_s") / run.mean("seconds")
+    if share < _SLOWED or cores_taken(facts) or throttled(facts):
+        return None
+    beside = sum(seconds for name, seconds in run.threads_per_s().items() if _is_beside(name))
+    faults, kernel = run.host_per_s("minor_faults") or 0.0, run.host_per_s("kernel_cpu_s") or 0.0
+    return Seen(
+        evidence=(
+            f"compute takes {format_seconds(run.mean('slowed_s'))} of a step longer than its units took alone; "
+            f"per second other lanes had {beside:.2g} s of a processor, {faults:,.0f} pages were handed out, and the "
+            f"system's kernel took {kernel:.2g} s"
+        ),
+        expected=f"compute that is slowed for less than {_SLOWED:.0%} of a step",
+        gain_share=share,
+    )
+
+
+def _is_beside(thread: str) -> bool:
+    """Return whether a thread is one of a lane that does not compute."""
+    return not thread.startswith(("compute:", "MainThread", "native"))
 
 
 def slow_dtype(facts: Facts) -> Seen | None:

@@ -461,6 +461,20 @@ RULES: Final[tuple[Rule, ...]] = (
         limits="slow compute",
     ),
     Rule(
+        id="compute-slowed",
+        part="run",
+        look=compute_rules.slowed_compute,
+        causes=(
+            "on a CPU, lanes that copy, sum and step on the processors that compute",
+            "memory that is given back and taken again: pages handed out",
+            "a device that becomes slower when it is warm",
+        ),
+        fix="where pages are many, a larger memory.device_memory: memory that steps free is then kept; where other "
+        "lanes take the processors, a home in host memory, or weights that cross as they are",
+        verify="slowed_s, and cpu_s_by_thread and minor_faults of host, in heartbeat.jsonl",
+        limits="compute that other lanes slow",
+    ),
+    Rule(
         id="dtype-slow",
         part="compute",
         look=compute_rules.slow_dtype,

@@ -96,6 +96,16 @@ class RunRecord:
         span_s = sum(look["span_s"] for look in looks)
         return sum(look[name] for look in looks) / span_s if span_s else None
 
+    def threads_per_s(self) -> dict[str, float]:
+        """Return seconds of a processor that threads had per second, by name, over all steps that were looked at."""
+        looks = [look for step in self.steps if (look := step.get("host")) and look.get("cpu_s_by_thread")]
+        totals: defaultdict[str, float] = defaultdict(float)
+        for look in looks:
+            for name, seconds in look["cpu_s_by_thread"].items():
+                totals[name] += seconds
+        span_s = sum(look["span_s"] for look in looks)
+        return {name: seconds / span_s for name, seconds in totals.items()}
+
     def lane_s(self, name: str) -> dict[str, float]:
         """Return mean seconds per typical step by lane, of ``busy_s`` or ``stall_s``."""
         totals: defaultdict[str, float] = defaultdict(float)

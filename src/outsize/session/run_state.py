@@ -139,10 +139,15 @@ def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, 
     if all(former.get(key, value) == value for key, value in data.items()):
         return
     raise ConfigError(
-        f"{where} belongs to a run over other data: {former.get('sequences_per_epoch')} sequences per epoch, and here "
-        f"{data.get('sequences_per_epoch')}, or others in them (data.*); resume with the former data, or start a run "
-        "from these weights: model.path with a checkpoint of the run, and another train.run_dir"
+        f"{where} belongs to a run over other data: {_extent(former)}, and here {_extent(data)}, or others in them "
+        "(data.*); resume with the former data, or start a run from these weights: "
+        "model.path with a checkpoint of the run, and another train.run_dir"
     )
+
+
+def _extent(data: Mapping[str, Any]) -> str:
+    window = data.get("sequences_per_window")
+    return f"data.window={window}" if window else f"{data.get('sequences_per_epoch')} sequences per epoch"
 
 
 def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:

@@ -53,6 +53,14 @@ class HostSample(Part):
     """What the kernel counted of a host that may be short of something; null for what it does not tell."""
 
     span_s: Seconds = Field(description="s that it was counted over: since the line before that has it")
+    cpu_s_by_thread: ByLane | None = Field(
+        default=None,
+        description="processor s of the threads of this process by name; those of lanes have the lane's, and "
+        "those that libraries started for kernels are `native` together",
+    )
+    kernel_cpu_s: Seconds | None = Field(
+        default=None, description="processor s of this process that the system's kernel took for it"
+    )
     queued_s: Seconds | None = Field(
         description="s that threads of this process were ready to run and had no processor, added up over threads"
     )
@@ -71,6 +79,11 @@ class HostSample(Part):
     swapped_in_bytes: Bytes | None = Field(description="read back from swap, by all processes")
     major_faults: int = Field(
         ge=0, description="pages of this process that had to be read from a disk, a network or swap"
+    )
+    minor_faults: int | None = Field(
+        default=None,
+        ge=0,
+        description="pages of this process that were handed out, or mapped, without reading",
     )
 
 
@@ -135,6 +148,11 @@ class Line(Part):
         description="s of the step before it asked for its batch: progress, telemetry, what a checkpoint needs"
     )
     cpu_s: Seconds = Field(description="s of processor time of the process, over all threads")
+    slowed_s: Seconds | None = Field(
+        default=None,
+        description="s that compute lanes took longer than their units did alone, before the first step; null where "
+        "these were not timed",
+    )
     num_compute_ops: int = Field(ge=0, description="ops that compute, over all workers")
     tiers: dict[str, Tier] = Field(
         description="`used_bytes`, `high_water_bytes` and `budget_bytes` of each tier, by the ledger"

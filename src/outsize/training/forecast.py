@@ -9,7 +9,7 @@ the directory of the run holds two files:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.program.ops import COMPUTE_KINDS
 from outsize.planner.simulate.comparison import Comparison, Steps, compare
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.simulate.crowding import crowded
 from outsize.planner.simulate.recalibrate import Trace, read_trace
+from outsize.planner.simulate.simulator import CostModel
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.allocator import trim
@@ -45,6 +47,7 @@ class Forecast:
     Attributes:
         planned: the step, as the simulator takes it.
         step_s: seconds of a step: predicted before the run, from its own trace as soon as there is one.
+        alone_s: seconds that compute lanes take in a step where nothing runs beside them, as units were timed.
         comparison: of prediction and measurement, as soon as there is one.
     """
 
@@ -59,7 +62,10 @@ class Forecast:
             kept_bytes=kept_bytes(prepared.measured),
             net_bytes_per_s=rates.net_bytes_per_s,
         )
-        beside_lanes = self._beside_lanes(prepared, rates)
+        alone = self.planned.costs(self._machine, rates.times, coarse=False)
+        compute = (op for op in prepared.plan.program if op.kind in COMPUTE_KINDS)
+        self.alone_s = sum(alone.cost_of(op).seconds for op in compute)
+        beside_lanes = self._beside_lanes(prepared, rates, alone)
         self.predicted: Steps = self.planned.expect(self.planned.costs(self._machine, beside_lanes))
         self.step_s = self.predicted.step_s
         self.comparison: Comparison | None = None
@@ -67,18 +73,23 @@ class Forecast:
         self._windows: list[Window] = []
         self._events: list[Any] = []
 
-    def _beside_lanes(self, prepared: Job, rates: Rates) -> UnitTimes:
+    def _beside_lanes(self, prepared: Job, rates: Rates, alone: CostModel) -> UnitTimes:
         """Return what units take while lanes compute beside them, where those are threads of the same cores."""
         if not math.isfinite(rates.cores):
             return rates.times
         return crowded(
             rates.times,
             prepared.plan.program,
-            self.planned.costs(self._machine, rates.times, coarse=False),
+            alone,
             cores=rates.cores,
             threads=torch.get_num_threads(),
             core_s_per_byte=rates.core_s_per_byte,
         )
+
+    def slowed_s(self, busy_s: Mapping[str, float]) -> float:
+        """Return by how many seconds compute lanes, busy for ``busy_s``, took longer than their units took alone."""
+        computed_s = sum(seconds for lane, seconds in busy_s.items() if lane.startswith("compute:"))
+        return max(0.0, computed_s - self.alone_s)
 
     def step_ended(self, window: Window, timeline: Timeline) -> bool:
         """Take note of a step; returns whether it was the last that is compared."""

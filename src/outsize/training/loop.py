@@ -67,14 +67,14 @@ class Run:
     bytes_read: int = 0
     bytes_written: int = 0
     stopped_early: bool = False
-    sequences_per_epoch: int = 0
+    epoch_after: Callable[[int], float | None] = lambda _: None
     _known_s: float = field(default_factory=time.monotonic)
     _unwritten: tuple[StepRecord, StepOutcome] | None = None
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
-        self.sequences_per_epoch = dataset.num_sequences
+        self.epoch_after = lambda step: dataset.epoch(step, self.config.sequences_per_step)
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
             device = self.prepared.machine.device
@@ -212,10 +212,12 @@ class Run:
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()
         failed = {"failed_saves": self.saver.num_failed, "failed_writers": self.writers.num_failed}
+        known = self.accounts.record(outcome, timeline, self.position.skipped, failed)
         record = replace(
-            self.accounts.record(outcome, timeline, self.position.skipped, failed),
+            known,
+            slowed_s=None if self.forecast is None else self.forecast.slowed_s(known.busy_s),
             num_steps=self.config.train.steps,
-            epoch=self.position.step * self.config.sequences_per_step / self.sequences_per_epoch,
+            epoch=self.epoch_after(self.position.step),
         )
         self._unwritten = record, outcome
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):

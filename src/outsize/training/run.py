@@ -144,7 +144,8 @@ def _train(
     check_evaluates(config, prepared)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
     config, prepared = _over_epochs(config, prepared, dataset, announce)
-    asked = asked.over(dataset.num_sequences)
+    if asked.train.epochs is not None:
+        asked = asked.over(dataset.num_sequences)
     if (done := _done(config, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     _check_goes_on(config, dataset, resumed, record, ranks)

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,10 @@ from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.model.build import load_hf_config
 from outsize.storage.directory import needed_directory
+from outsize.units import format_bytes
+
+# Between two lines that tell how much is tokenised.
+SAY_EVERY_S = 10.0
 
 
 class ModelFiles(Protocol):
@@ -53,7 +58,7 @@ def open_dataset(
         ConfigError: sequences are longer than the model takes.
     """
     with contextlib.ExitStack() as unless_used:
-        dataset = unless_used.enter_context(_open(config, model, run_dir, measured))
+        dataset = unless_used.enter_context(_open(config, model, run_dir, measured, announce))
         kept = dataset.kept()
         if measured and config.eval.split:
             announce(f"held out for evaluation: {dataset.num_sequences:,} sequences")
@@ -64,7 +69,22 @@ def open_dataset(
     return dataset
 
 
-def _open(config: Config, model: ModelFiles, run_dir: Path, measured: bool) -> PackedDataset:
+def _tokenising(announce: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Return what tells from time to time how much of a source is tokenised."""
+    said_s = time.monotonic()
+
+    def progress(num_read: int, num_bytes: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= SAY_EVERY_S:
+            said_s = time.monotonic()
+            announce(f"tokenised {num_read / max(1, num_bytes):.0%} of {format_bytes(num_bytes)}")
+
+    return progress
+
+
+def _open(
+    config: Config, model: ModelFiles, run_dir: Path, measured: bool, announce: Callable[[str], None]
+) -> PackedDataset:
     corpora = corpora_of(config, measured=measured)
     is_tokens = [
         corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob).container == "tokens"
@@ -82,6 +102,8 @@ def _open(config: Config, model: ModelFiles, run_dir: Path, measured: bool) -> P
             seed=config.train.seed,
             pack=config.data.pack,
             template=config.data.template,
+            window=None if measured else config.data.window,
+            progress=_tokenising(announce),
             limits=ModelLimits(
                 max_positions=getattr(text_config, "max_position_embeddings", None),
                 vocab_size=getattr(text_config, "vocab_size", None),
@@ -150,6 +172,7 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         OutsizeError: what would keep the data from being used.
     """
+    config = config.model_copy(update={"data": config.data.model_copy(update={"window": None})})
     files = _Files(
         locate_checkpoint(config.model.path),
         load_hf_config(config.model.path, config.model.trust_remote_code),

@@ -40,6 +40,7 @@ class StepRecord:
     data_s: float = 0.0
     between_s: float = 0.0
     cpu_s: float = 0.0
+    slowed_s: float | None = None
     idle_s: dict[str, float] = field(default_factory=dict)
     waits_s: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     num_compute_ops: int = 0

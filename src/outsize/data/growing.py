@@ -1,0 +1,159 @@
+"""Tokens that are made while they are read, so that a run may begin before all of its data are tokenised."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.data.detected import Detected
+from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore
+from outsize.data.writer import TokenWriter
+from outsize.errors import DataError
+
+# Told after each batch of documents: the directory that they are written to, what writes them, what was found so far.
+Told = Callable[[Path, TokenWriter, Callable[[], Detected]], None]
+# More elements than any file will have: how many there are is known here, and not by a reader.
+_ENDLESS = 2**56
+
+
+class _ClosedError(Exception):
+    """Nobody will read what is still to be written."""
+
+
+class GrowingTokens:
+    """A `TokenStore` that a thread of its own writes, one document after the other; without bounds of documents.
+
+    Whoever reads tokens that are still to come waits for them.
+
+    Args:
+        write: writes all tokens, and tells of every batch.
+    """
+
+    num_documents: int | None = None
+
+    def __init__(self, write: Callable[[Told], object]) -> None:
+        self._changed = threading.Condition()
+        self._known = 0
+        self._is_whole = self._is_closed = False
+        self._failure: BaseException | None = None
+        self._detected: Detected | None = None
+        self._tokens: ArrayReader | None = None
+        self._trained: ArrayReader | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="outsize-tokenise", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, as soon as all are there."""
+        self.reach(_ENDLESS)
+        return self._known
+
+    @property
+    def detected(self) -> Detected:
+        """What was found in the first batch of documents."""
+        self.reach(1)
+        assert self._detected is not None
+        return self._detected
+
+    def reach(self, num_tokens: int) -> int | None:
+        """Wait for ``num_tokens`` tokens, or for the last one.
+
+        Returns:
+            How many tokens there are in all; None where more are to come.
+
+        Raises:
+            OutsizeError: the tokens cannot be made, or the data set was closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._known >= num_tokens or self._has_ended())
+            if self._is_closed:
+                raise DataError("read after the data set was closed")
+            if self._known < num_tokens and self._failure is not None:
+                raise self._failure
+            return self._known if self._is_whole else None
+
+    def read(self, start: int, count: int) -> NDArray[np.int32]:
+        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
+        return self._reader(start + count).read(start, count).astype(np.int32, copy=False)
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
+        self._reader(max(starts) + targets[0].shape[1]).read_rows(starts, *targets)
+
+    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
+        """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
+        self._reader(start + count)
+        return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
+
+    def document_range(self, index: int) -> tuple[int, int]:
+        """Refuse: bounds of documents are not known while tokens are made."""
+        raise DataError("bounds of documents are not known while the data are tokenised")
+
+    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
+        """Refuse, as `document_range` does."""
+        raise DataError("bounds of documents are not known while the data are tokenised")
+
+    def close(self) -> None:
+        """Stop writing, and close the files. May be called twice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        for reader in (self._tokens, self._trained):
+            if reader is not None:
+                reader.close()
+
+    def _has_ended(self) -> bool:
+        return self._is_whole or self._is_closed or self._failure is not None
+
+    def _reader(self, num_tokens: int) -> ArrayReader:
+        """Return what reads tokens, once there are so many.
+
+        Raises:
+            OutsizeError: as of `reach`.
+            IndexError: there are fewer.
+        """
+        total = self.reach(num_tokens)
+        if total is not None and num_tokens > total:
+            raise IndexError(f"tokens to {num_tokens} of {total}")
+        assert self._tokens is not None
+        return self._tokens
+
+    def _run(self, write: Callable[[Told], object]) -> None:
+        try:
+            write(self._told)
+        except _ClosedError:
+            return
+        except BaseException as error:  # told to whoever waits for tokens
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+
+    def _told(self, directory: Path, writer: TokenWriter, found: Callable[[], Detected]) -> None:
+        if self._is_closed:
+            raise _ClosedError
+        writer.flush()
+        with self._changed:
+            if self._tokens is None and writer.num_trained:
+                self._detected = found()
+                self._tokens = _endless(directory / "tokens.bin", "<i4")
+                if (directory / "trained.bin").exists():
+                    self._trained = _endless(directory / "trained.bin", "u1")
+            if self._tokens is not None:
+                self._known = writer.num_tokens
+            self._changed.notify_all()
+
+
+def reach(store: TokenStore, num_tokens: int) -> int | None:
+    """Wait for tokens of any store, see `GrowingTokens.reach`; others are whole."""
+    return store.reach(num_tokens) if isinstance(store, GrowingTokens) else store.num_tokens
+
+
+def _endless(path: Path, dtype: str) -> ArrayReader:
+    return ArrayReader([ArrayFile(path, np.dtype(dtype), _ENDLESS)])

@@ -1,0 +1,107 @@
+"""Sequences in the order of the files, drawn anew within windows: an order that needs no end of the data.
+
+Sequence g of an epoch is one of window ``g div W``, which holds W sequences of the data. Which one, a permutation of
+the window says; the number of the window, the epoch and the seed decide it. So the first window trains while the next
+ones are tokenised, and a resumed run sees what an uninterrupted one would have seen. The last window of an epoch may be
+shorter.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.data.detected import Detected
+from outsize.data.growing import reach
+from outsize.data.packed_dataset import NUM_COMPARED, Packed, PackedDataset
+from outsize.data.permute import SeededPermutation
+from outsize.data.survey import KeptTokens
+
+# Windows of an epoch have permutations of their own, and so have epochs: more windows than an epoch has.
+_WINDOWS = 2**40
+
+
+class WindowedDataset(PackedDataset):
+    """A data set whose order is drawn window by window.
+
+    Args:
+        layout: one stream of documents, of which more may still come.
+        detected: what was found so far.
+        seq_len: tokens per sequence.
+        seed: of the order within windows.
+        window: sequences of a window.
+
+    Raises:
+        DataError: the data hold no sequence, or cannot be tokenised.
+    """
+
+    def __init__(
+        self,
+        layout: Packed,
+        detected: Detected | Sequence[Detected],
+        *,
+        seq_len: int,
+        seed: int,
+        window: int,
+    ) -> None:
+        super().__init__(layout, detected, seq_len=seq_len, seed=seed)
+        self._store, self._window = layout.store, window
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._reach(window)
+
+    def describe(self, kept: KeptTokens | None = None) -> str:
+        """Return what a command prints of the data: what was found so far."""
+        more = "\n  the rest is tokenised while the run trains (data.window)"
+        return f"{super().describe(kept)}{more if self._grows else ''}"
+
+    def kept(self) -> KeptTokens:
+        """Return what of the data is in sequences: of those that are not yet tokenised nothing is known."""
+        if not self._grows:
+            return super().kept()
+        found = self.detected
+        assert found.num_trained_tokens is not None
+        return KeptTokens(num_tokens=found.num_tokens, num_trained=found.num_trained_tokens)
+
+    def identity(self) -> dict[str, object]:
+        """Return what tells these sequences from others: the window, and a hash of the first ones."""
+        total = self._reach(self._window)
+        count = min(self._window, NUM_COMPARED) if total is None else min(self._window, NUM_COMPARED, total)
+        return {
+            "sequences_per_epoch": None,
+            "sequences_per_window": self._window,
+            "digest": self._digest(np.arange(count)),
+        }
+
+    def epoch(self, step: int, num_sequences: int) -> float | None:
+        """Return how many times the data was used before ``step``; None while nobody knows how much there is."""
+        return None if self._grows else super().epoch(step, num_sequences)
+
+    @property
+    def _grows(self) -> bool:
+        return reach(self._store, 0) is None
+
+    def _reach(self, num_sequences: int) -> int | None:
+        """Wait for so many sequences, or for the last; returns how many there are in all, None where more come."""
+        total = reach(self._store, num_sequences * self.seq_len)
+        return None if total is None else total // self.seq_len
+
+    def _drawn(self, run_positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        total = self._reach((int(run_positions[-1]) // self._window + 1) * self._window)
+        epochs, places = np.zeros_like(run_positions), run_positions
+        if total is not None:
+            epochs, places = np.divmod(run_positions, total)
+        numbers = epochs * _WINDOWS + places // self._window
+        indices = np.empty_like(places)
+        for number in np.unique(numbers).tolist():
+            here, first = numbers == number, number % _WINDOWS * self._window
+            size = self._window if total is None else min(self._window, total - first)
+            indices[here] = first + self._order_of(number, size)[places[here] - first]
+        return indices, epochs
+
+    def _order_of(self, number: int, size: int) -> NDArray[np.int64]:
+        """Return the order of a window of an epoch; several threads may work out the same one."""
+        known = self._order
+        if known is None or known[0] != number:
+            order = SeededPermutation(size, self._seed, number)(np.arange(size, dtype=np.int64))
+            self._order = known = number, order
+        return known[1]
