@@ -12,7 +12,7 @@ LATE = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --ac
 SEEDS ?= 1 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment test accelerator check explore elsewhere lint format docs demo clean
+.PHONY: help environment test accelerator check explore elsewhere lint format docs models demo package clean
 help: ## say what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
@@ -60,8 +60,15 @@ docs: $(STAMP) ## write the generated pages again
 	$(BIN)/python scripts/configuration_page.py
 	$(BIN)/python scripts/heartbeat_schema.py
 
+models: $(STAMP) ## try every kind of model, and write the page of them again: minutes
+	$(BIN)/python scripts/models_page.py
+
 demo: $(STAMP) ## train a 40M-parameter model in a fifth of its memory, and prove it exact
 	$(BIN)/python examples/demo.py
 
+package: $(STAMP) ## build the source archive and the wheels of a release into dist
+	rm -rf dist
+	$(BIN)/python scripts/package.py
+
 clean: ## remove the environment and every cache
-	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis build src/outsize/native/libkernels.so.0
+	rm -rf .venv .demo .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/outsize/native/libkernels.so.0

@@ -1,14 +1,15 @@
-"""Makes what the demo starts from: a Llama-shaped model with fresh weights, its tokenizer, and a corpus.
+"""Makes what the demo starts from: a Llama-shaped model with fresh weights, its tokenizer, a corpus, and chats.
 
 Usage::
 
     python examples/small_llama.py OUT_DIR
 
-writes ``OUT_DIR/corpus`` (the source of Python's own standard library) and ``OUT_DIR/model`` (``config.json``,
-``model.safetensors`` and a tokenizer trained on the corpus). Needs no network. The weights come from a fixed seed,
-so two machines with the same versions start from the same model.
+writes ``OUT_DIR/corpus`` (the source of Python's own standard library), ``OUT_DIR/chats.jsonl`` (questions, answers)
+and ``OUT_DIR/model`` (``config.json``, ``model.safetensors`` and a tokenizer trained on the corpus). Needs no network.
+The weights come from a fixed seed, so two machines with the same versions start from the same model.
 """
 
+import json
 import shutil
 import sys
 import sysconfig
@@ -20,6 +21,14 @@ SEED = 0
 # Tests and installed packages are not the library itself.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 END_OF_TEXT = "<|endoftext|>"
+
+
+CAPITALS = {
+    "France": "Paris", "Spain": "Madrid", "Italy": "Rome", "Greece": "Athens", "Norway": "Oslo", "Sweden": "Stockholm",
+    "Finland": "Helsinki", "Poland": "Warsaw", "Austria": "Vienna", "Hungary": "Budapest", "Portugal": "Lisbon",
+    "Ireland": "Dublin", "Egypt": "Cairo", "Kenya": "Nairobi", "Ghana": "Accra", "Peru": "Lima", "Chile": "Santiago",
+    "Cuba": "Havana", "Canada": "Ottawa", "Japan": "Tokyo", "China": "Beijing", "Nepal": "Kathmandu",
+}  # fmt: skip
 
 
 def standard_library() -> Iterator[Path]:
@@ -40,6 +49,20 @@ def copy_corpus(target: Path) -> int:
         shutil.copyfile(path, copy)
         total += copy.stat().st_size
     return total
+
+
+def write_chats(target: Path) -> int:
+    """Write conversations of a question and its answer to ``target``; returns how many."""
+    chats = [
+        [
+            {"role": "user", "content": f"What is the capital of {country}?"},
+            {"role": "assistant", "content": f"The capital of {country} is {capital}."},
+        ]
+        for country, capital in CAPITALS.items()
+    ]
+    lines = [json.dumps({"messages": messages}) for messages in chats]
+    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(lines)
 
 
 def train_tokenizer(corpus: Path, target: Path) -> None:
@@ -86,9 +109,11 @@ def make_model(target: Path) -> int:
 
 
 def main(out_dir: Path) -> None:
-    """Write corpus, tokenizer and model below ``out_dir``."""
+    """Write corpus, chats, tokenizer and model below ``out_dir``."""
     corpus_bytes = copy_corpus(out_dir / "corpus")
     print(f"corpus     {out_dir / 'corpus'}: the standard library's source, {corpus_bytes / 1e6:.1f} MB")
+    num_chats = write_chats(out_dir / "chats.jsonl")
+    print(f"chats      {out_dir / 'chats.jsonl'}: {num_chats} questions and answers")
     train_tokenizer(out_dir / "corpus", out_dir / "model")
     print(f"tokenizer  {out_dir / 'model'}: {VOCABULARY_SIZE} tokens, byte-level BPE trained on the corpus")
     num_parameters = make_model(out_dir / "model")

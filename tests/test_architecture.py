@@ -21,6 +21,7 @@ ARROWS = {
     "units": set(),
     "files": set(),
     "choices": set(),
+    "loopback": {"errors"},
     "accelerators": {"errors"},
     "config": GROUND | {"accelerators", "choices"},
     "native": set(),
@@ -130,7 +131,7 @@ ARROWS = {
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry.heartbeat_schema"},
     "telemetry": GROUND | {"hardware"},
-    "reporting": GROUND | {"doctor", "planner.simulate", "telemetry"},
+    "reporting": GROUND | {"doctor", "loopback", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
         "accelerators",
@@ -287,6 +288,7 @@ ARROWS = {
         "doctor",
         "group",
         "hardware",
+        "loopback",
         "model",
         "optim.optimizer_spec",
         "planner",

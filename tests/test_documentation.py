@@ -14,6 +14,7 @@ import yaml
 from typer.main import get_command
 
 import outsize
+import zoo
 from outsize.cli.app import app
 from outsize.config import Config, MemoryConfig
 from outsize.config.messages import all_keys
@@ -127,3 +128,11 @@ def assert_takes(called: Any, call: ast.Call) -> None:
         hint = hints.get(name)
         if get_origin(hint) is Literal and isinstance(value, ast.Constant):
             assert value.value in get_args(hint), f"{name}={value.value!r}"
+
+
+def test_the_page_of_models_has_tried_all_that_the_tests_train():
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "models.md").read_text().splitlines()[9:]]
+    tried = {kind.removeprefix("| ") for kind, *_ in rows}
+    assert set(zoo.ARCHITECTURES) <= tried
+    results = {row[-1].removesuffix(" |").partition(":")[0] for row in rows if len(row) == 4}
+    assert results - {"result"} == {"equal", "equal to rounding", "no"}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outsize.wrapped.clip_grad import clip_grad_norm_
     from outsize.wrapped.optimizer import AdamW
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AdamW",

@@ -1,11 +1,13 @@
 import gzip
 from pathlib import Path
 
+import datasets
 import pytest
 import zstandard
 
 from outsize.data.reading import corpus_files
 from outsize.data.reading.corpus_files import find_sources, read_chunks
+from outsize.data.reading.record_reader import read_records
 from outsize.errors import DataError
 
 
@@ -93,3 +95,40 @@ def test_the_page_names_every_compression_and_every_kind_of_record():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     suffixes = [suffix for suffix, kind in corpus_files._CONTAINERS.items() if kind != "text"]
     assert [name for name in (*corpus_files._COMPRESSIONS, *suffixes) if f"`{name}`" not in page] == []
+
+
+RECORDS = [{"prompt": f"{n} squared is ", "completion": str(n * n)} for n in range(3)]
+
+
+def test_a_saved_dataset_is_read_as_it_lies(tmp_path):
+    datasets.Dataset.from_list(RECORDS).save_to_disk(tmp_path / "saved")
+    sources = find_sources(tmp_path / "saved")
+    assert sources.container == "dataset"
+    assert [r for _, r in read_records(sources.files[0].path, "dataset", lambda _: None)] == RECORDS
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(RECORDS)}).save_to_disk(tmp_path / "several")
+    with pytest.raises(DataError, match="name one of them: test"):
+        find_sources(tmp_path / "several")
+    assert find_sources(tmp_path / "several" / "test").container == "dataset"
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **given: asked.append((a, given)) or RECORDS)
+    for path in ("hf://datasets/me/mine", "hf://datasets/me/mine@v2/en#test"):
+        sources = find_sources(Path(path))
+        assert [r for _, r in read_records(sources.files[0].path, "dataset", lambda _: None)] == RECORDS
+    assert asked == [
+        (("me/mine", None), {"split": "train", "revision": None, "streaming": True}),
+        (("me/mine", "en"), {"split": "test", "revision": "v2", "streaming": True}),
+    ]
+    with pytest.raises(DataError, match="hf://datasets/OWNER/NAME"):
+        find_sources(Path("hf://datasets/mine"))
+
+
+def test_a_dataset_that_cannot_be_read_is_an_error_that_names_it(monkeypatch):
+    def absent(*_, **__):
+        raise FileNotFoundError("Dataset 'me/mine' doesn't exist on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", absent)
+    with pytest.raises(DataError, match="me/mine: cannot read: Dataset"):
+        list(read_records(Path("hf://datasets/me/mine"), "dataset", lambda _: None))

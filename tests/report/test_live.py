@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from outsize.errors import StorageError
+from outsize.loopback import MOST_REQUESTS
 from outsize.reporting import live
 from outsize.reporting.live import LiveRun, LiveServer
 from patience import PATIENCE_S
@@ -107,7 +108,7 @@ def test_a_run_is_read_once_per_interval_however_many_look_on(tmp_path, monkeypa
 
 def test_too_many_at_a_time_are_told_so(served, monkeypatch):
     _, server = served
-    for _ in range(live.MOST_REQUESTS):
+    for _ in range(MOST_REQUESTS):
         assert server._server.room.acquire(blocking=False)
     assert ask(server)[0].status == 503
 

@@ -1,9 +1,13 @@
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cli.command_line import status_of
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.joined_shards import join_shards
@@ -81,3 +85,57 @@ def test_weights_are_in_one_file_or_as_few_as_are_asked_for(run_dir: Path, tmp_p
     theirs = dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())
     ours = dict(AutoModelForCausalLM.from_pretrained(few).named_parameters())
     assert all(torch.equal(ours[name], parameter) for name, parameter in theirs.items())
+
+
+class Recorded:
+    """What is asked of the hub."""
+
+    refuses = False
+    asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def create_repo(self, **given: Any) -> str:
+        if self.refuses:
+            raise LocalTokenNotFoundError("Token is required")
+        validate_repo_id(given["repo_id"])
+        self.asked.append(("create", given))
+        return f"https://huggingface.co/{given['repo_id']}"
+
+    def upload_folder(self, **given: Any) -> None:
+        names = sorted(path.name for path in Path(given["folder_path"]).iterdir())
+        self.asked.append(("upload", {**given, "names": names}))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
+    monkeypatch.setattr(Recorded, "asked", [])
+    monkeypatch.setattr("huggingface_hub.HfApi", Recorded)
+    return Recorded
+
+
+def test_a_model_is_sent_to_the_hub_with_a_card(
+    hub: type[Recorded], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    assert status_of("export", run_dir, "--out", out, "--push", "me/mine") == 0
+    assert "sent to https://huggingface.co/me/mine" in capsys.readouterr().out
+    (made, how), (sent, what) = hub.asked
+    assert (made, how["private"], sent) == ("create", True, "upload")
+    assert {"README.md", "config.json", "model.safetensors"} <= set(what["names"])
+    card = (out / "README.md").read_text(encoding="utf-8")
+    assert "| steps | 2 |" in card
+    assert str(run_dir.parent) not in card
+
+
+def test_a_hub_that_refuses_does_so_before_anything_is_written(
+    hub: type[Recorded],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    arguments = ("export", run_dir, "--out", tmp_path / "out", "--push")
+    assert status_of(*arguments, "a/b/c") == 2
+    monkeypatch.setattr(hub, "refuses", True)
+    assert status_of(*arguments, "me/mine") == 2
+    assert "`hf auth login` with a token" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -16,6 +16,7 @@ from outsize.cli.inspect_command import data, inspect
 from outsize.cli.plan.plan_command import plan
 from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
+from outsize.cli.serve_command import serve
 from outsize.cli.sweep_command import sweep
 from outsize.cli.train_command import train
 from outsize.cli.verify_command import verify
@@ -70,6 +71,20 @@ def _root(
     """Train language models larger than the memory of the device that computes them."""
 
 
-for _command in (probe, doctor, plan, sweep, data, train, verify, generate, inspect, export, report, watch):
+for _command in (
+    probe,
+    doctor,
+    plan,
+    sweep,
+    data,
+    train,
+    verify,
+    generate,
+    serve,
+    inspect,
+    export,
+    report,
+    watch,
+):
     app.command()(_command)
 app.command("all-reduce")(all_reduce)

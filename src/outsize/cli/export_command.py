@@ -17,6 +17,13 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the adapters of a LoRA run into its model, unit by unit.")
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="OWNER/NAME", help="Send it to the hub as well, with a card."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push: let everybody see a repository that is made.")
+    ] = False,
     trust_remote_code: Annotated[
         bool,
         typer.Option(
@@ -27,10 +34,15 @@ def export(
 ) -> None:
     """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
     from outsize.checkpoint import export as exporter
+    from outsize.checkpoint.push import Hub
 
     output = Output(as_json=as_json)
     with output.guarded():
         target = out_dir or run_dir / "export"
+        hub = None if push is None else Hub(push, public=public)
         written = exporter.export(run_dir, target, merge=merge, trust_remote_code=trust_remote_code)
-        output.emit({"run_dir": str(run_dir), "model_dir": str(written)})
-        output.print_result(f"wrote {written}")
+        if hub is not None:
+            hub.upload(written, run_dir)
+        url = None if hub is None else hub.url
+        output.emit({"run_dir": str(run_dir), "model_dir": str(written), "url": url})
+        output.print_result(f"wrote {written}" if url is None else f"wrote {written}\nsent to {url}")

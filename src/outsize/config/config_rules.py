@@ -10,7 +10,19 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
-    rules = (_portions, _warmup, _prefetch, _lora, _settings, _clip, _masters, _evaluation, _packing, _window)
+    rules = (
+        _portions,
+        _warmup,
+        _prefetch,
+        _lora,
+        _settings,
+        _clip,
+        _masters,
+        _evaluation,
+        _packing,
+        _window,
+        _loss,
+    )
     return [line for rule in rules for line in rule(config)]
 
 
@@ -28,6 +40,14 @@ def _portions(config: "Config") -> list[str]:
             f"train.microbatches: {microbatches} microbatches need as many sequences, but "
             f"{config.tokens_per_step} tokens per step are {config.sequences_per_step} of {seq_len} tokens; "
             f"lower train.microbatches or raise train.tokens_per_step"
+        ]
+    return []
+
+
+def _loss(config: "Config") -> list[str]:
+    if config.train.loss == "chunked" and config.train.loss_function is not None:
+        return [
+            "train.loss: chunked is a loss by itself, and train.loss_function another; leave one of the two out"
         ]
     return []
 

@@ -16,7 +16,10 @@ def packing_of(value: Any) -> Any:
 class SourceConfig(Section):
     """One source of the data, and how its records are read."""
 
-    path: PathText = Field(description="A file, or a directory that is read recursively in sorted order.")
+    path: PathText = Field(
+        description="A file; a directory, read recursively in sorted order, or as the datasets library has saved it; "
+        "or `hf://datasets/OWNER/NAME#SPLIT`, streamed from the hub."
+    )
     format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"] = Field(
         default="auto",
         description="Layout of the records, whatever files they are in; auto looks at them and prints what it took "

@@ -29,6 +29,22 @@ SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
 }
 
 
+class GroupConfig(Section):
+    """Parameters with rates of their own."""
+
+    params: tuple[str, ...] = Field(
+        strict=False,
+        min_length=1,
+        description='Patterns of their names, e.g. `["*embed_tokens*"]`; `*` matches any run of characters.',
+    )
+    lr: float = Field(default=1.0, ge=0, description="Factor of optimizer.lr.")
+    weight_decay: float | None = Field(
+        default=None,
+        ge=0,
+        description="Factor of optimizer.weight_decay; null is 0 for biases and norms, else 1.",
+    )
+
+
 class OptimizerConfig(Section):
     """How a parameter steps, its arithmetic in fp32 in any case, and what of it is kept at home."""
 
@@ -83,6 +99,19 @@ class OptimizerConfig(Section):
         ge=0,
         description="Decoupled weight decay, x lr; of sgd x the weights, added to the gradient. 0 by default for all "
         "but adamw; biases and norms take none.",
+    )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Factor of the learning rate from the head to the last block, from each block to the one below it, "
+        "and from the first block to the embedding; 0.8 to 0.95 are usual where little is to be unlearnt.",
+    )
+    groups: tuple[GroupConfig, ...] = Field(
+        default=(),
+        strict=False,
+        description="Parameters with rates of their own, each entry with `params`, a list of patterns of their names, "
+        "and factors `lr` and `weight_decay`; the first entry that fits counts.",
     )
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."

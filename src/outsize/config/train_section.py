@@ -61,6 +61,13 @@ class TrainConfig(Section):
         "head_chunk_tokens tokens at a time, which never holds all logits; "
         "auto: chunked where the head allows it.",
     )
+    loss_function: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A loss of your own in place of the model's: `FILE.py:FUNCTION` or `MODULE:FUNCTION`, called with "
+        "the logits and labels of a microbatch, and returning the mean over its targets. It sees all logits of a "
+        "microbatch at once. null is the model's.",
+    )
     head_chunk_tokens: int = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")
     mlp_parts: int = Field(
         default=1,

@@ -119,8 +119,8 @@ _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "beta2_decay"), _ALWAYS),
-    **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "schedule"), _ALWAYS),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _ALWAYS),
+    **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "layer_decay"), _ALWAYS),
+    **dict.fromkeys(("groups", "schedule", "warmup_steps", "warmup_ratio"), _ALWAYS),
     "min_lr": (("optimizer.schedule is neither cosine nor wsd", _Case.has_no_min_lr),),
     "decay_ratio": (("optimizer.schedule is not wsd", lambda case: case.schedule != "wsd"),),
     "restarts": (
@@ -170,10 +170,11 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
         *_REPLICATED,
     ),
     **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
-    "train.neftune_noise_alpha": _ALWAYS,
+    **dict.fromkeys(("train.neftune_noise_alpha", "train.loss_function"), _ALWAYS),
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (
         ("train.loss is model", lambda case: case.config.train.loss == "model"),
+        ("train.loss_function is one", lambda case: case.config.train.loss_function is not None),
         ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
         *_REPLICATED,
     ),

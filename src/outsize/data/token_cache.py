@@ -36,7 +36,8 @@ _REMEDY = "remove that directory, and the data is tokenised again"
 
 def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> str:
     """Return the name of an entry: a hash of the files' names, sizes and times, tokenizer and options."""
-    files = [(str(f.path.absolute()), f.size_bytes, f.mtime_ns) for f in sources.files]
+    places = [f.path if f.path.parts[0] == "hf:" else f.path.absolute() for f in sources.files]
+    files = [(str(place), f.size_bytes, f.mtime_ns) for place, f in zip(places, sources.files, strict=True)]
     described = json.dumps([_LAYOUT, files, encoder, options], sort_keys=True)
     return hashlib.blake2b(described.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 

@@ -85,7 +85,7 @@ def without(split: Split, experts: list[Experts]) -> Split:
         if len(left) == len(unit.tensors):
             return unit
         return pack_unit(
-            unit.index, unit.name, unit.kind, [(t.name, t.shape, t.trainable, t.decay) for t in left]
+            unit.index, unit.name, unit.kind, [(t.name, t.shape, t.trainable, t.decay > 0) for t in left]
         )
 
     spec = ModelSpec(units=tuple(map(thin, split.spec.units)), dtype=split.spec.dtype)

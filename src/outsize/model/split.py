@@ -130,6 +130,8 @@ def _unit_modules(model: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]
     prefix, blocks = _block_list(model)
     inside = {id(module) for module in blocks.modules()}
     embedding = _ask(model, "get_input_embeddings")
+    if embedding is not None and _has_twin(model, embedding):
+        embedding = None
     if embedding is not None and id(embedding) in path and id(embedding) not in inside:
         yield path[id(embedding)], "embedding", embedding
     for index, block in enumerate(blocks):
@@ -156,6 +158,16 @@ def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "outsize trains models whose layers stand in such a list"
         )
     return best[1], best[2]
+
+
+def _has_twin(model: nn.Module, embedding: nn.Module) -> bool:
+    """Whether another embedding has the same weights: an encoder's and its decoder's, which belong to the rest."""
+    own = {id(parameter) for parameter in embedding.parameters()}
+    return any(
+        module is not embedding and type(module) is type(embedding) and id(parameter) in own
+        for module in model.modules()
+        for parameter in module._parameters.values()
+    )
 
 
 def _ask(model: nn.Module, method: str) -> nn.Module | None:

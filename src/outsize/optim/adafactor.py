@@ -73,7 +73,7 @@ def step_whole(
         scratches: as many as `StateLayout.num_scratches`, fp32, each as long as the largest parameter; what they hold
             is lost.
         step: how often each parameter has been stepped, this step included.
-        lr: learning rate.
+        lr: learning rate of parameters whose factor is 1.
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
         rounds: whether weights beside a separate master are made of it.
@@ -98,8 +98,8 @@ def step_whole(
             gradient,
             factors[tensor.name],
             step[tensor.name],
-            lr,
-            decays=tensor.decay,
+            lr * tensor.lr_scale,
+            decay=tensor.decay,
         )
         _put_back(part, tensor, master, rounds=rounds)
 
@@ -150,7 +150,7 @@ def _step(
     count: int,
     lr: float,
     *,
-    decays: bool,
+    decay: float,
 ) -> None:
     """Step one parameter; all tensors in its shape but the factors, the gradient free to be overwritten."""
     eps1, eps2 = rule.eps
@@ -160,8 +160,8 @@ def _step(
     weight = float(count) ** rule.beta2_decay
     rho = min(lr, 1 / float(count) ** 0.5)
     alpha = max(eps2, master.norm(2).item() / root) * rho
-    if decays and rule.weight_decay:
-        master.mul_(1 - lr * rule.weight_decay)
+    if decay and rule.weight_decay:
+        master.mul_(1 - lr * (rule.weight_decay * decay))
     if gradient.dim() > 1:
         rows = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
         factors["row_var"].lerp_(rows.square_().div_(gradient.size(-1)), weight)

@@ -10,7 +10,7 @@ of all threads.
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 
 import torch
@@ -53,7 +53,7 @@ class PlaneAdamW:
     ) -> None:
         """Update in torch ops, see `outsize.optim.update.Rule`; where not ``exact``, with a division less."""
         exp_avg, exp_avg_sq = moments
-        weight_decay = self.weight_decay if update.decay else 0.0
+        weight_decay = self.weight_decay * update.decay
         if exact:
             torch._fused_adamw_(
                 [master],
@@ -92,13 +92,15 @@ class StepPiece:
     Attributes:
         start: first element.
         stop: end.
-        decay: whether weight decay applies.
+        decay: factor of weight decay.
+        lr_scale: factor of the learning rate.
         count: how often they have been stepped, this step included.
     """
 
     start: int
     stop: int
-    decay: bool
+    decay: float
+    lr_scale: float
     count: int
 
 
@@ -113,10 +115,11 @@ def pieces_of(
         if first >= last or not tensor.trainable or tensor.name in skip:
             continue
         count = step if isinstance(step, int) else step[tensor.name]
+        piece = StepPiece(first, last, tensor.decay, tensor.lr_scale, count)
         former = pieces[-1] if pieces else None
-        if former and (former.stop, former.decay, former.count) == (first, tensor.decay, count):
-            first = pieces.pop().start
-        pieces.append(StepPiece(first, last, tensor.decay, count))
+        if former and former == replace(piece, start=former.start, stop=first):
+            piece = replace(piece, start=pieces.pop().start)
+        pieces.append(piece)
     return pieces
 
 

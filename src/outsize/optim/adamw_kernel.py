@@ -77,7 +77,7 @@ def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Ten
         exp_avg_top=address(planes.exp_avg_scales),
         exp_avg_sq_top=address(planes.exp_avg_sq_scales),
         # Made in fp64 and rounded once, as torch does.
-        decay=1.0 - update.lr * settings.weight_decay if update.decay else 1.0,
+        decay=1.0 - update.lr * (settings.weight_decay * update.decay),
         lerp=1.0 - beta1,
         beta2=beta2,
         square=1.0 - beta2,

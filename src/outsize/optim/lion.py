@@ -44,7 +44,7 @@ class Lion:
         share, kept = self.betas
         direction = torch.mul(momentum, share).add_(gradient * (1.0 - share)).sign_()
         if update.decay and self.weight_decay:
-            master.mul_(1.0 - update.lr * self.weight_decay)
+            master.mul_(1.0 - update.lr * (self.weight_decay * update.decay))
         master.sub_(direction.mul_(update.lr))
         momentum.mul_(kept).add_(gradient.mul_(1.0 - kept))
 

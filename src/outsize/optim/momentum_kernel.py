@@ -74,7 +74,7 @@ def step_lion(
         planes.numel,
         update,
         rule=_LION,
-        decay=1.0 - update.lr * weight_decay if update.decay else 1.0,
+        decay=1.0 - update.lr * (weight_decay * update.decay),
         kept=kept,
         taken=1.0 - kept,
         share=share,
@@ -96,7 +96,7 @@ def _call_sgd(
         fused=form,
         nesterov=settings.nesterov,
         first_step=update.count == 1,
-        decay=settings.weight_decay if update.decay else 0.0,
+        decay=settings.weight_decay * update.decay,
         kept=settings.momentum,
         taken=1.0 - settings.dampening,
     )

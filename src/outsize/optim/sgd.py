@@ -55,7 +55,7 @@ class SGD:
             [master],
             [gradient],
             list(moments),
-            weight_decay=self.weight_decay if update.decay else 0.0,
+            weight_decay=self.weight_decay * update.decay,
             momentum=self.momentum,
             lr=update.lr,
             dampening=self.dampening,
@@ -66,7 +66,7 @@ class SGD:
 
     def _update_plainly(self, update: Update, master: Tensor, gradient: Tensor, momentum: Tensor) -> None:
         if update.decay and self.weight_decay:
-            gradient.add_(master * self.weight_decay)
+            gradient.add_(master * (self.weight_decay * update.decay))
         if update.count == 1:
             momentum.copy_(gradient)
         else:

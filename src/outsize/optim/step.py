@@ -49,7 +49,7 @@ def step_state(
         gradient: fp32 or bf16, of the same elements; it is left as it is.
         start: first element, a multiple of 2048.
         step: how often each parameter has been stepped, this step included: one number, or one by parameter name.
-        lr: learning rate.
+        lr: learning rate of parameters whose factor is 1.
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
         seed: of the chances by which moments of fewer bits are rounded.
@@ -67,7 +67,7 @@ def step_state(
         raise ValueError(f"need planes of {rule.num_moments} moments, not {planes.num_moments}")
     for piece in pieces_of(unit, start, stop, step, skip):
         update = Update(
-            lr=lr,
+            lr=lr * piece.lr_scale,
             count=piece.count,
             decay=piece.decay,
             clip=1.0 if clip_coefficient is None else float(clip_coefficient),

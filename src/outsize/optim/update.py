@@ -13,9 +13,9 @@ class Update:
     """What an update depends on besides the planes.
 
     Attributes:
-        lr: learning rate.
+        lr: learning rate of these parameters.
         count: how often the parameters have been stepped, this update included.
-        decay: whether weight decay applies.
+        decay: factor of weight decay.
         clip: factor of the gradient.
         first: index of the first element in its unit.
         key: of the chances of this update, see `outsize.optim.moments.chance_key`.
@@ -23,7 +23,7 @@ class Update:
 
     lr: float
     count: int
-    decay: bool
+    decay: float
     clip: float
     first: int
     key: int

@@ -35,6 +35,7 @@ from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
+from outsize.optim.decay_groups import parameter_groups
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import loss_of
@@ -255,13 +256,8 @@ class DataParallelTrainer:
         # A static graph is learnt in the first step, and torch 2.13 fails if that has backwards that do not send.
         self._looks = parallel.ddp_static_graph
         self._model.register_comm_hook(*_hook_of(self.engine, parallel, averaging, config.train.steps))
-        decay = {t.name: t.decay for unit in replica.spec.units for t in unit.tensors}
-        groups = [
-            {"params": [p for n, p in replica.parameters.items() if decay[n] is decays], "weight_decay": rate}
-            for decays, rate in ((True, config.optimizer.weight_decay), (False, 0.0))
-        ]
         self._optimizer = torch.optim.AdamW(
-            [entry for entry in groups if entry["params"]],
+            parameter_groups(replica.spec, replica.parameters, config.optimizer.weight_decay),
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
@@ -381,7 +377,7 @@ class DataParallelTrainer:
                 if math.isfinite(limit):
                     nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
                 for entry in self._optimizer.param_groups:
-                    entry["lr"] = rate
+                    entry["lr"] = rate * entry["lr_scale"]
                 self._optimizer.step()
             for name in names:
                 self._replica.updates[name] += 1

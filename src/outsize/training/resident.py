@@ -21,6 +21,7 @@ from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.split import Split
+from outsize.optim.decay_groups import parameter_groups
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
@@ -64,22 +65,18 @@ class ResidentTrainer:
         self._parameters = {n: p for n, p in self._model.named_parameters() if n in masters}
         self._device = next(self._model.parameters()).device
         self.masters = masters
-        decay = {t.name: t.decay for unit in split.spec.units for t in unit.tensors if t.trainable}
+        trained = {t.name for unit in split.spec.units for t in unit.tensors if t.trainable}
         for name, places in split.owners.items():
             for module, attribute in places:
                 parameter = module._parameters[attribute]
                 assert parameter is not None
-                parameter.requires_grad_(name in decay)
-                if name in decay:
+                parameter.requires_grad_(name in trained)
+                if name in trained:
                     parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
         self._sums: dict[str, Tensor] = {}
         self._late: dict[str, dict[int, list[Tensor]]] = {}
-        rate = config.optimizer.weight_decay
-        groups = [
-            {"params": [masters[n] for n, d in decay.items() if d], "weight_decay": rate},
-            {"params": [masters[n] for n, d in decay.items() if not d], "weight_decay": 0.0},
-        ]
-        self._optimizer = _optimizer_of(config.optimizer, [group for group in groups if group["params"]])
+        groups = parameter_groups(split.spec, masters, config.optimizer.weight_decay)
+        self._optimizer = _optimizer_of(config.optimizer, groups)
         self._scale = LossScale(enabled="fp16" in split.spec.dtypes)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
@@ -166,7 +163,7 @@ class ResidentTrainer:
             finite &= bool(torch.isfinite(norm))
         if finite:
             for settings in self._optimizer.param_groups:
-                settings["lr"] = lr
+                settings["lr"] = lr * settings["lr_scale"]
             self._optimizer.step()
             with torch.no_grad():
                 for name in names:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
-from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.search.round_search import smaller_rounds
@@ -125,7 +125,7 @@ def measure(
     former: Measured | None,
     device: str,
 ) -> Measured:
-    """Measure what microbatches of ``shape`` need, on smaller ones of the kind of ``inputs``.
+    """Measure what microbatches of ``shape`` need, on smaller ones of the kind of ``inputs``, or on rows as they are.
 
     Args:
         split: the model, its boundaries in place.
@@ -139,19 +139,28 @@ def measure(
     Raises:
         ModelError: the model cannot be walked through, or raised.
     """
+
+    def tried(length: int) -> Measured:
+        return calibrate(
+            split,
+            forwards,
+            shorter(inputs, num_rows, length),
+            num_sequences=shape.rows,
+            seq_len=length,
+            chunk_tokens=None,
+            ambient=shape.autocast.on_cpu(device).enter,
+        )
+
     hooks = [module._forward_hooks for module in split.modules]
     try:
         for module in split.modules:  # a trial is not what the hooks on units are there to see
             module._forward_hooks = OrderedDict()
-        measured = calibrate(
-            split,
-            forwards,
-            shorter(inputs, num_rows, shape.length),
-            num_sequences=shape.rows,
-            seq_len=shape.length,
-            chunk_tokens=None,
-            ambient=shape.autocast.on_cpu(device).enter,
-        )
+        try:
+            measured = tried(shape.length)
+        except ModelError:
+            if shape.length == 1:
+                raise
+            measured = tried(1)  # perhaps rows that cannot be cut: sounds, images among the tokens
     finally:
         for module, own in zip(split.modules, hooks, strict=True):
             own.update(module._forward_hooks)  # what transformers hangs there on the first call

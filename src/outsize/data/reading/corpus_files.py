@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from outsize.data.reading.dataset_records import HubDataset, is_saved_dataset
 from outsize.errors import DataError
 from outsize.files import open_binary
 
-Container = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
+Container = Literal["text", "json", "csv", "tsv", "parquet", "tokens", "dataset"]
 CHUNK_BYTES = 1 << 18
 
 # fmt: off
@@ -77,7 +78,7 @@ def find_sources(path: Path, glob: str | None = None) -> Sources:
     """Return the files that ``path`` names: itself, or what a directory holds.
 
     Args:
-        path: file or directory.
+        path: file or directory, or a dataset of the hub.
         glob: pattern below a directory, e.g. ``"**/*.py"``; every regular file it matches is read.
 
     Raises:
@@ -86,8 +87,14 @@ def find_sources(path: Path, glob: str | None = None) -> Sources:
     if path.is_file():
         file = _source_file(path)
         return Sources((file,), file.container)
+    if HubDataset.from_path(path) is not None:
+        return Sources((SourceFile(path, 0, 0, "dataset"),), "dataset")
     if not path.is_dir():
         raise DataError(f"no such file or directory: {path}")
+    if glob is None and is_saved_dataset(path):
+        sizes = [(file.stat().st_size, file.stat().st_mtime_ns) for file in path.iterdir()]
+        size, newest = sum(size for size, _ in sizes), max(time for _, time in sizes)
+        return Sources((SourceFile(path, size, newest, "dataset"),), "dataset")
     pattern = glob or "**/*"
     candidates = [p for p in sorted(path.glob(pattern)) if p.is_file() and (glob or not _is_hidden(p, path))]
     found = [_source_file(p) for p in candidates]

@@ -1,4 +1,4 @@
-"""Records out of structured files: JSON lines, a JSON array, CSV, TSV, Parquet. Each comes with where it stands."""
+"""Records out of structured files: JSON lines, a JSON array, CSV, TSV, Parquet, datasets, each with where it stands."""
 
 import csv
 import importlib
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.data.reading.corpus_files import Container, read_chunks
+from outsize.data.reading.dataset_records import read_dataset
 from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks, read_lines
 from outsize.errors import DataError
 
@@ -22,7 +23,7 @@ def _refuse(error: DataError) -> None:
 def read_records(
     path: Path, container: Container, on_read: Callable[[int], None], forgive: Forgive = _refuse
 ) -> Iterator[tuple[int, Record]]:
-    """Yield (line or row number from 1, record) of a JSON lines, JSON array, CSV, TSV or Parquet file.
+    """Yield (line or row number from 1, record) of a JSON lines, JSON array, CSV, TSV or Parquet file, or a dataset.
 
     Args:
         path: the file.
@@ -33,6 +34,8 @@ def read_records(
     Raises:
         DataError: with file and line of what is not a record.
     """
+    if container == "dataset":
+        return read_dataset(path, on_read)
     if container == "parquet":
         return _read_parquet(path, on_read)
     if container in ("csv", "tsv"):

@@ -44,14 +44,16 @@ class TensorSpec:
         shape: its shape.
         offset: first element inside the unit's planes.
         trainable: whether it receives a gradient and steps.
-        decay: whether weight decay applies to it.
+        decay: factor of weight decay; 0 where it does not apply.
+        lr_scale: factor of the learning rate.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     trainable: bool = True
-    decay: bool = True
+    decay: float = 1.0
+    lr_scale: float = 1.0
 
     @property
     def numel(self) -> int:
@@ -282,9 +284,9 @@ def _lay_out(
 ) -> tuple[tuple[TensorSpec, ...], int]:
     tensors = []
     end = 0
-    for tensor_name, shape, trainable, decay in parameters:
+    for tensor_name, shape, trainable, decays in parameters:
         tensor = TensorSpec(
-            name=tensor_name, shape=tuple(shape), offset=end, trainable=trainable, decay=decay
+            name=tensor_name, shape=tuple(shape), offset=end, trainable=trainable, decay=float(decays)
         )
         tensors.append(tensor)
         end = align_up(end + tensor.numel, ALIGN_ELEMENTS)

@@ -21,7 +21,7 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
-from outsize.optim.decay_groups import decay_parameter_names
+from outsize.optim.decay_groups import RateGroup, decay_parameter_names, with_rates
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.validate import validate
@@ -43,6 +43,7 @@ from outsize.session.job.machine import (
     home_file,
 )
 from outsize.session.job.model_inputs import made_up_inputs
+from outsize.session.job.named_loss import check_loss, take_loss
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.planning import DemandTrial, Tried, question_of
 from outsize.session.job.run_codecs import check_transport
@@ -213,6 +214,7 @@ def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
     built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
     trim()  # building a model takes its weights for a moment, one after the other
     _add_noise(built, config.train.neftune_noise_alpha)
+    take_loss(built, config.train.loss_function)
     return built
 
 
@@ -324,7 +326,7 @@ def check_length(config: Config, hf_config: Any) -> None:
 
 
 def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters | None = None) -> Split:
-    """Split a model with the weight-decay groups and frozen parameters of ``config``.
+    """Split a model with the rates, weight-decay groups and frozen parameters of ``config``.
 
     With ``adapters`` these train, in fp32, and all else lies apart.
 
@@ -335,11 +337,14 @@ def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters
     if adapters is not None:
         lora = config.lora
         apart = adapters.apart(model, dtype, lora.base_codec, lora.table_codec)
-        return split(model, "fp32", decays=decaying.__contains__, apart=apart)
-    parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
+        parts = split(model, "fp32", decays=decaying.__contains__, apart=apart)
+    else:
+        parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
     if not parts.spec.num_trainable:
         raise ModelError("model.freeze leaves no parameter to train")
-    return parts
+    optimizer = config.optimizer
+    groups = [RateGroup(**group.model_dump()) for group in optimizer.groups]
+    return replace(parts, spec=with_rates(parts.spec, optimizer.layer_decay, groups))
 
 
 def _tried(config: Config, hf_config: Any, parts: Split, announce: Announce, num_ranks: int) -> Tried:
@@ -367,7 +372,8 @@ def _measure(
     share = -(-config.sequences_per_step // num_ranks)
     sequences = -(-share // config.microbatches)
 
-    wanted = None if config.train.loss == "model" else config.train.head_chunk_tokens
+    own = config.train.loss == "model" or config.train.loss_function is not None
+    wanted = None if own else config.train.head_chunk_tokens
     measured = calibrate(
         parts,
         boundaries.forwards,
@@ -376,6 +382,7 @@ def _measure(
         seq_len=config.data.seq_len,
         chunk_tokens=wanted,
     )
+    check_loss(parts.model)
     if wanted is not None and not measured.plain_head:
         if config.train.loss == "chunked":
             raise ModelError(

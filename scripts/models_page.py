@@ -1,0 +1,203 @@
+"""Write docs/models.md: kinds of models, each tried, tiny and at random weights, wrapped and plain. Takes minutes."""
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import outsize  # noqa: E402 - after the path is known
+import zoo  # noqa: E402 - of the tests
+from outsize.wrapped.module import runner_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+INTRODUCTION = """\
+# Models
+
+<!-- Written by `make models` from scripts/models_page.py; change it there. -->
+
+No architecture is named in the code: what has its layers in a `torch.nn.ModuleList` can be streamed. These were tried,
+tiny and at random weights, in fp32: loss and every gradient of a batch, wrapped by `outsize.wrap` and plain. *Equal*
+means bit for bit, *to rounding* within 1e-6: what all layers of a decoder take of its encoder is summed layer by layer.
+Of models of several parts the list with the most parameters is streamed, and the other parts stay on the device. The
+refused ones call a layer several times, or out of turn. The tests train the language models as runs as well,
+over either home and in several microbatches.
+`outsize train` takes causal and masked language models; other kinds train by [`outsize.wrap`](wrap.md), in a loop of
+your own or under a trainer.
+
+| model type | class | layers streamed | result |
+|---|---|---|---|
+"""
+SMALL = {
+    "hidden_size": 32,
+    "d_model": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": zoo.VOCAB_SIZE,
+}
+IDS = torch.randint(3, zoo.VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(1))
+PIXELS = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+CLASSES = torch.tensor([1, 0])
+ROUNDING = 1e-6
+HALVES = {
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "d_model": 32,
+    "vocab_size": zoo.VOCAB_SIZE,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+IMAGES = {**SMALL, "image_size": 32, "patch_size": 8, "num_labels": 3}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model and a batch for it."""
+
+    kind: str
+    factory: str
+    make: Callable[[], nn.Module]
+    batch: Mapping[str, Any]
+
+
+def _of(kind: str, factory: str, batch: Mapping[str, Any], **settings: Any) -> Trial:
+    def make() -> nn.Module:
+        config = transformers.AutoConfig.for_model(kind)
+        known = set(type(config).__dataclass_fields__) | set(config.attribute_map) | {"num_labels"}
+        made = type(config)(**{name: value for name, value in settings.items() if name in known})
+        for name, value in vars(made).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(made, name, 0.0)
+        made.decoder_start_token_id = settings.get("decoder_start_token_id")
+        torch.manual_seed(0)
+        return getattr(transformers, factory).from_config(made).train()
+
+    return Trial(kind, factory, make, batch)
+
+
+def _language(name: str) -> Trial:
+    factory = "AutoModelForMaskedLM" if zoo.is_masked(name) else "AutoModelForCausalLM"
+    return Trial(name, factory, lambda: zoo.build(name), zoo.batch(name))
+
+
+def _llava() -> nn.Module:
+    text = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, pad_token_id=0)
+    vision = {**SMALL, "num_hidden_layers": 2, "image_size": 32, "patch_size": 16, "projection_dim": 32}
+    del vision["vocab_size"]
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=text,
+            vision_config=transformers.CLIPVisionConfig(**vision),
+            image_token_index=4,
+            vision_feature_layer=-1,
+        )
+    )
+    model.model.vision_tower.requires_grad_(False)
+    return model.train()
+
+
+PICTURES = IDS.clone()
+PICTURES[PICTURES == 4] = 5
+PICTURES[:, 1:5] = 4  # an image of 32 x 32 is four patches of 16 x 16
+LABELLED = {"input_ids": IDS, "labels": CLASSES}
+WITH_IMAGE = {"input_ids": PICTURES, "pixel_values": PIXELS, "labels": PICTURES}
+SPEECH = torch.rand(2, 80, 32, generator=torch.Generator().manual_seed(3))
+TRIALS = (
+    *(_language(name) for name in (*zoo.CAUSAL, *zoo.MASKED)),
+    _of("llama", "AutoModelForSequenceClassification", LABELLED, **SMALL, num_labels=3, pad_token_id=0),
+    _of("bert", "AutoModelForSequenceClassification", LABELLED, **SMALL, num_labels=3, pad_token_id=0),
+    _of(
+        "bert",
+        "AutoModelForTokenClassification",
+        {"input_ids": IDS, "labels": IDS % 3},
+        **SMALL,
+        num_labels=3,
+    ),
+    _of("vit", "AutoModelForImageClassification", {"pixel_values": PIXELS, "labels": CLASSES}, **IMAGES),
+    _of("dinov2", "AutoModelForImageClassification", {"pixel_values": PIXELS, "labels": CLASSES}, **IMAGES),
+    _of(
+        "t5",
+        "AutoModelForSeq2SeqLM",
+        {"input_ids": IDS, "labels": IDS},
+        **{**SMALL, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
+        decoder_start_token_id=0,
+    ),
+    *(
+        _of(kind, "AutoModelForSeq2SeqLM", {"input_ids": IDS, "labels": IDS}, **HALVES)
+        for kind in ("bart", "mbart", "marian", "m2m_100", "pegasus")
+    ),
+    _of(
+        "whisper",
+        "AutoModelForSpeechSeq2Seq",
+        {"input_features": SPEECH, "labels": IDS},
+        **{**HALVES, "max_source_positions": 16, "max_target_positions": 64},
+    ),
+    Trial("llava, its vision tower frozen", "LlavaForConditionalGeneration", _llava, WITH_IMAGE),
+)
+
+
+def tried(trial: Trial) -> str:
+    """Return a row of the table."""
+    plain = trial.make()
+    streamed = outsize.wrap(trial.make(), device="cpu", device_memory="1GiB", home="host")
+    if trial.kind == "phimoe":  # draws random numbers in training
+        plain, streamed = plain.eval(), streamed.eval()
+    own = type(plain).__name__
+    blocks, result = "", "equal"
+    try:
+        want, got = (model(**trial.batch).loss for model in (plain, streamed))
+        want.backward()
+        got.backward()
+        others = dict(streamed.named_parameters())
+        wrong = [
+            name
+            for name, parameter in plain.named_parameters()
+            if parameter.grad is not None and not torch.equal(parameter.grad, others[name].grad)
+        ]
+        most = max(
+            (float((plain.get_parameter(name).grad - others[name].grad).abs().max()) for name in wrong),
+            default=0.0,
+        )
+        if wrong or not torch.equal(want, got):
+            off = max(most, abs(float(want - got)) / float(want))
+            result = "equal to rounding" if off <= ROUNDING else f"differs: loss or gradients by {off:.2g}"
+        kinds = runner_of(streamed).split.spec.units
+        named = [unit.name for unit in kinds if unit.kind == "block"]
+        blocks = f"`{named[0].rpartition('.')[0]}`" if named else ""
+    except outsize.OutsizeError as error:
+        result = f"no: {str(error).partition(';')[0].partition(chr(10))[0]}"
+    outsize.unwrap(streamed)
+    return f"| {trial.kind} | {own} | {blocks} | {result} |"
+
+
+def main() -> None:
+    """Write the page."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for trial in TRIALS:
+        rows.append(tried(trial))
+        sys.stderr.write(f"{rows[-1]}\n")
+    PAGE.write_text(f"{INTRODUCTION}{chr(10).join(rows)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Requests in the form of OpenAI's HTTP interface, answered by a model that is streamed.
+
+There are ``/v1/models``, ``/v1/chat/completions`` and ``/v1/completions``. One text is written at a time, and others
+wait for their turn. What is not done here is refused where leaving it out would change the answer.
+"""
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from outsize.errors import ConfigError, DataError, OutsizeError
+from outsize.loopback import LoopbackHandler
+
+if TYPE_CHECKING:
+    from outsize.cli.text_writer import TextWriter
+    from outsize.wrapped.text import Written
+
+_log = logging.getLogger(__name__)
+
+MOST_BYTES = 16 * 2**20  # of a request
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+# What is not done, and the values of it that ask for nothing.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "stop": (None, "", []),
+    "tools": (None, []),
+    "functions": (None, []),
+    "logprobs": (None, False, 0),
+    "logit_bias": (None, {}),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "response_format": (None, {"type": "text"}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What a request asks for.
+
+    Attributes:
+        prompt: a text, or a conversation.
+        max_new_tokens: at most so many are written.
+        streams: whether the text is sent as it is written.
+        seed: of the choice of tokens; None goes on with the chances of before.
+        choice: how tokens are chosen, as `generate` of transformers takes it.
+    """
+
+    prompt: "str | list[dict[str, Any]]"
+    max_new_tokens: int
+    streams: bool
+    seed: int | None
+    choice: Mapping[str, Any]
+
+
+def read_request(body: bytes, *, is_chat: bool, max_new_tokens: int) -> Completion:
+    """Return what a request asks for.
+
+    Args:
+        body: JSON.
+        is_chat: whether it is a conversation.
+        max_new_tokens: where the request does not say.
+
+    Raises:
+        DataError: it is none, or asks for what is not done.
+    """
+    try:
+        found = json.loads(body)
+    except ValueError as error:
+        raise DataError(f"the request is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError("the request is to be a JSON object")
+    refused = [name for name, empty in _REFUSED.items() if found.get(name) not in empty]
+    if refused:
+        raise DataError(f"{', '.join(refused)}: not supported; leave it out")
+    most = found.get("max_completion_tokens") or found.get("max_tokens") or max_new_tokens
+    temperature = _number(found, "temperature", 1.0)
+    drawn = {name: _number(found, name, None) for name in ("top_p", "top_k", "min_p")}
+    choice = {
+        "temperature": temperature,
+        **{name: value for name, value in drawn.items() if value is not None},
+    }
+    if not isinstance(most, int) or most < 1:
+        raise DataError(f"max_tokens is {most!r}; it has to be a whole number of at least 1")
+    return Completion(
+        prompt=_messages(found) if is_chat else _text(found.get("prompt"), "prompt"),
+        max_new_tokens=most,
+        streams=bool(found.get("stream")),
+        seed=found.get("seed"),
+        choice={"do_sample": True, **choice} if temperature > 0 else {"do_sample": False},
+    )
+
+
+def _number(found: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = found.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise DataError(f"{name} is {value!r}; it has to be a number, not below zero")
+    return value
+
+
+def _messages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = found.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise DataError("messages has to be a list of objects with role and content")
+    return [{**one, "content": _text(one.get("content"), "content")} for one in messages]
+
+
+def _text(value: Any, name: str) -> str:
+    """Return a text that may come in parts."""
+    if isinstance(value, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in value
+    ):
+        value = "".join(str(part.get("text", "")) for part in value)
+    if not isinstance(value, str):
+        raise DataError(f"{name} has to be a text")
+    return value
+
+
+class Completions:
+    """A model that answers requests, one at a time.
+
+    Args:
+        writer: the model.
+        name: what it is called.
+        max_new_tokens: where a request does not say.
+    """
+
+    def __init__(self, writer: "TextWriter", name: str, max_new_tokens: int) -> None:
+        self.name = name
+        self.max_new_tokens = max_new_tokens
+        self._writer = writer
+        self._turn = threading.Lock()
+        self._ends = False
+
+    def write(self, asked: Completion, on_text: Callable[[str], None]) -> "tuple[Written, int]":
+        """Return what is written, and how many tokens the prompt has; ``on_text`` gets it piece by piece."""
+        import torch
+
+        def unless_over(text: str) -> None:
+            if self._ends:
+                raise ConfigError("the server ends")
+            on_text(text)
+
+        adds = isinstance(asked.prompt, str)
+        with self._turn:
+            text = self._writer.text_of(asked.prompt)
+            if asked.seed is not None:
+                torch.manual_seed(asked.seed)
+            (written,), _ = self._writer.write(
+                [text],
+                unless_over,
+                max_new_tokens=asked.max_new_tokens,
+                batch_size=1,
+                add_special_tokens=adds,
+                **asked.choice,
+            )
+            return written, self._writer.num_tokens(text, add_special_tokens=adds)
+
+    def end(self) -> None:
+        """Write no further token; returns when nothing is being written."""
+        self._ends = True
+        self._turn.acquire()
+
+
+class CompletionHandler(LoopbackHandler):
+    """Answers a request of a client; ``self.server.told`` is `Completions`."""
+
+    def answer(self) -> None:
+        """Tell which model there is."""
+        if self.path.rstrip("/") != "/v1/models":
+            super().answer()
+            return
+        model = {"id": self.server.told.name, "object": "model", "created": 0, "owned_by": "outsize"}
+        self._send_json({"object": "list", "data": [model]})
+
+    def answer_post(self) -> None:
+        """Write a text."""
+        if self.path not in (CHAT, PLAIN):
+            super().answer()
+            return
+        # A page from elsewhere may post forms and plain text to this machine, and nothing else unasked.
+        if self.headers.get_content_type() != "application/json":
+            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "Content-Type has to be application/json")
+            return
+        answer = _Answer(self, is_chat=self.path == CHAT)
+        try:
+            answer.send(self._read())
+        except (DataError, ConfigError) as error:
+            self._fail(answer, HTTPStatus.BAD_REQUEST, str(error))
+        except OutsizeError as error:
+            self._fail(answer, HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+        except (ConnectionError, TimeoutError):
+            return  # the client has gone
+        except Exception as error:
+            _log.exception("a request failed")
+            self._fail(answer, HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+
+    def _read(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            raise DataError(f"Content-Length has to be there, and at most {MOST_BYTES}")
+        return self.rfile.read(int(length))
+
+    def _send_json(self, answer: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send(status, "application/json", json.dumps(answer))
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        self._send_json({"error": {"message": message, "type": "invalid_request_error"}}, status)
+
+    def _fail(self, answer: "_Answer", status: HTTPStatus, message: str) -> None:
+        if answer.has_begun:
+            answer.event({"error": {"message": message}})
+        else:
+            self._refuse(status, message)
+
+
+class _Answer:
+    """An answer on its way."""
+
+    def __init__(self, handler: CompletionHandler, *, is_chat: bool) -> None:
+        self._handler = handler
+        self._model: Completions = handler.server.told
+        self._is_chat = is_chat
+        self._held = ""
+        self.has_begun = False
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self._model.name,
+        }
+
+    def send(self, body: bytes) -> None:
+        """Write what the request asks for, and send it, as it is written or as a whole."""
+        asked = read_request(body, is_chat=self._is_chat, max_new_tokens=self._model.max_new_tokens)
+        written, prompt_tokens = self._model.write(asked, self._piece if asked.streams else lambda _: None)
+        why = "length" if written.num_tokens >= asked.max_new_tokens else "stop"
+        if asked.streams:
+            self._chunk("", why)
+            self._line("[DONE]")
+            return
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": written.num_tokens,
+            "total_tokens": prompt_tokens + written.num_tokens,
+        }
+        kind, told = "text_completion", {"text": written.text}
+        if self._is_chat:
+            kind, told = "chat.completion", {"message": {"role": "assistant", "content": written.text}}  # type: ignore[dict-item]
+        choice = {"index": 0, **told, "finish_reason": why}
+        self._handler._send_json({**self._head, "object": kind, "choices": [choice], "usage": usage})
+
+    def event(self, content: Mapping[str, Any]) -> None:
+        """Send an event of a stream."""
+        self._line(json.dumps(content))
+
+    def _piece(self, text: str) -> None:
+        """Send the piece before: the last one is the end of a line that a terminal would want."""
+        if self._held:
+            self._chunk(self._held, None)
+        self._held = text
+
+    def _chunk(self, text: str, why: str | None) -> None:
+        kind, told = "text_completion", {"text": text}
+        if self._is_chat:
+            kind, told = "chat.completion.chunk", {"delta": {"content": text} if why is None else {}}  # type: ignore[dict-item]
+        self.event({**self._head, "object": kind, "choices": [{"index": 0, **told, "finish_reason": why}]})
+
+    def _line(self, data: str) -> None:
+        if not self.has_begun:
+            self._handler.begin(HTTPStatus.OK, "text/event-stream", {"Connection": "close"})
+            self.has_begun = True
+        self._handler.wfile.write(f"data: {data}\n\n".encode())
+        self._handler.wfile.flush()

@@ -1,0 +1,117 @@
+"""A model and its tokenizer, open for writing: what the commands that write text have in common."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outsize.choices import Dtype, Home
+from outsize.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outsize.wrapped.text import Figures, Written
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model writes, and where its weights are."""
+
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model directory, hub id, run directory, or adapters.")
+    ]
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto"
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", help="Budget on the device, e.g. 64MiB or 20GiB.")
+    ] = None
+    home: Annotated[Home, typer.Option("--home", help="Where the weights rest.")] = "auto"
+    store_dir: Annotated[
+        Path | None, typer.Option("--store-dir", help="Directory of a disk home, best on a local NVMe.")
+    ] = None
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and computation.")] = "auto"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
+    ] = False
+
+
+class TextWriter:
+    """A model and its tokenizer, open for writing; a context manager."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        import outsize
+        from outsize.checkpoint.trained_model import servable
+        from outsize.wrapped.text import check_model
+
+        with contextlib.ExitStack() as stack:
+            place = stack.enter_context(servable(options.model, options.trust_remote_code))
+            self._model = outsize.load(
+                place,
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
+                trainable=False,
+                device=options.device,
+                device_memory=options.device_memory,
+                home=options.home,
+                store_dir=options.store_dir,
+            )
+            stack.callback(self._close)
+            check_model(self._model)
+            self._tokenizer = _tokenizer(place, options.trust_remote_code)
+            self._stack = stack.pop_all()
+
+    def text_of(self, prompt: "str | list[dict[str, Any]]") -> str:
+        """Return a prompt as text; a conversation by the tokenizer's template, open for a reply.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        if isinstance(prompt, str):
+            return prompt
+        from outsize.training.run_data import chat_text
+
+        return chat_text(self._tokenizer, prompt)
+
+    def num_tokens(self, text: str, *, add_special_tokens: bool) -> int:
+        """Return how many tokens a prompt has."""
+        return len(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def write(
+        self, texts: Sequence[str], on_text: Callable[[str], None], **choice: Any
+    ) -> "tuple[list[Written], Figures]":
+        """Return what the model writes after ``texts``; arguments are those of `outsize.wrapped.text.write`."""
+        from outsize.wrapped.text import write
+
+        return write(self._model, self._tokenizer, texts, on_text=on_text, **choice)
+
+    def _close(self) -> None:
+        from outsize.wrapped.module import runner_of
+
+        runner_of(self._model).close()
+
+    def __enter__(self) -> "TextWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+def _tokenizer(model: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+
+    directory = locate_checkpoint(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers and its tokenizers raise a dozen kinds
+        first_line = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{directory} has no tokenizer that transformers can read: {first_line}; put its files beside the weights"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token_id = 0
+    return tokenizer

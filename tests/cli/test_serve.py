@@ -1,0 +1,137 @@
+"""``outsize serve``: what clients of OpenAI's interface ask for, over HTTP."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.cli.completions import CompletionHandler, Completions
+from outsize.cli.text_writer import ModelOptions, TextWriter
+from outsize.loopback import LoopbackServer
+from patience import PATIENCE_S
+from support import make_model_dir
+
+PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=256)
+
+
+@pytest.fixture
+def served(model: Path) -> Iterator[tuple[str, Completions]]:
+    options = ModelOptions(model=str(model), device="cpu", device_memory="64MiB", home="disk", dtype="fp32")
+    with TextWriter(options) as writer:
+        completions = Completions(writer, "tiny", 8)
+        with LoopbackServer(CompletionHandler, completions) as server:
+            yield server.url.removeprefix("http://").rstrip("/"), completions
+
+
+def ask(address: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+    content = body if body is None or isinstance(body, str) else json.dumps(body)
+    headers = {"Content-Type": "application/json", **headers}
+    connection.request("GET" if body is None else "POST", path, content, headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def events(text: str) -> list[str]:
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+
+
+def test_a_chat_is_answered_as_a_whole_and_piece_by_piece(served: tuple[str, Completions]):
+    address, _ = served
+    body = {"model": "any", "messages": HELLO, "temperature": 0, "max_tokens": 5}
+    status, text = ask(address, CHAT, body)
+    assert status == 200
+    found = json.loads(text)
+    assert found["object"] == "chat.completion"
+    assert found["usage"]["completion_tokens"] == 5
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == "length"
+    *pieces, last, done = events(ask(address, CHAT, {**body, "stream": True})[1])
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "length"}
+    assert (
+        "".join(json.loads(p)["choices"][0]["delta"]["content"] for p in pieces)
+        == choice["message"]["content"]
+    )
+    in_parts = [
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
+    ]
+    assert json.loads(ask(address, CHAT, {**body, "messages": in_parts})[1])["choices"] == found["choices"]
+
+
+def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completions]):
+    address, completions = served
+    greedy = {"do_sample": False, "max_new_tokens": 8, "batch_size": 1}
+    (want,), _ = completions._writer.write(["once"], lambda _: None, **greedy)
+    found = json.loads(ask(address, PLAIN, {"prompt": "once", "temperature": 0})[1])
+    assert found["choices"][0]["text"] == want.text
+    drawn = [ask(address, PLAIN, {"prompt": "once", "seed": seed, "top_p": 0.9})[1] for seed in (1, 1, 2)]
+    one, again, other = (json.loads(text)["choices"][0]["text"] for text in drawn)
+    assert one == again != other
+    assert json.loads(ask(address, "/v1/models")[1])["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (CHAT, "no json", 400, "not valid JSON"),
+        (CHAT, {"messages": []}, 400, "a list of objects with role and content"),
+        (CHAT, {"messages": HELLO, "tools": [{}], "n": 2}, 400, "n, tools: not supported"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content has to be a text"),
+        (PLAIN, {"prompt": "x", "temperature": "hot"}, 400, "temperature is 'hot'"),
+        (PLAIN, {"prompt": "x", "max_tokens": -1}, 400, "at least 1"),
+        (PLAIN, {"prompt": "x" * 300, "stream": True}, 400, "positions of the model"),
+        ("/v1/other", {"prompt": "x"}, 404, ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    served: tuple[str, Completions], path: str, body: Any, status: int, message: str
+):
+    got, text = ask(served[0], path, body)
+    assert got == status
+    assert message in text
+
+
+def test_pages_from_elsewhere_can_ask_nothing(served: tuple[str, Completions]):
+    assert ask(served[0], PLAIN, {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
+    assert ask(served[0], PLAIN, {"prompt": "x"}, Host="example.com")[0] == 403
+
+
+def test_a_server_that_ends_lets_a_text_go(served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch):
+    """And its model is whole afterwards."""
+    address, completions = served
+    began, answers = threading.Event(), []
+    write = completions._writer.write
+
+    def slow(texts: list[str], on_text: Any, **choice: Any) -> Any:
+        began.set()
+        assert ended.wait(PATIENCE_S)
+        return write(texts, on_text, **choice)
+
+    ended = threading.Event()
+    monkeypatch.setattr(completions._writer, "write", slow)
+    client = threading.Thread(
+        target=lambda: answers.append(ask(address, PLAIN, {"prompt": "x", "stream": True}))
+    )
+    client.start()
+    assert began.wait(PATIENCE_S)
+    completions._ends = True
+    ended.set()
+    completions.end()
+    client.join()
+    assert answers[0][0] == 400
+    assert "the server ends" in answers[0][1]
+    (written,), _ = write(["x"], lambda _: None, max_new_tokens=2, batch_size=1)
+    assert written.num_tokens == 2
