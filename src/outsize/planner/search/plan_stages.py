@@ -184,14 +184,15 @@ class _Planner:
             return self._pipeline(way, options.stages).step_s(options.stages), options.stages
         pipeline = pipeline_of(self._memory, budget, halves, way)
         sizes = self._round_sizes(way, halves)
-        most = max(sizes)
+        most, overlaps = max(sizes.items(), key=lambda item: item[0] * (1 + item[1]))
 
         def holds(stages: Stages) -> bool:
-            return self._memory.device_bytes(replace(stages, round_size=most), way) <= budget
+            largest = replace(stages, round_size=most, overlaps=overlaps)
+            return self._memory.device_bytes(largest, way) <= budget
 
-        pipeline = replace(pipeline, holds=holds)
+        pipeline = replace(pipeline, holds=holds, overlaps=lambda size: sizes.get(size, False))
         try:
-            stages = partition(pipeline, sizes, max_visits=max_visits)
+            stages = partition(pipeline, tuple(sizes), max_visits=max_visits)
         except ValueError:
             return None
         return pipeline.step_s(stages), stages
@@ -199,18 +200,29 @@ class _Planner:
     def _outlook(self, way: Way, halves: tuple[int, int], single: Stages) -> tuple[float, float]:
         """Return the time of a step of single units in the largest rounds of ``way``, and of any step at least."""
         asked = self._options.stages
-        sizes = self._round_sizes(way, halves) if asked is None else [asked.round_size]
+        sizes = self._round_sizes(way, halves) if asked is None else {asked.round_size: asked.overlaps}
         pipeline, size = self._pipeline(way, single), max(sizes)
-        return pipeline.step_s(replace(single, round_size=size)), pipeline.least_s(size)
+        stages = replace(single, round_size=size, overlaps=sizes[size])
+        return pipeline.step_s(stages), pipeline.least_s(size)
 
-    def _round_sizes(self, way: Way, halves: tuple[int, int]) -> list[int]:
+    def _round_sizes(self, way: Way, halves: tuple[int, int]) -> dict[int, bool]:
         """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
 
-        No others hand over more.
+        No others hand over more. With each goes whether there is room for two such rounds, so that they overlap. Where
+        there is none for as many as there are workers, there are fewer in a round.
         """
         single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
-        fitting = [size for size in found if self._holds(self._layout(way, replace(single, round_size=size)))]
-        return fitting[-1:] if is_large(self._options, self._demand) else fitting or [single.round_size]
+
+        def fits(size: int, overlaps: bool) -> bool:
+            stages = replace(single, round_size=size, overlaps=overlaps)
+            return self._holds(self._layout(way, stages))
+
+        if not fits(found[0], False) and self._options.round_microbatches is None:
+            found = tuple(range(single.round_size, found[0]))
+        fitting = {size: fits(size, True) for size in found if fits(size, False)}
+        if is_large(self._options, self._demand):
+            fitting = dict(list(fitting.items())[-1:])
+        return fitting or {single.round_size: False}
 
     def _pipeline(self, way: Way, stages: Stages) -> Pipeline:
         halves = (stages.slot_halves, stages.accumulator_halves)
