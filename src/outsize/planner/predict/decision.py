@@ -12,9 +12,10 @@ one.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from math import inf
 
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.codecs.transport import Transport
@@ -27,7 +28,13 @@ from outsize.planner.predict.question import MicrobatchCost, Question, exchange_
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.offload_balance import phases
-from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.plan_stages import (
+    BRIEF_VISITS,
+    estimate_s,
+    fits_stages,
+    plan_stages,
+    without_peers,
+)
 from outsize.planner.search.round_search import rounds_to_try
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_pipeline import clock_of
@@ -37,6 +44,8 @@ from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_
 GAIN = 0.03
 # Codecs that keep every bit, the faster first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
+# Of several devices a number of microbatches that clocks so many times as long as the next one is not searched.
+FAR = 1.1
 # Steps that are simulated: the first starts from rest, the last tells the time. Of several devices they take longer.
 NUM_STEPS, NUM_STEPS_OF_SEVERAL = 3, 2
 
@@ -90,6 +99,11 @@ class Decision:
     def step_s(self) -> float:
         """Seconds of a step, as simulated."""
         return self.simulated.step_s
+
+    @property
+    def compared_s(self) -> float:
+        """Seconds of a step, by which it is compared with other ways to take it."""
+        return self.lanes_s if self.question.brief and self.question.num_workers == 1 else self.step_s
 
     @property
     def lanes_s(self) -> float:
@@ -187,17 +201,30 @@ def _fastest(question: Question) -> Decision:
 def _fastest_at(question: Question, home: Tier) -> Decision:
     """Return the same with the home there, and raise the same."""
     named, several = question.microbatches, question.num_workers > 1
-    cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
+    cuts = list(cuts_to_try(question.sequences, question.seq_len, question.num_workers))
+
+    @cache
+    def clock_s(microbatches: int) -> float:
+        try:
+            return clocked_s(question, microbatches, home)
+        except InfeasiblePlanError:
+            return inf
+
+    if several and named is None and not question.brief:
+        while cuts[1:] and clock_s(cuts[0]) > FAR * clock_s(cuts[1]):
+            del cuts[0]
 
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
-        return best.simulated.bubble <= little if several else best.recomputed <= little
+        if several:
+            return question.brief or best.simulated.bubble <= little
+        return best.recomputed <= little
 
     return search_cuts(
         cuts if named is None else (named,),
         lambda microbatches: _handed_over(_offloading(planned_at(question, microbatches, home))),
-        lambda decision: decision.step_s,
-        may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
+        lambda decision: decision.compared_s,
+        may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches, clock_s),
         is_enough=is_enough if named is None else lambda _: True,
         may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
     )
@@ -214,7 +241,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
 
     def planned_in(size: int) -> Decision:
         options = question.options_for(microbatches, home, one.times, size)
-        plan = plan_within(question.model, one.demand, question.budgets, options)
+        plan = plan_within(question.model, one.demand, question.budgets, options, brief=question.brief)
         return Decision(question=question, plan=plan, microbatch=one)
 
     most, *smaller = _rounds_that_fit(question, microbatches, home, one)
@@ -230,7 +257,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         if found.lanes_s >= best.lanes_s:
             break
         best = found
-    return best if best is largest or best.step_s * NEAR < largest.step_s else largest
+    return best if best is largest or best.compared_s * NEAR < largest.compared_s else largest
 
 
 def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
@@ -250,8 +277,10 @@ def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: Mic
     return fitting or [min(sizes[-1], sizes[0], key=short_by)]
 
 
-def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
-    """Return the plan of a step, on one worker or several.
+def plan_within(
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, *, brief: bool = False
+) -> Plan:
+    """Return the plan of a step, on one worker or several; ``brief`` searches stages for a moment.
 
     What the device should have to spare comes before more slots or larger tiles; where even the smallest plan leaves
     none, it is given up.
@@ -260,7 +289,8 @@ def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    make = plan_stages if options.num_workers > 1 else plan_step
+    max_visits = BRIEF_VISITS if brief else None
+    make = partial(plan_stages, max_visits=max_visits) if options.num_workers > 1 else plan_step
     if demand.spare_bytes:
         roomy = replace(demand, fixed_bytes=demand.fixed_bytes + demand.spare_bytes)
         try:
@@ -276,7 +306,8 @@ def _offloading(decision: Decision) -> Decision:
     Stages are compared with both where they are cut.
     """
     question, plan = decision.question, decision.plan
-    if question.options.activations != "auto" or question.num_workers > 1 or not plan.layout.any_leaves:
+    asked = question.options.activations != "auto" or question.num_workers > 1 or question.brief
+    if asked or not plan.layout.any_leaves:
         return decision
     named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
     staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)
@@ -296,7 +327,7 @@ def _handed_over(decision: Decision) -> Decision:
     return decision if decision.step_s <= by_host.step_s else by_host
 
 
-def _may_gain(best: Decision, microbatches: int) -> bool:
+def _may_gain(best: Decision, microbatches: int, clock_s: Callable[[int], float]) -> bool:
     """Return whether stages of several devices could take a percent less with more microbatches than ``best``."""
     question, model, stages = best.question, best.question.model, best.plan.layout.stages
     assert stages is not None
@@ -306,10 +337,7 @@ def _may_gain(best: Decision, microbatches: int) -> bool:
     short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
     if not short and not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
         return False
-    try:
-        gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)
-    except InfeasiblePlanError:
-        return False
+    gained_s = clock.step_s(stages) - clock_s(microbatches)
     return gained_s >= best.step_s * (1 - 1 / NEAR)
 
 

@@ -12,7 +12,14 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
 from outsize.planner.predict.decision import clocked_s, missing_host_bytes
-from outsize.planner.predict.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction, fastest
+from outsize.planner.predict.prediction import (
+    COMPUTE,
+    FULL_SHARE,
+    LINK_UP,
+    Prediction,
+    fastest,
+    predict_again,
+)
 from outsize.planner.predict.question import Question
 from outsize.units import parse_bytes
 
@@ -103,8 +110,9 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     """Return what the change ``text`` would bring over ``base``.
 
     Where only a rate changes, microbatches, stages and home stay, and so do microbatches and stages with more host
-    memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew; or
-    ``near`` to ``base``: where GPUs and bytes per parameter stay, its microbatches and stages do, which may gain less.
+    memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew.
+    ``near`` takes a fraction of the time, and may find less: where GPUs and bytes per parameter stay, microbatches and
+    stages do, where a rate changes perhaps the whole plan; and what is searched is searched briefly.
 
     Raises:
         ConfigError: not a change.
@@ -125,7 +133,10 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     if base is not None and stays:
         changed = replace(changed, microbatches=base.microbatches).deciding(stages=base.stages)
     try:
-        prediction = fastest(changed)
+        if base is not None and near and name in _RATES:
+            prediction = predict_again(base, changed)
+        else:
+            prediction = fastest(replace(changed, brief=near))
     except (InfeasiblePlanError, ConfigError) as error:
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     if base is not None and name in _MORE and prediction.step_s > base.step_s:
@@ -241,8 +252,7 @@ def _with_mlp_parts(num_parts: int) -> Change:
     def change(question: Question) -> Question:
         if question.in_mlp_parts is None:
             raise ConfigError(
-                "what-if mlp_parts: of models whose sizes a config tells and whose MLPs are whole; ask others with "
-                "--mlp-parts itself"
+                "what-if mlp_parts: of models whose MLPs are whole, and can take their tokens in parts; leave it out"
             )
         return replace(question, workload_of=question.in_mlp_parts(num_parts), in_mlp_parts=None)
 
