@@ -91,14 +91,6 @@ def plans_made(monkeypatch) -> list[int]:
     return planned
 
 
-def test_a_number_of_microbatches_that_clocks_far_longer_than_the_next_is_not_planned(monkeypatch):
-    question = ask("2x4090", sequences=16)
-    monkeypatch.setattr(decision, "estimate_s", lambda _, __, ___, options: 100.0 / options.microbatches)
-    planned = plans_made(monkeypatch)
-    fastest(question)
-    assert planned == [list(cuts_to_try(16, 1024, 2))[-1]]
-
-
 def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():
     question = ask("2xh100", sequences=16, microbatches=8)
     found = fastest(question)

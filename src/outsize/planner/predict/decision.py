@@ -12,10 +12,9 @@ one.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from math import inf
+from functools import cached_property
 
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.codecs.transport import Transport
@@ -29,7 +28,6 @@ from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.plan_stages import (
-    BRIEF_VISITS,
     estimate_s,
     fits_stages,
     plan_stages,
@@ -44,8 +42,6 @@ from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_
 GAIN = 0.03
 # Codecs that keep every bit, the faster first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
-# Of several devices a number of microbatches that clocks so many times as long as the next one is not searched.
-FAR = 1.1
 # Steps that are simulated: the first starts from rest, the last tells the time. Of several devices they take longer.
 NUM_STEPS, NUM_STEPS_OF_SEVERAL = 3, 2
 
@@ -201,30 +197,17 @@ def _fastest(question: Question) -> Decision:
 def _fastest_at(question: Question, home: Tier) -> Decision:
     """Return the same with the home there, and raise the same."""
     named, several = question.microbatches, question.num_workers > 1
-    cuts = list(cuts_to_try(question.sequences, question.seq_len, question.num_workers))
-
-    @cache
-    def clock_s(microbatches: int) -> float:
-        try:
-            return clocked_s(question, microbatches, home)
-        except InfeasiblePlanError:
-            return inf
-
-    if several and named is None and not question.brief:
-        while cuts[1:] and clock_s(cuts[0]) > FAR * clock_s(cuts[1]):
-            del cuts[0]
+    cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
 
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
-        if several:
-            return question.brief or best.simulated.bubble <= little
-        return best.recomputed <= little
+        return best.simulated.bubble <= little if several else best.recomputed <= little
 
     return search_cuts(
         cuts if named is None else (named,),
         lambda microbatches: _handed_over(_offloading(planned_at(question, microbatches, home))),
         lambda decision: decision.compared_s,
-        may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches, clock_s),
+        may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
         is_enough=is_enough if named is None else lambda _: True,
         may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
     )
@@ -241,7 +224,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
 
     def planned_in(size: int) -> Decision:
         options = question.options_for(microbatches, home, one.times, size)
-        plan = plan_within(question.model, one.demand, question.budgets, options, brief=question.brief)
+        plan = plan_within(question.model, one.demand, question.budgets, options)
         return Decision(question=question, plan=plan, microbatch=one)
 
     most, *smaller = _rounds_that_fit(question, microbatches, home, one)
@@ -277,10 +260,8 @@ def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: Mic
     return fitting or [min(sizes[-1], sizes[0], key=short_by)]
 
 
-def plan_within(
-    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, *, brief: bool = False
-) -> Plan:
-    """Return the plan of a step, on one worker or several; ``brief`` searches stages for a moment.
+def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
+    """Return the plan of a step, on one worker or several.
 
     What the device should have to spare comes before more slots or larger tiles; where even the smallest plan leaves
     none, it is given up.
@@ -289,8 +270,7 @@ def plan_within(
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    max_visits = BRIEF_VISITS if brief else None
-    make = partial(plan_stages, max_visits=max_visits) if options.num_workers > 1 else plan_step
+    make = plan_stages if options.num_workers > 1 else plan_step
     if demand.spare_bytes:
         roomy = replace(demand, fixed_bytes=demand.fixed_bytes + demand.spare_bytes)
         try:
@@ -327,7 +307,7 @@ def _handed_over(decision: Decision) -> Decision:
     return decision if decision.step_s <= by_host.step_s else by_host
 
 
-def _may_gain(best: Decision, microbatches: int, clock_s: Callable[[int], float]) -> bool:
+def _may_gain(best: Decision, microbatches: int) -> bool:
     """Return whether stages of several devices could take a percent less with more microbatches than ``best``."""
     question, model, stages = best.question, best.question.model, best.plan.layout.stages
     assert stages is not None
@@ -337,7 +317,10 @@ def _may_gain(best: Decision, microbatches: int, clock_s: Callable[[int], float]
     short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
     if not short and not may_shorten(filling_s, best.step_s, best.microbatches, microbatches):
         return False
-    gained_s = clock.step_s(stages) - clock_s(microbatches)
+    try:
+        gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)
+    except InfeasiblePlanError:
+        return False
     return gained_s >= best.step_s * (1 - 1 / NEAR)
 
 

@@ -26,7 +26,7 @@ from outsize.units import parse_bytes
 _MORE = ("vram", "ram", "gpus")
 _RATES = ("compute", "link", "bandwidth", "disk", "net")
 # Changes that no estimate knows.
-_SIMULATED = ("net", "nodes", "weights", "mlp_parts")
+_SIMULATED = ("net", "nodes", "weights")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
 # From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
@@ -69,7 +69,8 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     if name in _SIMULATED:
         return outcome(question, base, text)
     changed = change(question)
-    same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
+    same = None if name in ("vram", "gpus", "mlp_parts") else base.stages
+    microbatches = base.microbatches
     try:
         before_s = clocked_s(question.deciding(stages=base.stages), microbatches, base.home)
         after_s = min(before_s, clocked_s(changed.deciding(stages=same), microbatches, base.home))
@@ -112,7 +113,7 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     Where only a rate changes, microbatches, stages and home stay, and so do microbatches and stages with more host
     memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew.
     ``near`` takes a fraction of the time, and may find less: where GPUs and bytes per parameter stay, microbatches and
-    stages do, where a rate changes perhaps the whole plan; and what is searched is searched briefly.
+    stages do, where a rate changes perhaps the whole plan; and plans of one GPU are compared unsimulated.
 
     Raises:
         ConfigError: not a change.
@@ -166,7 +167,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     short = on_disk and base.num_gpus == 1 and question.home != "disk"
     state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
-    parts = ("mlp_parts=4",) if large and base.num_gpus == 1 and question.in_mlp_parts is not None else ()
+    parts = ("mlp_parts=4",) if large and question.in_mlp_parts is not None else ()
     return (
         "vram=+8GB",
         *parts,

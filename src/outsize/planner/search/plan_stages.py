@@ -4,7 +4,7 @@ Where several units add to the gradient of a rest that trains, each is in a stag
 microbatches as have room: sums are taken use by use, round by round, as everywhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from outsize.errors import ConfigError, InfeasiblePlanError
@@ -208,21 +208,25 @@ class _Planner:
     def _round_sizes(self, way: Way, halves: tuple[int, int]) -> dict[int, bool]:
         """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
 
-        No others hand over more. With each goes whether there is room for two such rounds, so that they overlap. Where
-        there is none for as many as there are workers, there are fewer in a round.
+        No others hand over more. With each goes whether rounds of it overlap. Where nothing leaves of what is kept and
+        two rounds have no room, one goes by itself; where there is none for as many as there are workers, there are
+        fewer in a round. (What leaves of small rounds waits for host memory, of which the search knows little.)
         """
         single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
 
-        def fits(size: int, overlaps: bool) -> bool:
-            stages = replace(single, round_size=size, overlaps=overlaps)
-            return self._holds(self._layout(way, stages))
+        def fitting(sizes: Sequence[int], overlaps: bool) -> dict[int, bool]:
+            stages = {size: replace(single, round_size=size, overlaps=overlaps) for size in sizes}
+            return {size: overlaps for size in sizes if self._holds(self._layout(way, stages[size]))}
 
-        if not fits(found[0], False) and self._options.round_microbatches is None:
-            found = tuple(range(single.round_size, found[0]))
-        fitting = {size: fits(size, True) for size in found if fits(size, False)}
+        sizes = fitting(found, True)
+        if not sizes and not way.away:
+            sizes = fitting(found, False)
+            if not sizes and self._options.round_microbatches is None:
+                fewer = range(single.round_size, found[0])
+                sizes = {**fitting(fewer, False), **fitting(fewer, True)}
         if is_large(self._options, self._demand):
-            fitting = dict(list(fitting.items())[-1:])
-        return fitting or {single.round_size: False}
+            sizes = dict(list(sizes.items())[-1:])
+        return sizes or {single.round_size: False}
 
     def _pipeline(self, way: Way, stages: Stages) -> Pipeline:
         halves = (stages.slot_halves, stages.accumulator_halves)
