@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             "lora_alpha": "4",
             "lora_dropout": "0.1",
             "target_modules": "[up]",
+            "target_parameters": "[up]",
             "bias": "all",
             "exclude_modules": "[up]",
             "use_rslora": "true",

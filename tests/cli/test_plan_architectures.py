@@ -80,7 +80,11 @@ def test_adapters_and_parts_go_with_a_counted_model(tmp_path, capsys):
     lora = answer(capsys, file, *OPTIONS, "--method", "lora", "--lora-modules", "all-linear")
     assert 0 < lora["num_trainable"] < 0.01 * plain["num_trainable"]
     parted = answer(capsys, file, *OPTIONS, "--mlp-parts", "4", "--microbatches", "1")
-    whole = answer(capsys, file, *OPTIONS, "--microbatches", "1")
+    whole = answer(capsys, file, *OPTIONS, "--microbatches", "1", "--what-if", "mlp_parts=4")
+    (asked,) = whole["what_if"]
+    assert asked["step_s"] <= parted["step_s"]  # it may take other microbatches
+    assert run(file, *OPTIONS, "--device-memory", "2200MiB", "--microbatches", "1") != 0
+    assert "--mlp-parts 4" in capsys.readouterr().err
     assert parted["memory_bytes"]["device"]["workspace"] < whole["memory_bytes"]["device"]["workspace"]
     assert run(file, *OPTIONS, "--largest") != 0
     assert "--largest grows models by the sizes in their configs" in capsys.readouterr().err
@@ -98,11 +102,13 @@ def test_train_takes_the_adapters_of_a_mixture_as_plan_wrote_them(tmp_path, caps
     file = tmp_path / "px.yaml"
     options = ("--gpus", "4090", "--seq-len", 16, "--tokens-per-step", 128, "--no-advice", "--mlp-parts", 2)
     budgets = ("--host-memory", "1GiB", "--device-memory", "1GiB")  # which this machine has, too
-    predicted = answer(capsys, tmp_path / "model", *options, *budgets, "--method", "lora", "--output", file)
+    lora = ("--method", "lora", "--lora-parameters", "experts.gate_up_proj,experts.down_proj")
+    predicted = answer(capsys, tmp_path / "model", *options, *budgets, *lora, "--output", file)
     with pytest.raises(SystemExit) as done:
         main(["train", str(file), "--dry-run", "--json"])
     assert not done.value.code, capsys.readouterr().err
     dry = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert dry["config"]["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert dry["config"]["lora"]["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
     assert dry["config"]["train"]["mlp_parts"] == 2
     assert dry["plan"]["microbatches"] == predicted["microbatches"]

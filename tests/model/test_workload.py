@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import peft
 import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from outsize.config import parse_config
+from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton
-from outsize.model.sizes.spec_from_config import read_shape
+from outsize.model.sizes.lora_from_config import adapted_workload, with_adapters
+from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
@@ -47,15 +50,19 @@ SEQUENCES, SEQ_LEN = 2, 512
 MIXTURES = {("qwen3_moe", 1): 0.1, ("many_experts", 1): 0.2}
 
 
-def measure(config, dtype, mlp_parts=1):
+def measure(config, dtype, mlp_parts=1, lora=None):
+    method = "full" if lora is None else "lora"
     run = parse_config(
         {
             "model": {"path": "unused"},
             "data": {"path": "unused", "seq_len": SEQ_LEN},
-            "train": {"tokens_per_step": SEQUENCES * SEQ_LEN},
+            "train": {"tokens_per_step": SEQUENCES * SEQ_LEN, "method": method},
+            "lora": lora or {},
         }
     )
-    parts = prepare.split_model(build_skeleton(config, dtype), dtype, run)
+    model = build_skeleton(config, dtype, frozen=lora is not None)
+    adapters = None if lora is None else put_in(model, prepare.lora_of(run, model), 0)
+    parts = prepare.split_model(model, dtype, run, adapters)
     take_in_parts(parts, mlp_parts)
     with Boundaries(parts.modules) as boundaries:
         return prepare._measure(run, config, parts, boundaries, lambda _: None, num_ranks=1)[0]
@@ -96,6 +103,48 @@ def test_counts_are_what_a_run_measures(family, mlp_parts, dtype):
         assert counted.recompute_flops[1] == products.flops
     assert (counted.recompute_flops[1] < counted.forward_flops[1]) == (1 in measured.needed)
     assert counted.held_bytes == pytest.approx(measured.held_bytes, rel=0.1)
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "mlp_parts", "modules", "parameters"),
+    [
+        ("llama", 1, ("q_proj", "k_proj", "v_proj", "o_proj"), ()),
+        ("llama", 4, ("q_proj", "v_proj"), ()),
+        ("qwen3", 2, ("q_proj", "v_proj"), ()),
+        ("qwen3_moe", 1, ("q_proj", "v_proj"), ()),
+        ("many_experts", 1, ("q_proj", "v_proj"), ()),
+        ("many_experts", 4, ("q_proj", "v_proj"), ()),
+        ("qwen3_moe", 1, ("q_proj",), EXPERTS),
+        ("many_experts", 2, ("q_proj",), EXPERTS),
+    ],
+)
+def test_counts_of_a_frozen_block_with_adapters(family, mlp_parts, modules, parameters, dtype):
+    config = CONFIGS[family]
+    measured = measure(
+        config, dtype, mlp_parts, {"r": 4, "target_modules": modules, "target_parameters": parameters or None}
+    )
+    shape = replace(
+        read_shape(config.to_dict()), mlp_parts=mlp_parts, trains=False, experts_train=bool(parameters)
+    )
+    spec = with_adapters(spec_from_config(config.to_dict(), dtype), 4, modules, parameters)
+    work = count_workload(shape, dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
+    counted = adapted_workload(work, spec)
+    assert counted.backward_workspace_bytes["block"] == pytest.approx(measured.backward_bytes[1], rel=0.1)
+    assert counted.forward_workspace_bytes["block"] == pytest.approx(measured.forward_bytes[1], rel=0.1)
+    assert counted.saved_bytes[1] == pytest.approx(measured.saved_bytes[1], rel=0.02)
+    assert spec.num_trainable == measured_trainable(config, dtype, modules, parameters)
+
+
+def measured_trainable(config, dtype, modules, parameters):
+    settings = peft.LoraConfig(
+        r=4, target_modules=list(modules), target_parameters=list(parameters) or None, task_type="CAUSAL_LM"
+    )
+    model = build_skeleton(config, dtype)
+    return sum(p.numel() for p in put_in(model, settings, 0).initial.values())
 
 
 def products_of_head(measured):

@@ -144,6 +144,7 @@ def staged_layouts(draw: st.DrawFn) -> StepLayout:
         forward=spans_up(draw(cuts(fused)) if fused else []),
         backward=spans_down([num_streamed - fused, *below], num_streamed),
         round_size=draw(st.integers(1, 4)),
+        overlaps=draw(st.booleans()),
     )
     slot_halves, accumulator_halves = draw(st.sampled_from(HALVES))
     stages = replace(stages, slot_halves=slot_halves, accumulator_halves=accumulator_halves)

@@ -157,11 +157,11 @@ def test_equal_stages_in_rounds_of_one_microbatch_per_worker_leave_fill_and_drai
     assert bubble([StageTimes(0.0)], 1, 1, 1) == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_the_program_of_the_stages_takes_the_same_time(seed):
     """The fast twin and the simulator agree, where copies cost nothing but the hop between stages."""
     random = Random(seed)
-    pipeline = replace(instance(random), hop_s=random.choice([0.0, 0.25]))
+    pipeline = replace(instance(random), hop_s=random.choice([0.0, 0.25]), overlaps=lambda size: seed < 12)
     top = len(pipeline.forward_s)
     stages = partition(
         pipeline, [random.randint(1, pipeline.num_microbatches)], max_visits=random.choice([1, 20_000])

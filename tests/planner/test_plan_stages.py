@@ -157,16 +157,34 @@ def test_room_below_is_counted_by_what_is_handed_over():
 
 @given(staged_layouts())
 def test_what_is_handed_over_is_counted_without_making_the_program(layout):
-    under_way = range(layout.microbatches_at_once)
-    leaving = sum(
-        op.kind in (Kind.SAVE, Kind.SEND) and op.microbatch in under_way for op in build_step(layout)
-    )
+    """All inputs, and of each microbatch one gradient: it has been received when the next one is sent."""
+    ops = [op for op in build_step(layout) if op.microbatch in range(layout.microbatches_at_once)]
+    sending = {op.microbatch for op in ops if op.kind is Kind.SEND}
+    leaving = sum(op.kind is Kind.SAVE for op in ops) + len(sending)
     same = layout.peers in (
         frozenset(),
         layout.neighbours,
     )  # otherwise it is another number from step to step
     assert num_handed_over(layout) >= leaving
     assert not same or num_handed_over(layout) == leaving
+
+
+def test_where_two_rounds_have_no_room_one_fills_the_workers_by_itself():
+    """And where not even that has, it has fewer microbatches than there are workers."""
+    options = replace(HOST, microbatches=16)
+    roomy = plan(model(), 4, options=options)
+    assert roomy.layout.stages.overlaps
+    home = roomy.total_bytes("host") - roomy.memory["host"]["saved activations"]
+    of_one = num_handed_over(replace(roomy.layout, num_microbatches=1)) * 4096
+    times = []
+    for count in (12, 5, 2):
+        found = plan(model(), 4, budgets=replace(ROOMY, host=home + count * of_one), options=options)
+        stages = found.layout.stages
+        assert found.layout.microbatches_at_once <= count
+        assert (stages.round_size < 4) == (count < 4)
+        assert not stages.overlaps or 2 * stages.round_size <= count
+        times.append(found.layout.microbatches_at_once)
+    assert times[1] > 3
 
 
 @pytest.mark.parametrize(("frozen", "most"), [(0, 11), (3, 8), (5, 6)])
@@ -281,5 +299,5 @@ def test_what_is_asked_for_and_has_no_room_is_refused():
     options = replace(HOST, activations="offload-products")
     roomy = plan(model(), options=options)
     with pytest.raises(InfeasiblePlanError, match="first try") as raised:
-        plan(model(), options=options, budgets=Budgets(device=2**40, host=roomy.total_bytes("host") // 2))
+        plan(model(), options=options, budgets=Budgets(device=2**40, host=roomy.total_bytes("host") // 8))
     assert raised.value.short_by["host"] > 0

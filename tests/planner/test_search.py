@@ -5,10 +5,12 @@ import pytest
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
+from outsize.planner.predict import decision
 from outsize.planner.predict.assumptions import figures_used
 from outsize.planner.predict.decision import decide, missing_host_bytes, planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
+from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.step_plan import Budgets
 from planner.questions import CONFIG, GIB, ask
 
@@ -74,15 +76,27 @@ def test_smaller_microbatches_are_tried_where_they_leave_memory_for_larger_stage
     assert decide(question).step_s * NEAR < planned_at(question, 32, "host").step_s
 
 
-def test_nothing_is_compared_where_gpus_do_not_wait_for_each_other(monkeypatch):
+def test_one_plan_is_made_where_gpus_do_not_wait_for_each_other(monkeypatch):
     """A global norm over a slow optimizer is what they wait for, whatever the microbatches."""
     question = ask("2x4090", sequences=16)
     slow = Figure(value=1e8, source="test")
     host = replace(question.machine.host, adamw_params_per_s=slow)
-    monkeypatch.setattr("outsize.planner.predict.decision.estimate_s", None)
+    planned = plans_made(monkeypatch)
     found = fastest(replace(question, machine=replace(question.machine, host=host)))
-    assert found.microbatches == next(cuts_to_try(16, 1024, 2))
+    assert planned == [found.microbatches] == [next(cuts_to_try(16, 1024, 2))]
     assert found.bubble > 0.3
+
+
+def plans_made(monkeypatch) -> list[int]:
+    """Microbatches of each plan of several GPUs that is made from now on."""
+    planned = []
+
+    def noted(model, demand, budgets, options, max_visits=None):
+        planned.append(options.microbatches)
+        return plan_stages(model, demand, budgets, options, max_visits)
+
+    monkeypatch.setattr(decision, "plan_stages", noted)
+    return planned
 
 
 def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():

@@ -16,7 +16,7 @@ from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind
 from outsize.planner.program.program import Program, parse, render
 from outsize.planner.program.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
-from outsize.planner.search.stage_layout import arrival_bytes
+from outsize.planner.search.stage_layout import arrival_bytes, num_handed_over
 from outsize.planner.search.stage_offload import ON_THEIR_WAY, Way, kept_in_stages
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel, simulate
@@ -274,6 +274,9 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     places = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident
     for worker in range(layout.num_workers):
         assert done.peak_bytes.get(f"device:w{worker}", 0) <= places + activations
+    leaving = (kept[unit] for unit in layout.leavable if layout.choice(unit, 0).leaves)
+    below = num_handed_over(layout) * max(sizes) + layout.microbatches_at_once * sum(leaving)
+    assert done.peak_bytes.get("host", 0) <= below
 
 
 @given(staged_layouts(), st.randoms(use_true_random=False), st.data())

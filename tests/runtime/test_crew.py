@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -111,9 +112,9 @@ def test_any_number_of_workers(num_workers: int, count: int, max_grad_norm: floa
     ],
     ids=lambda stages: f"{len(stages.forward)}+{len(stages.backward)}x{stages.round_size}",
 )
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_any_cut_and_any_rounds(stages: Stages, num_workers: int):
-    num_workers = min(num_workers, stages.num_stages)
+@pytest.mark.parametrize(("num_workers", "overlaps"), [(1, True), (2, True), (2, False)])
+def test_any_cut_and_any_rounds(stages: Stages, num_workers: int, overlaps: bool):
+    num_workers, stages = min(num_workers, stages.num_stages), replace(stages, overlaps=overlaps)
     got = train_crew(make(), batches(5), num_workers, stages=stages, max_grad_norm=0.5)
     assert_same(got, resident(5, max_grad_norm=0.5))
 

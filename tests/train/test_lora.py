@@ -24,6 +24,11 @@ from outsize.training.verify import verify
 from support import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+EXPERTS: dict[str, Any] = {
+    "r": 2,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -58,6 +63,19 @@ RUNS: dict[str, dict[str, Any]] = {
         "memory": {"device": "emulated:1", "home": "disk"},
     },
     "4 bits, two workers": {"lora": {"base_codec": "nf4-double"}, "memory": {"device": "emulated:2"}},
+    "experts": {"name": "qwen3_moe", "lora": EXPERTS},
+    "experts in parts, bf16, two workers": {
+        "name": "qwen3_moe",
+        "lora": EXPERTS,
+        "model": {"dtype": "bf16"},
+        "train": {"mlp_parts": 2},
+        "memory": {"device": "emulated:2"},
+    },
+    "experts in 4 bits on disk": {
+        "name": "gpt_oss",
+        "lora": {**EXPERTS, "base_codec": "nf4"},
+        "memory": {"device": "emulated:1", "home": "disk"},
+    },
     "last layer": {"lora": {"layers_to_transform": [2]}},
 }
 
@@ -79,13 +97,15 @@ def newest(run: Config) -> Path:
     return found
 
 
-def peft_loop(run: Config, directory: Path, dtype: torch.dtype) -> tuple[list[float], Any]:
+def peft_loop(
+    run: Config, directory: Path, dtype: torch.dtype, lora: dict[str, Any]
+) -> tuple[list[float], Any]:
     """What a user of PEFT writes: one microbatch per step, clipping, torch's AdamW."""
     prepared = prepare(run, directory, lambda _: None)
     with open_dataset(run, prepared, directory, lambda _: None) as dataset:
         batches = [dataset.batch(step, run.sequences_per_step) for step in range(run.train.steps)]
     torch.manual_seed(run.train.seed)
-    model = peft.get_peft_model(base_of(run, dtype), peft.LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(base_of(run, dtype), peft.LoraConfig(**lora, task_type="CAUSAL_LM"))
     trained = [p for p in model.parameters() if p.requires_grad]
     recipe = run.optimizer
     optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
@@ -100,14 +120,17 @@ def peft_loop(run: Config, directory: Path, dtype: torch.dtype) -> tuple[list[fl
     return losses, model
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_ends_where_peft_s_own_loop_ends(dtype: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "fp32"), ("llama", "bf16"), ("qwen3_moe", "fp32"), ("qwen3_moe", "bf16")],
+)
+def test_a_run_ends_where_peft_s_own_loop_ends(name: str, dtype: str, tmp_path: Path):
     """Losses, and the adapters as `PeftModel.from_pretrained` loads them, bit for bit."""
     half = torch.bfloat16 if dtype == "bf16" else torch.float32
-    run = lora_run(
-        tmp_path, model={"dtype": dtype}, train={"loss": "model", "microbatches": 1}, memory={"home": "disk"}
-    )
-    losses, model = peft_loop(run, tmp_path, half)
+    lora = EXPERTS if name == "qwen3_moe" else LORA
+    sections = {"train": {"loss": "model", "microbatches": 1}, "memory": {"home": "disk"}, "lora": lora}
+    run = lora_run(tmp_path, name, model={"dtype": dtype}, **sections)
+    losses, model = peft_loop(run, tmp_path, half, lora)
     heard: list[float] = []
     train(run, progress=lambda record: heard.append(record.loss))
     assert heard == losses
@@ -160,6 +183,7 @@ def test_other_adapters_do_not_go_on_with_a_run(change: dict[str, Any], key: str
     [
         ({"target_modules": ["no_such"]}, "no_such.*the linear layers of this model are .*down_proj.*q_proj"),
         ({"modules_to_save": ["lm_head"]}, "model.dtype=fp32"),
+        ({"target_parameters": ["experts.down"]}, "experts.down; the stacked experts of this model are none"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_before_anything_is_written(
@@ -176,10 +200,12 @@ def test_freezing_goes_without_saying():
         Config(model={"path": "m", "freeze": ["*"]}, data={"path": "d"}, train={"method": "lora"})
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_merged_unit_by_unit_is_merged_by_peft(name: str, dtype: str, tmp_path: Path):
     lora = {"target_modules": "all-linear", "modules_to_save": ["lm_head"] if dtype == "fp32" else None}
+    if name == "qwen3_moe":
+        lora = EXPERTS
     if name == "gpt2":  # its head is tied
         lora["modules_to_save"] = None
     run = lora_run(tmp_path, name, model={"dtype": dtype}, lora=lora, train={"steps": 2, "loss": "model"})

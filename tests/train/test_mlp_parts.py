@@ -96,7 +96,7 @@ def test_a_recompute_ends_before_the_mlp(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_without_such_mlps_is_refused_before_work_starts(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"train.mlp_parts: .* leave it at 1"):
+    with pytest.raises(ModelError, match=r"mlp_parts: .* leave it at 1"):
         plan(make_run(tmp_path, "bert", train={"mlp_parts": 2, "loss": "model"}))
 
 

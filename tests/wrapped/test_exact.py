@@ -5,9 +5,12 @@ import warnings
 import pytest
 import torch
 
+import outsize
 import zoo
-from outsize.errors import ModelError
-from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
+from outsize.errors import ConfigError, ModelError
+from outsize.model.split import split
+from outsize.model.tiled_mlp import take_in_parts
+from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
 FAMILIES = (
     "llama", "llama_tied", "qwen3_moe", "gemma3_text", "gpt2", "gpt_neox", "falcon", "bloom", "gpt_oss", "deepseek_v3",
@@ -56,6 +59,34 @@ def test_other_architectures_too(name: str):
 @pytest.mark.parametrize("count", [1, 3])
 def test_neither_offloading_nor_the_device_change_a_bit(count: int, settings: dict[str, object]):
     compare("llama", count, **settings)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_mlps_in_parts_have_the_bits_of_the_plain_model_in_parts(name: str, autocast: bool):
+    """Where the caller's autocast ends before the backward, too; unwrapped, MLPs are whole again."""
+    plain, model, batch = zoo.build(name), zoo.build(name), zoo.batch(name)
+    mlps = [module for path, module in model.named_modules() if path.endswith(".mlp")]
+    classes = [type(mlp) for mlp in mlps]
+    take_in_parts(split(plain), 3)
+    with wrapped(model, mlp_parts=3, activations="recompute") as streamed:
+        losses = []
+        for each in (streamed, plain):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = each(**batch).loss
+            loss.backward()
+            losses.append(loss.detach())
+        assert all(type(mlp).__name__.endswith("InParts") for mlp in mlps)
+        assert torch.equal(*losses)
+        assert_equal(gradients(model), gradients(plain))
+    assert [type(mlp) for mlp in mlps] == classes
+
+
+def test_mlps_that_take_no_parts_are_refused():
+    with pytest.raises(ModelError, match="leave it at 1"):
+        outsize.wrap(zoo.build("bert"), mlp_parts=2, **ROOM)
+    with pytest.raises(ConfigError, match="mlp_parts is 0"):
+        outsize.wrap(zoo.build("llama"), mlp_parts=0, **ROOM)
 
 
 def test_a_model_that_repeats_its_layers_is_refused():

@@ -101,11 +101,14 @@ class _Merged:
                 owner, _, attribute = inner.rpartition(".")
                 value = self._read(f"{path}.{inner}", tuple(parameter.shape), parameter.dtype)
                 layer.get_submodule(owner)._parameters[attribute] = nn.Parameter(value, requires_grad=False)
-            cast(Any, layer).merge()
+            wrappers = [module for module in layer.modules() if hasattr(module, "parameter_name")]
+            for wrapper in [w for w in wrappers if w.parameter_name == leaf] if wrappers else [layer]:
+                cast(Any, wrapper).merge()
             merged: Tensor = cast(Any, layer).get_base_layer()._parameters[leaf].detach()
             return merged
         finally:
-            cast(Any, layer).merged_adapters.clear()
+            for module in layer.modules():
+                getattr(module, "merged_adapters", []).clear()
             for (module, attribute), parameter in former.items():
                 module._parameters[attribute] = parameter
 

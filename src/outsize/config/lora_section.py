@@ -23,6 +23,12 @@ class LoraConfig(Section):
         description="Modules that get an adapter: names or ends of names; a text is a regular expression, or "
         "all-linear for every linear layer but the head; null is PEFT's choice for the architecture.",
     )
+    target_parameters: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="Parameters that get an adapter though they are no linear layer's, such as experts of a mixture: "
+        "names or ends of names, e.g. experts.gate_up_proj. Each forward adds the adapter to a copy of them.",
+    )
     exclude_modules: Modules | None = Field(
         default=None, description="Modules that get none, written likewise."
     )

@@ -6,8 +6,9 @@ memory of its adapters. Then everything is a skeleton again, and `AdapterSource`
 with, or what a checkpoint of them holds, and the weights of the model under the names that they have by now.
 """
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
             "train.method=lora makes its adapters with PEFT; install it with: pip install peft"
         ) from error
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+    if given.get("target_parameters") is None:
+        given.pop("target_parameters", None)  # which PEFT has had since 0.17
     task = "CAUSAL_LM" if causal else None
     try:
         return peft.LoraConfig(**given, task_type=task, base_model_name_or_path=base)
@@ -102,6 +105,14 @@ def put_in(model: nn.Module, config: Any, seed: int) -> Adapters:
             adapted = peft.get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
             raise ConfigError(f"lora: {error}; {linear_layers(model)}") from error
+    missed = [
+        name for name in getattr(config, "target_parameters", None) or () if not _is_adapted(model, name)
+    ]
+    if missed:
+        raise ConfigError(
+            f"lora.target_parameters: no parameter is called {missed[0]}; {expert_parameters(model)}"
+        )
+    _add_by_shadowing(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     initial = {name: p.detach() for name, p in trained.items() if _PREFIX in name}
     _check(trained)
@@ -125,6 +136,53 @@ def linear_layers(model: nn.Module) -> str:
     kinds = (nn.Linear, Conv1D)
     names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, kinds) and n})
     return f"the linear layers of this model are {', '.join(names) or 'none'}"
+
+
+def expert_parameters(model: nn.Module) -> str:
+    """Return a sentence with the ends of the names of a model's stacks of matrices, one for each expert."""
+    stacks = (base_name(name).split(".") for name, p in model.named_parameters() if p.dim() == 3)
+    names = sorted({".".join(parts[-2:]) for parts in stacks})
+    return f"the stacked experts of this model are {', '.join(names) or 'none'}"
+
+
+def _is_adapted(model: nn.Module, name: str) -> bool:
+    """Whether a parameter of that name, or whose name ends so, has an adapter."""
+    wrappers = (path for path, module in model.named_modules() if hasattr(module, "parameter_name"))
+    found = (f".{base_name(path)}.{model.get_submodule(path).parameter_name}" for path in wrappers)
+    return any(each.endswith(f".{name}") for each in found)
+
+
+def _add_by_shadowing(model: nn.Module) -> None:
+    """Have adapters of parameters add themselves in the module's own dictionary, where they hide the parameter.
+
+    PEFT changes the module's class for each call, and a cache of the process, which lanes of several devices would
+    share. The sum is PEFT's, operation by operation.
+    """
+    from peft.tuners.lora import layer
+
+    kind = getattr(layer, "ParamWrapper", None)
+    if kind is None:
+        return
+
+    class Shadowing(kind):  # type: ignore[misc, valid-type]
+        @contextlib.contextmanager
+        def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+            base, name, parameter = self.get_base_layer(), self.parameter_name, self.get_param()
+            (adapter,) = active_adapters
+            if self.num_experts > 1:
+                lhs, rhs, scaling = self.get_delta_factors(adapter)
+                adapted = torch.baddbmm(parameter, lhs, rhs, alpha=scaling)
+            else:
+                adapted = parameter + self.get_delta_weight(adapter)
+            vars(base)[name] = adapted
+            try:
+                yield
+            finally:
+                del vars(base)[name]
+
+    for module in model.modules():
+        if type(module) is kind:
+            module.__class__ = Shadowing
 
 
 class AdapterSource:

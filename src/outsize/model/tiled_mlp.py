@@ -10,8 +10,8 @@ The story of one block and microbatch:
 1. `_Keep` hands the MLP's input on, and is what autograd saves it for.
 2. `_Parts` puts one part after the other through the MLP, without a graph, so nothing in there is saved. In a recompute
    these operations come after the last tensor that is saved, so they are left out; but where a norm follows them.
-3. Backward, each part goes through the MLP again, now with a graph, and right back: its gradients of weights are added
-   up part by part, as those of microbatches are.
+3. Backward, each part goes through the MLP again, now with a graph and under the autocast of its forward, and right
+   back: its gradients of weights are added up part by part, as those of microbatches are.
 
 Sums over parts round differently from one sum, so the number of parts is part of what a run computes, as the number of
 microbatches is; streamed and resident runs of as many parts are equal bit for bit.
@@ -53,6 +53,13 @@ def take_in_parts(split: Split, num_parts: int) -> None:
         mlp.__class__ = type(f"{own.__name__}InParts", (_InParts, own), {"num_parts": num_parts})
 
 
+def take_whole(model: nn.Module) -> None:
+    """Undo `take_in_parts`."""
+    for module in model.modules():
+        if isinstance(module, _InParts):
+            module.__class__ = type(module).__bases__[1]
+
+
 def can_take_in_parts(split: Split) -> bool:
     """Return whether `take_in_parts` takes the MLPs of ``split``."""
     try:
@@ -79,7 +86,7 @@ def _mlps(split: Split) -> Iterator[nn.Module]:
         mlp = getattr(module, _NAME, None)
         reason = "has no module called mlp" if not isinstance(mlp, nn.Module) else _reason_against(mlp)
         if reason:
-            raise ModelError(f"train.mlp_parts: {unit.name} {reason}; leave it at 1 for this model")
+            raise ModelError(f"mlp_parts: {unit.name} {reason}; leave it at 1 for this model")
         yield cast(nn.Module, mlp)
 
 
@@ -144,7 +151,7 @@ class Call:
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[_dim(leaf)] != len(rows):
                 raise ModelError(
-                    f"train.mlp_parts: {type(self._module).__name__} makes something that is not of each token; leave "
+                    f"mlp_parts: {type(self._module).__name__} makes something that is not of each token; leave "
                     "it at 1 for this model"
                 )
         return leaves
@@ -210,7 +217,8 @@ class _Parts(Function):
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, call: Call) -> tuple[Tensor, ...]:
-        ctx.call = call
+        ctx.call, kind = call, kept.device.type
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         ctx.set_materialize_grads(False)
         made = call.joined(kept)
         ctx.mark_non_differentiable(*(leaf for leaf in made if not leaf.is_floating_point()))
@@ -226,7 +234,7 @@ class _Parts(Function):
         }
         for number, (part, into) in enumerate(zip(call.cut(rows), call.cut(made), strict=True)):
             leaf = part.detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autocast(rows.device.type, cache_enabled=False, **ctx.autocast):
                 out = call.part(leaf)
             roots = [index for index in given if out[index].requires_grad]
             torch.autograd.backward(

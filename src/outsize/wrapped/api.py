@@ -13,6 +13,8 @@ from outsize.choices import Dtype, Home, Moments
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.sizes.model_spec import TensorSpec
+from outsize.model.split import split
+from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
 from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
@@ -34,6 +36,7 @@ def wrap(
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
     state: Moments = "fp32",
+    mlp_parts: int = 1,
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -55,21 +58,19 @@ def wrap(
         transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int8"}``; None sends
             everything as it is. With one of weights, units that do not train rest encoded.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.
-        run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`: ``heartbeat.jsonl``,
-            ``plan.json``, ``run.json``, ``timeline.json``, reports of passes that stall. None writes nothing.
-        memory: other keys of the section ``memory`` of a run's configuration: ``host_memory``, ``disk_memory``,
-            ``slots``, ``prefetch``, ``offload``, ``activations``, ``tile_elements``, ``link_gb_per_s``.
+        mlp_parts: parts in which MLPs take the tokens of a microbatch, see the section ``train`` of a run.
+        run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`. None writes nothing.
+        memory: other keys of the section ``memory`` of a run: ``host_memory``, ``disk_memory``, ``activations``, …
 
     Raises:
         ConfigError: an argument that cannot be, or a model that is wrapped.
-        ModelError: a model without a list of blocks, or one that trains several dtypes.
+        ModelError: a model without a list of blocks, one that trains several dtypes, or one whose MLPs take no parts.
         BudgetExceededError: the home does not fit its tier.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
-        parameter = parameters.pop(tensor.name)
-        into.copy_(parameter.detach().reshape(-1))
+        into.copy_(parameters.pop(tensor.name).detach().reshape(-1))
 
     settings = WrapSettings(
         memory=memory_of(wrap, device, device_memory, home, memory),
@@ -79,6 +80,7 @@ def wrap(
         head=head,
         transport=transport_of(transport),
         moments=state,
+        mlp_parts=mlp_parts,
     )
     return _recorded(_attach(model, settings, fill), run_dir)
 
@@ -100,6 +102,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     table_codec: FrozenCodec = "raw",
     transport: Mapping[str, str] | None = None,
     state: Moments = "fp32",
+    mlp_parts: int = 1,
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -128,6 +131,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         head="auto" if head == "none" else head,
         transport=transport_of(transport),
         moments=state,
+        mlp_parts=mlp_parts,
     )
     config = load_hf_config(path_or_hub_id, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.memory.device))
@@ -175,6 +179,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 module._parameters[attribute] = parameter
     runner.close()
     detach(model)
+    take_whole(model)
     return model
 
 
@@ -201,5 +206,11 @@ def _recorded(
 def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
-    attach(model, Runner(model, settings, fill))
+    if settings.mlp_parts > 1:
+        take_in_parts(split(model), settings.mlp_parts)
+    try:
+        attach(model, Runner(model, settings, fill))
+    except BaseException:
+        take_whole(model)
+        raise
     return model

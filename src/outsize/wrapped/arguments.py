@@ -32,6 +32,7 @@ class WrapSettings:
         head: where the head is, see `outsize.wrap`.
         transport: codecs on the link.
         moments: what `outsize.AdamW` keeps moments in.
+        mlp_parts: parts in which MLPs take the tokens of a microbatch.
 
     Raises:
         ConfigError: a value that there is not.
@@ -44,6 +45,7 @@ class WrapSettings:
     head: Head = "auto"
     transport: Transport = field(default_factory=Transport)
     moments: Moments = "fp32"
+    mlp_parts: int = 1
 
     def __post_init__(self) -> None:
         if self.head not in get_args(Head):
@@ -57,6 +59,8 @@ class WrapSettings:
             raise ConfigError(f"state={self.moments!r}: moments are kept in {', '.join(get_args(Moments))}")
         if self.microbatches < 1:
             raise ConfigError(f"microbatches is {self.microbatches}; a batch has at least one part")
+        if self.mlp_parts < 1:
+            raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
 
     @property
     def with_head(self) -> bool | None:

@@ -101,23 +101,31 @@ class AskedModel:
         from outsize.session.job.counted_model import count_model
 
         assert self._described is not None
-        found, seq_len = count_model(self._described.config, config), config.data.seq_len
+        described, seq_len = self._described.config, config.data.seq_len
+
+        def parted(mlp_parts: int) -> WorkloadOf:
+            train = config.train.model_copy(update={"mlp_parts": mlp_parts})
+            cut = count_model(described, config.model_copy(update={"train": train}))
+            return lambda sequences: cut.workload_of(sequences, seq_len)
+
+        found = count_model(described, config)
         kind = self.hf_config["model_type"]
         counted = f"counted on the model that transformers builds of a {kind} config, without weights"
         return ModelFigures(
             spec=found.spec,
             workload_of=lambda sequences: found.workload_of(sequences, seq_len),
+            in_mlp_parts=parted if found.can_part else None,
             notes=(*notes, counted),
         )
 
 
-def adapters_of(config: Config) -> tuple[int, tuple[str, ...]] | None:
-    """Return rank and modules of adapters that a family's config is asked about; None where all is trained."""
+def adapters_of(config: Config) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
+    """Return rank, modules and parameters of adapters of a family's model; None where all is trained."""
     if config.train.method != "lora":
         return None
     named = config.lora.target_modules
     text = None if named is None else named if isinstance(named, str) else ",".join(named)
-    return config.lora.r, parse_modules(text)
+    return config.lora.r, parse_modules(text), config.lora.target_parameters or ()
 
 
 def _from_sizes(hf_config: Mapping[str, Any], config: Config, notes: tuple[str, ...]) -> ModelFigures:
@@ -126,12 +134,11 @@ def _from_sizes(hf_config: Mapping[str, Any], config: Config, notes: tuple[str, 
     spec = whole if adapters is None else with_adapters(whole, *adapters)
 
     def parted(mlp_parts: int) -> WorkloadOf:
-        cut, seq_len = replace(shape, mlp_parts=mlp_parts), config.data.seq_len
+        in_experts = adapters is None or bool(adapters[2])
+        cut = replace(shape, mlp_parts=mlp_parts, trains=adapters is None, experts_train=in_experts)
 
         def workload_of(sequences: int) -> Workload:
-            plain = count_workload(
-                cut, dtype, sequences=sequences, seq_len=seq_len, experts_train=adapters is None
-            )
+            plain = count_workload(cut, dtype, sequences=sequences, seq_len=config.data.seq_len)
             return plain if adapters is None else adapted_workload(plain, spec)
 
         return workload_of

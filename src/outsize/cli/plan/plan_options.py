@@ -54,6 +54,10 @@ class PlanFlags:
         str | None,
         typer.Option(metavar="NAMES", help="Adapted layers, e.g. q_proj,v_proj (default) or all-linear."),
     ] = None
+    lora_parameters: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Adapted experts, e.g. experts.gate_up_proj,experts.down_proj."),
+    ] = None
     dtype: Annotated[ComputeDtype, typer.Option(help="Compute dtype.")] = "bf16"
     seq_len: Annotated[
         int | None,

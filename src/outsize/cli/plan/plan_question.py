@@ -170,7 +170,8 @@ def _method(config: Config) -> str:
         if isinstance(named, str)
         else ", ".join(named)
     )
-    return f"LoRA of rank {config.lora.r} on {modules}"
+    experts = "".join(f", {name}" for name in config.lora.target_parameters or ())
+    return f"LoRA of rank {config.lora.r} on {modules}{experts}"
 
 
 def _seq_len(wanted: int | None, limit: int | None) -> int:
@@ -196,6 +197,8 @@ def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[st
     }
     if options.method == "lora":
         flags |= {"train.method": "lora", "lora.r": options.lora_r}
+        if options.lora_parameters is not None:
+            flags["lora.target_parameters"] = tuple(options.lora_parameters.replace(" ", "").split(","))
         if modules is not None:  # always named, as PEFT has no choice of its own for every family
             flags["lora.target_modules"] = modules
     return load_config(flags=flags, environ={})

@@ -8,9 +8,11 @@ What PEFT's `LoraConfig` does to a linear layer of ``out`` times ``in``: two mat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from math import prod
 
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import (
+    ITEMSIZE,
     FrozenPart,
     ModelSpec,
     PartKind,
@@ -47,19 +49,29 @@ def parse_modules(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def with_adapters(model: ModelSpec, rank: int, modules: Sequence[str]) -> ModelSpec:
-    """Return ``model`` frozen, with fp32 adapters of ``rank`` on ``modules`` of its blocks.
+def with_adapters(
+    model: ModelSpec, rank: int, modules: Sequence[str], parameters: Sequence[str] = ()
+) -> ModelSpec:
+    """Return ``model`` frozen, with fp32 adapters of ``rank`` on ``modules`` of its blocks, and on ``parameters``.
 
     Raises:
         ConfigError: the blocks have none of them, or a rank below one.
     """
     if rank < 1:
         raise ConfigError(f"a rank of {rank} adapts nothing; it is at least 1")
-    units = tuple(_unit(unit, model.dtype, rank, modules) for unit in model.units)
+    stacks = {tensor.name for unit in model.units for tensor in unit.tensors if len(tensor.shape) == 3}
+    missed = [name for name in parameters if not any(_is_called(stack, [name]) for stack in stacks)]
+    if missed:
+        names = sorted({".".join(stack.split(".")[-2:]) for stack in stacks})
+        raise ConfigError(
+            f"lora.target_parameters: no parameter is called {missed[0]}; the stacked experts of this model are "
+            f"{', '.join(names) or 'none'}"
+        )
+    units = tuple(_unit(unit, model.dtype, rank, modules, parameters) for unit in model.units)
     if not any(unit.trainable for unit in units):
         raise ConfigError(
             f"no block has a linear layer called {' or '.join(modules)}: experts are stored as one tensor, which PEFT "
-            "does not adapt by these names; try q_proj,v_proj"
+            "does not adapt by these names; try q_proj,v_proj, or lora.target_parameters for experts"
         )
     return ModelSpec(units=units, dtype="fp32")
 
@@ -67,13 +79,22 @@ def with_adapters(model: ModelSpec, rank: int, modules: Sequence[str]) -> ModelS
 def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
     """Return ``work`` of a model without adapters as that of ``model``, which has them.
 
-    What is frozen computes no gradient of weights, one product less in its backward; below the lowest adapter nothing
-    runs backward. PEFT hands its adapters fp32 copies of their inputs, which a backward needs.
+    What is frozen computes no gradient of weights, one product less in its backward, but for attention, which has no
+    weights; below the lowest adapter nothing runs backward. PEFT hands its adapters fp32 copies of their inputs, which
+    a backward needs. To a stack of experts each call adds its adapter, and a backward makes the gradient of the sum.
     """
     streamed = model.units[: model.num_streamed]
     bottom = next(unit.index for unit in streamed if unit.trainable)
-    adapters = [2.0 * work.tokens * sum(t.numel for t in unit.tensors) for unit in streamed]
-    copies = max(_copied(unit) for unit in streamed) * work.tokens
+    of_tokens = [[t for t in unit.tensors if ".experts." not in t.name] for unit in streamed]
+    stacks = [_adapted_stacks(unit) for unit in streamed]
+    adapters = [
+        2.0 * work.tokens * sum(t.numel for t in tensors) + sum(2.0 * rank * size for rank, size in stacked)
+        for tensors, stacked in zip(of_tokens, stacks, strict=True)
+    ]
+    # Stacks of experts with their adapters added.
+    sums = [sum(size for _, size in stacked) * ITEMSIZE[model.compute_dtype] for stacked in stacks]
+    copied = [_copied(tensors, model.compute_dtype) * work.tokens for tensors in of_tokens]
+    routed = work.routed_flops or (0.0,) * len(streamed)
     return replace(
         work,
         forward_flops=tuple(base + more for base, more in zip(work.forward_flops, adapters, strict=True)),
@@ -84,18 +105,21 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
             )
         ),
         saved_bytes=tuple(
-            size + _copied(unit) * work.tokens for unit, size in zip(streamed, work.saved_bytes, strict=True)
+            size + copies + added * (not work.again_flops)
+            for copies, added, size in zip(copied, sums, work.saved_bytes, strict=True)
         ),
         products_bytes=tuple(
-            size + _FP32 * work.tokens * sum(t.shape[0] for t in unit.tensors)
-            for unit, size in zip(streamed, work.products_bytes, strict=True)
+            size + _FP32 * work.tokens * sum(t.shape[0] for t in tensors)
+            for tensors, size in zip(of_tokens, work.products_bytes, strict=True)
         ),
         gradient_flops=tuple(
-            (base + 2 * more) * (unit.index >= bottom)
-            for unit, base, more in zip(streamed, work.forward_flops, adapters, strict=True)
+            (base + attention + 2 * more + visited * bool(stacked)) * (unit.index >= bottom)
+            for unit, base, attention, more, visited, stacked in zip(
+                streamed, work.forward_flops, work.attention_flops, adapters, routed, stacks, strict=True
+            )
         ),
-        forward_workspace_bytes=_more(work.forward_workspace_bytes, copies),
-        backward_workspace_bytes=_more(work.backward_workspace_bytes, copies),
+        forward_workspace_bytes=_more(work.forward_workspace_bytes, max(sums)),
+        backward_workspace_bytes=_more(work.backward_workspace_bytes, max(copied) + max(sums)),
     )
 
 
@@ -105,9 +129,21 @@ def frozen_parts(tensors: Sequence[TensorSpec], dtype: str) -> tuple[FrozenPart,
     return (pack_part(kind, ((t.name, t.shape) for t in tensors)),) if tensors else ()
 
 
-def _unit(unit: UnitSpec, dtype: str, rank: int, modules: Sequence[str]) -> UnitSpec:
+def _is_called(name: str, ends: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def _unit(
+    unit: UnitSpec, dtype: str, rank: int, modules: Sequence[str], parameters: Sequence[str]
+) -> UnitSpec:
     rows = []
     for tensor in unit.tensors if unit.kind == "block" else ():
+        if len(tensor.shape) == 3 and _is_called(tensor.name, parameters):
+            experts, out, into = tensor.shape
+            rows += [
+                (f"{tensor.name}.lora_A.weight", (rank * experts, into), True, True),
+                (f"{tensor.name}.lora_B.weight", (out, rank * experts), True, True),
+            ]
         prefix = tensor.name.removesuffix(".weight")
         if prefix == tensor.name or prefix.rpartition(".")[2] not in modules:
             continue
@@ -124,10 +160,26 @@ def _ends_in_adapter(unit: UnitSpec) -> bool:
     return any(".down_proj." in tensor.name for tensor in unit.tensors)
 
 
-def _copied(unit: UnitSpec) -> int:
-    """Return the bytes per token of fp32 copies: what goes into the adapters of a unit, and what lies between them."""
-    into = sum(max(tensor.shape) for tensor in unit.tensors if tensor.name.endswith(".lora_A.weight"))
-    return _FP32 * (into + sum(min(tensor.shape) for tensor in unit.tensors))
+def _adapted_stacks(unit: UnitSpec) -> list[tuple[int, int]]:
+    """Return of each stack of experts with an adapter its rank, and how many elements it has."""
+    shapes = {t.name: t.shape for part in unit.frozen for t in part.tensors if len(t.shape) == 3}
+    ranks = {t.name.removesuffix(".lora_A.weight"): t.shape[0] for t in unit.tensors}
+    return [(ranks[name] // shape[0], prod(shape)) for name, shape in shapes.items() if name in ranks]
+
+
+# What goes into linear layers, by what they share it with; attention keeps what it returns anyhow.
+_SHARED = dict(zip(MODULES, ("qkv", "qkv", "qkv", None, "gate_up", "gate_up", "down"), strict=True))
+
+
+def _copied(tensors: Sequence[TensorSpec], dtype: str) -> int:
+    """Return the bytes per token of what goes into adapters of a unit, and of what lies between them, in fp32.
+
+    Of a model in fp32 that is no copy, and adapters of several layers share it.
+    """
+    into = {tensor.name.split(".")[-3]: max(tensor.shape) for tensor in tensors if ".lora_A." in tensor.name}
+    if dtype == "fp32":
+        into = {shared: size for module, size in into.items() if (shared := _SHARED[module])}
+    return _FP32 * (sum(into.values()) + sum(min(tensor.shape) for tensor in tensors))
 
 
 def _more(by_kind: Mapping[str, int], num_bytes: int) -> dict[str, int]:

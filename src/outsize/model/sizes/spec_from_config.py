@@ -40,6 +40,8 @@ class Shape:
         attention_bias: whether query, key and value have biases.
         head_norms: whether queries and keys are normalised per head.
         mlp_parts: in how many parts an MLP takes the tokens of a microbatch.
+        trains: whether weights have gradients; what is frozen needs no inputs of its products.
+        experts_train: whether those of experts have; adapters of experts have gradients of whole ones, too.
     """
 
     hidden: int
@@ -58,6 +60,8 @@ class Shape:
     attention_bias: bool = False
     head_norms: bool = False
     mlp_parts: int = 1
+    trains: bool = True
+    experts_train: bool = True
 
     @property
     def attention_width(self) -> int:

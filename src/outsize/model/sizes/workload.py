@@ -20,6 +20,7 @@ from outsize.model.sizes.spec_from_config import (
 LOGIT_BYTES = 12
 # ids and labels, int64, for all microbatches of a step.
 ID_BYTES = 16
+_FP32 = 4
 
 
 def count_workload(
@@ -29,7 +30,6 @@ def count_workload(
     sequences: int,
     seq_len: int,
     chunk_tokens: int = 512,
-    experts_train: bool = True,
 ) -> Workload:
     """Return what a microbatch of ``sequences`` sequences of ``seq_len`` tokens takes.
 
@@ -39,7 +39,6 @@ def count_workload(
         sequences: of the microbatch.
         seq_len: tokens of a sequence.
         chunk_tokens: tokens per chunk of the loss (``train.head_chunk_tokens``).
-        experts_train: whether experts have gradients of their weights.
     """
     tokens, size = sequences * seq_len, ITEMSIZE[dtype]
     boundary = tokens * shape.hidden * size
@@ -59,7 +58,7 @@ def count_workload(
         forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
         backward_workspace_bytes={
             "embedding": table + 2 * boundary,
-            "block": _backward_workspace(shape, size, tokens, experts_train),
+            "block": _backward_workspace(shape, size, tokens),
             "head": head,
         },
         saved_bytes=(
@@ -81,13 +80,24 @@ def count_workload(
     )
 
 
-def _backward_workspace(shape: Shape, size: int, tokens: int, experts_train: bool) -> int:
+def _backward_workspace(shape: Shape, size: int, tokens: int) -> int:
     """Return the bytes alive in a backward of a block when they are most, gradients of experts among them."""
     needed = tokens * _block_backward(shape, size)
-    if not shape.experts:
+    if not shape.experts or not shape.experts_train:
         return needed
-    gradient = 2 * size * shape.experts * shape.hidden * shape.expert_intermediate * experts_train
+    gradient = 2 * size * shape.experts * shape.hidden * shape.expert_intermediate
     return max(needed, tokens * _experts_backward(shape, size, stepping=True) + gradient)
+
+
+def _not_kept(shape: Shape, size: int) -> int:
+    """Return the bytes per token of what a frozen block does not keep: inputs of its norms and products, but the MLP's.
+
+    Parts of the tokens need what went into the MLP all the same.
+    """
+    if shape.trains:
+        return 0
+    norms = 3 * shape.hidden + shape.hidden * (shape.mlp_parts == 1)
+    return size * (norms + shape.head_norms * (shape.attention_width + shape.kv_heads * shape.head_dim))
 
 
 def _block_forward(shape: Shape, size: int) -> int:
@@ -95,7 +105,8 @@ def _block_forward(shape: Shape, size: int) -> int:
 
     In the MLP: gate, up, their product, two residuals. In the attention: queries, output, keys and values for each of
     their heads and for each head, and what they were made of; or a norm of the queries, in fp32. In experts these of
-    each visit, and copies of the token; besides, what the parts return, and all of them.
+    each visit, and copies of the token; besides, what the parts return, and all of them. Adapters of a frozen block
+    have an fp32 copy of what comes into the attention.
     """
     width = shape.attention_width
     mlp = 2 * shape.hidden + 3 * _widest_dense(shape) // shape.mlp_parts
@@ -106,7 +117,8 @@ def _block_forward(shape: Shape, size: int) -> int:
         active, visits = _active(shape), shape.active_experts * shape.hidden
         inside = max(2 * active + 3 * visits, 3 * active + 2 * visits, 4 * active + visits)
         experts = size * 3 * shape.hidden + (size * inside + 12 * shape.experts) // shape.mlp_parts
-    return max(size * mlp, size * attention, norm, experts)
+    copy = 0 if shape.trains or size == _FP32 else _FP32 * shape.hidden
+    return max(size * mlp, size * attention + copy, norm, experts)
 
 
 def _block_backward(shape: Shape, size: int) -> int:
@@ -118,13 +130,12 @@ def _block_backward(shape: Shape, size: int) -> int:
     """
     width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
     mlp = 6 * _widest_dense(shape) // shape.mlp_parts + 2 * shape.hidden * (shape.mlp_parts > 1)
-    kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + mlp)
+    kept = size * (4 * shape.hidden + 2 * width + 2 * kv_width + mlp) - _not_kept(shape, size)
     norms = 12 * shape.hidden + (size + 4) * (width + kv_width) * shape.head_norms
     before_mlp = _block_saved(shape, size, mixture=False, mlp=False)
     after_mlp = before_mlp + 20 * shape.hidden
-    attention = (
-        before_mlp - (4 + 2 * size) * shape.hidden + size * (2 * width + 2 * kv_width + 3 * shape.hidden)
-    )
+    of_norm = 4 + size * (2 if shape.trains else shape.mlp_parts > 1)
+    attention = before_mlp - of_norm * shape.hidden + size * (2 * width + 2 * kv_width + 3 * shape.hidden)
     if shape.head_norms:
         of_queries = (16 + size) * width - size * (shape.hidden + 4 * width + 4 * kv_width)
         attention += max(0, of_queries)
@@ -141,11 +152,12 @@ def _experts_backward(shape: Shape, size: int, stepping: bool = False) -> int:
         stepping: whether at the moment when the gradient of their first weights is made; else when they are most.
     """
     active, visits = _active(shape), shape.active_experts * shape.hidden
-    inside = (
-        2 * active + 2 * visits
-        if stepping
-        else max(4 * active + 5 * visits, 5 * active + 4 * visits, 6 * active + 2 * visits)
-    )
+    if stepping:
+        inside = 2 * active + 2 * visits
+    elif shape.experts_train:
+        inside = max(4 * active + 5 * visits, 5 * active + 4 * visits, 6 * active + 2 * visits)
+    else:
+        inside = max(2 * active + 4 * visits, 6 * active - visits)
     rest = shape.hidden + shape.active_experts
     of_parts = size * (inside + rest) + 12 * shape.experts
     return (
@@ -164,19 +176,20 @@ def _block_saved(shape: Shape, size: int, mixture: bool, mlp: bool = True) -> in
     normalised, and its output, an operand of the products behind it. Of the attention: queries, keys and values with
     their positions, its output, and one fp32 for each head, its log-sum-exp. Of an MLP: the operands of its product and
     of its last matrix. A mixture has these for each expert that a token visits, with a copy of the token and what the
-    expert returns.
+    expert returns. What is frozen needs no input of a product, and no normalised one.
     """
     width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
     norms = 2 * (shape.hidden * (4 + 2 * size) + 4) - (4 * shape.hidden if size == 4 else 0)
     if shape.head_norms:
         norms += (size + 4) * (width + kv_width) + 4 * (shape.heads + shape.kv_heads)
-    attention = size * (2 * width + 2 * kv_width) + 4 * shape.heads
+    attention = size * (2 * width + 2 * kv_width) + 4 * shape.heads - _not_kept(shape, size)
     if not mlp or shape.mlp_parts > 1:
         return norms + attention
     if not mixture:
-        return norms + attention + size * 4 * shape.intermediate
-    copies = 3 * size * shape.active_experts * shape.hidden + 12 * shape.experts
-    return norms + attention + size * 4 * _active(shape) + copies
+        return norms + attention + size * (3 + shape.trains) * shape.intermediate
+    num_copies = 1 + shape.trains + shape.experts_train
+    copies = num_copies * size * shape.active_experts * shape.hidden + 12 * shape.experts
+    return norms + attention + size * (3 + shape.experts_train) * _active(shape) + copies
 
 
 def _attention_returned(shape: Shape, size: int) -> int:

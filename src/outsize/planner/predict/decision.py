@@ -27,7 +27,12 @@ from outsize.planner.predict.question import MicrobatchCost, Question, exchange_
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.offload_balance import phases
-from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.plan_stages import (
+    estimate_s,
+    fits_stages,
+    plan_stages,
+    without_peers,
+)
 from outsize.planner.search.round_search import rounds_to_try
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_pipeline import clock_of
@@ -95,6 +100,11 @@ class Decision:
     def step_s(self) -> float:
         """Seconds of a step, as simulated."""
         return self.simulated.step_s
+
+    @property
+    def compared_s(self) -> float:
+        """Seconds of a step, by which it is compared with other ways to take it."""
+        return self.lanes_s if self.question.brief and self.question.num_workers == 1 else self.step_s
 
     @property
     def lanes_s(self) -> float:
@@ -201,7 +211,7 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
     return search_cuts(
         cuts if named is None else (named,),
         lambda microbatches: _handed_over(_offloading(planned_at(question, microbatches, home))),
-        lambda decision: decision.step_s,
+        lambda decision: decision.compared_s,
         may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
         is_enough=is_enough if named is None else lambda _: True,
         may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
@@ -235,7 +245,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         if found.lanes_s >= best.lanes_s:
             break
         best = found
-    return best if best is largest or best.step_s * NEAR < largest.step_s else largest
+    return best if best is largest or best.compared_s * NEAR < largest.compared_s else largest
 
 
 def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
@@ -281,7 +291,8 @@ def _offloading(decision: Decision) -> Decision:
     Stages are compared with both where they are cut.
     """
     question, plan = decision.question, decision.plan
-    if question.options.activations != "auto" or question.num_workers > 1 or not plan.layout.any_leaves:
+    asked = question.options.activations != "auto" or question.num_workers > 1 or question.brief
+    if asked or not plan.layout.any_leaves:
         return decision
     named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
     staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)

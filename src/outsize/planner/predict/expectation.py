@@ -7,7 +7,7 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
@@ -19,7 +19,7 @@ from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.comparison import Steps
 from outsize.planner.simulate.costs import UnitTimes, cost_model
-from outsize.planner.simulate.simulator import CostModel, Simulation, simulate
+from outsize.planner.simulate.simulator import CostModel, OrderedSteps, Simulation, in_order, simulate
 from outsize.planner.simulate.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
@@ -117,8 +117,8 @@ class PlannedStep:
     def simulate(self, costs: CostModel, num_steps: int) -> Simulated:
         """Return ``num_steps`` steps where ops take ``costs``, which are those of coarse tiles."""
         layout, _ = self._simulated()
-        programs = tuple(itertools.islice(steps_from(layout), num_steps))
-        done = simulate(programs, layout, costs, below=self.plan.below)
+        programs, steps = _in_order(layout, num_steps)
+        done = simulate(programs, layout, costs, below=self.plan.below, steps=steps)
         return Simulated(programs=programs, costs=costs, num_workers=layout.num_workers, done=done)
 
     def expect(self, costs: CostModel) -> Steps:
@@ -130,6 +130,13 @@ class PlannedStep:
 
     def _simulated(self) -> tuple[StepLayout, int]:
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
+
+
+@lru_cache(maxsize=4)
+def _in_order(layout: StepLayout, num_steps: int) -> tuple[tuple[Program, ...], OrderedSteps]:
+    """Return so many steps of ``layout``, which are often asked about at other costs."""
+    programs = tuple(itertools.islice(steps_from(layout), num_steps))
+    return programs, in_order(programs, layout)
 
 
 def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:

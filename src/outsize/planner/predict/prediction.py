@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from outsize.model.sizes.model_spec import Workload
@@ -141,6 +141,18 @@ def fastest(question: Question) -> Prediction:
         InfeasiblePlanError: nothing fits.
     """
     return predict(decide(question))
+
+
+def predict_again(base: Prediction, question: Question) -> Prediction:
+    """Return what the plan of ``base`` would take in ``question``, whose rates are others; of one GPU, or a better."""
+    one = question.microbatch(base.microbatches)
+    same = Decision(question=question, plan=base.plan, microbatch=one)
+    if question.num_workers > 1:
+        return predict(same)
+    other = decide(replace(question, brief=True))
+    return min(
+        map(predict, [same, other] if other.lanes_s < same.lanes_s else [same]), key=lambda p: p.step_s
+    )
 
 
 def predict(decision: Decision) -> Prediction:

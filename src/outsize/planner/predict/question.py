@@ -89,6 +89,7 @@ class Question:
         coding_rates: of codecs, as far as somebody has measured them.
         in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot,
             do already, or are not asked about.
+        brief: whether plans of one device are compared by what their lanes take, instead of simulated.
     """
 
     model: ModelSpec
@@ -109,6 +110,7 @@ class Question:
     net_bytes_per_s: Figure | None = None
     coding_rates: CodingRatesOf = unmeasured
     in_mlp_parts: Callable[[int], Callable[[int], Workload]] | None = None
+    brief: bool = False
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or (self.nodes > 1 and self.net_bytes_per_s is None):

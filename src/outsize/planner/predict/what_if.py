@@ -12,14 +12,21 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
 from outsize.planner.predict.decision import clocked_s, missing_host_bytes
-from outsize.planner.predict.prediction import COMPUTE, FULL_SHARE, LINK_UP, Prediction, fastest
+from outsize.planner.predict.prediction import (
+    COMPUTE,
+    FULL_SHARE,
+    LINK_UP,
+    Prediction,
+    fastest,
+    predict_again,
+)
 from outsize.planner.predict.question import Question
 from outsize.units import parse_bytes
 
 _MORE = ("vram", "ram", "gpus")
 _RATES = ("compute", "link", "bandwidth", "disk", "net")
 # Changes that no estimate knows.
-_SIMULATED = ("net", "nodes", "weights", "mlp_parts")
+_SIMULATED = ("net", "nodes", "weights")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
 # From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
@@ -62,7 +69,8 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     if name in _SIMULATED:
         return outcome(question, base, text)
     changed = change(question)
-    same, microbatches = base.stages if name not in ("vram", "gpus") else None, base.microbatches
+    same = None if name in ("vram", "gpus", "mlp_parts") else base.stages
+    microbatches = base.microbatches
     try:
         before_s = clocked_s(question.deciding(stages=base.stages), microbatches, base.home)
         after_s = min(before_s, clocked_s(changed.deciding(stages=same), microbatches, base.home))
@@ -103,8 +111,9 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     """Return what the change ``text`` would bring over ``base``.
 
     Where only a rate changes, microbatches, stages and home stay, and so do microbatches and stages with more host
-    memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew; or
-    ``near`` to ``base``: where GPUs and bytes per parameter stay, its microbatches and stages do, which may gain less.
+    memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew.
+    ``near`` takes a fraction of the time, and may find less: where GPUs and bytes per parameter stay, microbatches and
+    stages do, where a rate changes perhaps the whole plan; and plans of one GPU are compared unsimulated.
 
     Raises:
         ConfigError: not a change.
@@ -125,7 +134,10 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     if base is not None and stays:
         changed = replace(changed, microbatches=base.microbatches).deciding(stages=base.stages)
     try:
-        prediction = fastest(changed)
+        if base is not None and near and name in _RATES:
+            prediction = predict_again(base, changed)
+        else:
+            prediction = fastest(replace(changed, brief=near))
     except (InfeasiblePlanError, ConfigError) as error:
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     if base is not None and name in _MORE and prediction.step_s > base.step_s:
@@ -155,7 +167,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     short = on_disk and base.num_gpus == 1 and question.home != "disk"
     state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
-    parts = ("mlp_parts=4",) if large and base.num_gpus == 1 and question.in_mlp_parts is not None else ()
+    parts = ("mlp_parts=4",) if large and question.in_mlp_parts is not None else ()
     return (
         "vram=+8GB",
         *parts,
@@ -241,8 +253,7 @@ def _with_mlp_parts(num_parts: int) -> Change:
     def change(question: Question) -> Question:
         if question.in_mlp_parts is None:
             raise ConfigError(
-                "what-if mlp_parts: of models whose sizes a config tells and whose MLPs are whole; ask others with "
-                "--mlp-parts itself"
+                "what-if mlp_parts: of models whose MLPs are whole, and can take their tokens in parts; leave it out"
             )
         return replace(question, workload_of=question.in_mlp_parts(num_parts), in_mlp_parts=None)
 

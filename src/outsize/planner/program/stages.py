@@ -27,6 +27,7 @@ class Stages:
         cursor: worker of the first stage.
         slot_halves: sets of slots that each worker has for a visit: with two, one fills while the other is used.
         accumulator_halves: the same of accumulators.
+        overlaps: whether a round begins while the one before still ends, for which the room of two is set aside.
     """
 
     forward: tuple[Span, ...]
@@ -35,6 +36,7 @@ class Stages:
     cursor: int = 0
     slot_halves: int = 2
     accumulator_halves: int = 2
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         if not {self.slot_halves, self.accumulator_halves} <= {1, 2}:

@@ -209,7 +209,8 @@ class StepLayout:
 
         The rules of data hold later ones back, see `program.hazards`.
         """
-        return min(self.round_size * (1 if self.stages is None else 2), self.num_microbatches)
+        rounds = 2 if self.stages is not None and self.stages.overlaps else 1
+        return min(self.round_size * rounds, self.num_microbatches)
 
     @property
     def rounds(self) -> Iterator[range]:

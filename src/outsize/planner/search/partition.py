@@ -32,6 +32,8 @@ NUM_DRAWN = 8
 NUM_CLIMBERS = 4
 # Rounds after which a step mostly repeats itself, and takes no longer to time.
 MANY_ROUNDS = 8
+# Stages of which a look at a cut costs as much as timing a visit of one.
+STAGES_LOOKED_AT = 32
 
 Fits = Callable[[Span, bool], bool]
 
@@ -54,6 +56,7 @@ class Pipeline:
         fits: whether a worker can hold the units of a span, forward (False) or backward (True).
         holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
         halves: sets of slots and of accumulators that a worker has, see `Stages`.
+        overlaps: whether rounds of so many microbatches overlap, see there.
     """
 
     forward_s: tuple[float, ...]
@@ -69,6 +72,7 @@ class Pipeline:
     fits: Fits = lambda span, backward: True
     holds: Callable[[Stages], bool] = lambda stages: True
     halves: tuple[int, int] = (2, 2)
+    overlaps: Callable[[int], bool] = lambda size: True
 
     def stages(self, forward: Sizes, backward: Sizes, round_size: int) -> Stages:
         """Return the stages of these sizes."""
@@ -80,6 +84,7 @@ class Pipeline:
             round_size=round_size,
             slot_halves=slot_halves,
             accumulator_halves=accumulator_halves,
+            overlaps=self.overlaps(round_size),
         )
 
     def step_s(self, stages: Stages) -> float:
@@ -93,8 +98,15 @@ class Pipeline:
             self.recompute_s,
             self.keeps,
         )
-        size = stages.round_size
-        return makespan_s(times, self.num_microbatches, size, self.num_workers, self.hop_s, self.halves)
+        return makespan_s(
+            times,
+            self.num_microbatches,
+            stages.round_size,
+            self.num_workers,
+            self.hop_s,
+            self.halves,
+            overlaps=stages.overlaps,
+        )
 
     def least_s(self, round_size: int) -> float:
         """Return seconds that a step takes at least, however it is cut, in rounds of so many microbatches or fewer."""
@@ -179,7 +191,7 @@ class _Search:
         """Return the time of a step, infinity where a cut is not allowed; or what is no less than ``limit_s``."""
         seconds = self.known.get(cut)
         if seconds is None:
-            self.left -= 1
+            self.left -= max(1, (len(cut[0]) + len(cut[1])) // STAGES_LOOKED_AT)
             if not cut[1] or (limit_s < inf and self.least_s(*cut) >= limit_s):
                 return inf
             seconds = inf

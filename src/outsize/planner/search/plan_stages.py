@@ -4,7 +4,7 @@ Where several units add to the gradient of a rest that trains, each is in a stag
 microbatches as have room: sums are taken use by use, round by round, as everywhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from outsize.errors import ConfigError, InfeasiblePlanError
@@ -184,14 +184,15 @@ class _Planner:
             return self._pipeline(way, options.stages).step_s(options.stages), options.stages
         pipeline = pipeline_of(self._memory, budget, halves, way)
         sizes = self._round_sizes(way, halves)
-        most = max(sizes)
+        most, overlaps = max(sizes.items(), key=lambda item: item[0] * (1 + item[1]))
 
         def holds(stages: Stages) -> bool:
-            return self._memory.device_bytes(replace(stages, round_size=most), way) <= budget
+            largest = replace(stages, round_size=most, overlaps=overlaps)
+            return self._memory.device_bytes(largest, way) <= budget
 
-        pipeline = replace(pipeline, holds=holds)
+        pipeline = replace(pipeline, holds=holds, overlaps=lambda size: sizes.get(size, False))
         try:
-            stages = partition(pipeline, sizes, max_visits=max_visits)
+            stages = partition(pipeline, tuple(sizes), max_visits=max_visits)
         except ValueError:
             return None
         return pipeline.step_s(stages), stages
@@ -199,18 +200,33 @@ class _Planner:
     def _outlook(self, way: Way, halves: tuple[int, int], single: Stages) -> tuple[float, float]:
         """Return the time of a step of single units in the largest rounds of ``way``, and of any step at least."""
         asked = self._options.stages
-        sizes = self._round_sizes(way, halves) if asked is None else [asked.round_size]
+        sizes = self._round_sizes(way, halves) if asked is None else {asked.round_size: asked.overlaps}
         pipeline, size = self._pipeline(way, single), max(sizes)
-        return pipeline.step_s(replace(single, round_size=size)), pipeline.least_s(size)
+        stages = replace(single, round_size=size, overlaps=sizes[size])
+        return pipeline.step_s(stages), pipeline.least_s(size)
 
-    def _round_sizes(self, way: Way, halves: tuple[int, int]) -> list[int]:
+    def _round_sizes(self, way: Way, halves: tuple[int, int]) -> dict[int, bool]:
         """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
 
-        No others hand over more.
+        No others hand over more. With each goes whether rounds of it overlap. Where nothing leaves of what is kept and
+        two rounds have no room, one goes by itself; where there is none for as many as there are workers, there are
+        fewer in a round. (What leaves of small rounds waits for host memory, of which the search knows little.)
         """
         single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
-        fitting = [size for size in found if self._holds(self._layout(way, replace(single, round_size=size)))]
-        return fitting[-1:] if is_large(self._options, self._demand) else fitting or [single.round_size]
+
+        def fitting(sizes: Sequence[int], overlaps: bool) -> dict[int, bool]:
+            stages = {size: replace(single, round_size=size, overlaps=overlaps) for size in sizes}
+            return {size: overlaps for size in sizes if self._holds(self._layout(way, stages[size]))}
+
+        sizes = fitting(found, True)
+        if not sizes and not way.away:
+            sizes = fitting(found, False)
+            if not sizes and self._options.round_microbatches is None:
+                fewer = range(single.round_size, found[0])
+                sizes = {**fitting(fewer, False), **fitting(fewer, True)}
+        if is_large(self._options, self._demand):
+            sizes = dict(list(sizes.items())[-1:])
+        return sizes or {single.round_size: False}
 
     def _pipeline(self, way: Way, stages: Stages) -> Pipeline:
         halves = (stages.slot_halves, stages.accumulator_halves)

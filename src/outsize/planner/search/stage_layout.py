@@ -14,7 +14,7 @@ ARRIVALS = "arrivals from devices"
 
 
 def single_units(num_streamed: int, bottom: int, round_size: int, halves: tuple[int, int]) -> Stages:
-    """Return stages of one unit each, which need the least memory.
+    """Return stages of one unit each in rounds that do not overlap, which need the least memory.
 
     Args:
         num_streamed: units.
@@ -28,6 +28,7 @@ def single_units(num_streamed: int, bottom: int, round_size: int, halves: tuple[
         round_size=round_size,
         slot_halves=halves[0],
         accumulator_halves=halves[1],
+        overlaps=False,
     )
 
 
@@ -74,8 +75,8 @@ def num_handed_over(layout: StepLayout) -> int:
     """Return how many inputs and gradients lie below the workers at once, at most: those of the rounds under way.
 
     Forward stages save the inputs of all their units that a backward needs, and what comes out at their end; backward
-    stages send the gradient of what came in. Where all of that goes from device to device, only the former. In
-    a step that is cut the stage that turns around is a forward stage, too.
+    stages send the gradient of what came in, of each microbatch one at a time. Where all of that goes from device to
+    device, only the former. In a step that is cut the stage that turns around is a forward stage, too.
     """
     stages, bottom = layout.stages, layout.first_backward
     assert stages is not None
@@ -84,8 +85,8 @@ def num_handed_over(layout: StepLayout) -> int:
         kept = (max(0, end - max(first, bottom, 1)) for first, end in stages.forward)
         return layout.microbatches_at_once * (sum(kept) + turning + layout.cut)
     inputs = sum(max(0, end - max(first + 1, bottom)) + 1 for first, end in stages.forward)
-    gradients = sum(first > bottom for first, _ in stages.backward)
-    return layout.microbatches_at_once * (inputs + turning + gradients)
+    gradient = stages.backward[0][0] > bottom
+    return layout.microbatches_at_once * (inputs + turning + gradient)
 
 
 def activation_bytes(num_units: int, boundary_bytes: int) -> int:

@@ -111,7 +111,8 @@ class StageMemory:
             "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
             "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
             "workspace": max(self._known_workspace(*span, keeps) for span in spans),
-            "shared": self.demand.shared_bytes * min(2 * stages.round_size, self.options.microbatches),
+            "shared": self.demand.shared_bytes
+            * min((1 + stages.overlaps) * stages.round_size, self.options.microbatches),
             **self.constant,
         }
 

@@ -117,23 +117,29 @@ class _Rates:
         return rates
 
 
-class _Clock:
-    """The state of a run, from its first start to its last end."""
+class Order:
+    """What is done after what, whatever it takes; known once, it is run at any costs.
 
-    def __init__(self, work: Sequence[Work], capacity: Mapping[str, float]) -> None:
-        count = len(work)
-        self.costs = [item.cost for item in work]
-        self.start, self.end = [-1.0] * count, [-1.0] * count
-        self.cause, self.lane_free = [-1] * count, [0.0] * count
-        self.pending = [0] * count
-        self.dependents: list[list[int]] = [[] for _ in work]
+    Args:
+        lanes: of each piece of work.
+        after: what each waits for, see `Work`.
+
+    Raises:
+        ValueError: work that waits for later work.
+    """
+
+    def __init__(self, lanes: Sequence[str], after: Sequence[Sequence[int]]) -> None:
+        count = len(lanes)
+        self.lanes, self.after = lanes, after
+        self.num_waits = [0] * count
+        self.dependents: list[list[int]] = [[] for _ in lanes]
         self.following = [-1] * count  # the work that its lane does next
         self.is_due = [False] * count  # whether its lane has done all before it, or it takes no turn
         last: dict[str, int] = {}
-        for index, (lane, _, waits) in enumerate(work):
-            after = set(waits) if len(waits) > 1 else waits
-            self.pending[index] = len(after)
-            for earlier in after:
+        for index, (lane, waits) in enumerate(zip(lanes, after, strict=True)):
+            unique = set(waits) if len(waits) > 1 else waits
+            self.num_waits[index] = len(unique)
+            for earlier in unique:
                 if not 0 <= earlier < index:
                     raise ValueError(f"work {index} waits for {earlier}, which does not come before it")
                 self.dependents[earlier].append(index)
@@ -143,6 +149,18 @@ class _Clock:
                 self.is_due[index] = True
             if lane:
                 last[lane] = index
+
+
+class _Clock:
+    """The state of a run, from its first start to its last end."""
+
+    def __init__(self, order: Order, costs: Sequence[Cost], capacity: Mapping[str, float]) -> None:
+        count = len(costs)
+        self.costs = costs
+        self.start, self.end = [-1.0] * count, [-1.0] * count
+        self.cause, self.lane_free = [-1] * count, [0.0] * count
+        self.pending, self.is_due = order.num_waits.copy(), order.is_due.copy()
+        self.dependents, self.following = order.dependents, order.following
         self.fixed: list[tuple[float, int]] = []
         self.flows: list[_Flow] = []
         self.flow_s = inf  # when the first of them is done
@@ -212,17 +230,23 @@ class _Clock:
 
 
 def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> LaneRun:
-    """Return when each piece of ``work`` runs.
+    """Return when each piece of ``work`` runs, see `run_order`."""
+    order = Order([item.lane for item in work], [item.after for item in work])
+    return run_order(order, [item.cost for item in work], capacity)
+
+
+def run_order(order: Order, costs: Sequence[Cost], capacity: Mapping[str, float]) -> LaneRun:
+    """Return when each piece of work runs.
 
     Args:
-        work: in an order in which it could be done by one lane.
+        order: in which it could be done by one lane.
+        costs: what each piece takes.
         capacity: what the resources carry per second.
 
     Raises:
-        ValueError: work that waits for later work.
         KeyError: a resource without a capacity.
     """
-    clock = _Clock(work, capacity)
+    clock = _Clock(order, costs, capacity)
     clock.run()
     assert not any(end < 0 for end in clock.end), "lanes in order and waits for earlier work cannot deadlock"
     return LaneRun(tuple(clock.start), tuple(clock.end), tuple(clock.cause), tuple(clock.lane_free))

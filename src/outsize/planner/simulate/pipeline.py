@@ -90,6 +90,8 @@ def makespan_s(
     num_workers: int,
     hop_s: float = 0.0,
     halves: tuple[int, int] = (2, 2),
+    *,
+    overlaps: bool = True,
 ) -> float:
     """Return the time of a step of stages that are dealt out in turn.
 
@@ -97,27 +99,32 @@ def makespan_s(
     ``hop_s``. A backward stage recomputes while it waits for that. A worker has two halves of slots and accumulators,
     so a visit begins no earlier than its weights are up, and the gradients of the visit before the last one down. Of
     what has one half only (``halves``, of slots and of accumulators) nothing moves before the visit before has ended.
+    Unless rounds overlap, each microbatch of a round begins when that of the round before has ended.
     """
     if any(stage.seconds < hop_s and stage.source >= 0 for stage in times):
-        return _makespan_by_microbatch_s(times, num_microbatches, round_size, num_workers, hop_s, halves)
+        return _makespan_by_microbatch_s(
+            times, num_microbatches, round_size, num_workers, hop_s, halves, overlaps
+        )
     free = [0.0] * num_workers
     copied = _Copied(num_workers, halves)
     turn = start = 0
     # Rounds after which the first stage is the first worker's again.
     period = num_workers // gcd(len(times), num_workers)
     before: list[float] = []
+    ends: _Lines = {0.0: 0.0}
     while start < num_microbatches:
         if start and turn % (period * len(times)) == 0:
-            moments = [*free, *copied.moments]
+            moments = [*free, *copied.moments, *([] if overlaps else ends.values())]
             more = (num_microbatches - start) // (round_size * period)
             if more and (repeated_s := _same_step(before, moments)) is not None:
                 free = [moment + more * repeated_s for moment in free]
                 copied.delay(more * repeated_s)
+                ends = {slope: value + more * repeated_s for slope, value in ends.items()}
                 start += more * period * round_size
                 continue
             before = moments
         last = min(round_size, num_microbatches - start) - 1
-        ends: _Lines = {0.0: 0.0}
+        ends = {0.0: 0.0} if overlaps else ends
         of_round: list[_Lines] = []
         for index, stage in enumerate(times):
             worker = turn % num_workers
@@ -134,7 +141,7 @@ def makespan_s(
 
 def _same_step(before: Sequence[float], after: Sequence[float]) -> float | None:
     """Return by how much all moments are later than they were; None where some are by more than others."""
-    steps = [b - a for a, b in zip(before, after, strict=False)]
+    steps = [b - a for a, b in zip(before, after, strict=False)] if len(before) == len(after) else []
     return max(steps) if steps and max(steps) - min(steps) <= _ALIKE * max(steps) else None
 
 
@@ -189,20 +196,20 @@ def _ends(
     ``max(g(m), g(0) + m * pace)``. That is convex again, so all visits are exact in this form, but for a stage that
     is shorter than a hop and waits for the input of its recompute: there hops wait for computes in turn.
     """
-    rest_s = stage.seconds - stage.recompute_s
+    seconds, recompute_s = stage.seconds, stage.recompute_s
+    rest_s = seconds - recompute_s
     ends = {slope: value + hop_s + rest_s for slope, value in ready.items()}
     if inputs is not None:
-        late_s = stage.seconds - stage.early_s
+        late_s = seconds - stage.early_s
         for slope, value in inputs.items():
-            ends[slope] = max(ends.get(slope, 0.0), value + late_s)
-    pace_s = max(stage.seconds, hop_s)
-    first = max(*ends.values(), free_s + rest_s + max(hop_s, stage.recompute_s))
+            if value + late_s > ends.get(slope, 0.0):
+                ends[slope] = value + late_s
+    pace_s = seconds if seconds > hop_s else hop_s
+    first = max(*ends.values(), free_s + rest_s + (hop_s if hop_s > recompute_s else recompute_s))
+    top = first + pace_s * last
+    for slope in [slope for slope, value in ends.items() if value + slope * last <= top]:
+        del ends[slope]
     ends[pace_s] = first
-    if len(ends) > 1:
-        top = first + pace_s * last
-        ends = {
-            slope: value for slope, value in ends.items() if slope == pace_s or value + slope * last > top
-        }
     return ends
 
 
@@ -213,13 +220,16 @@ def _makespan_by_microbatch_s(
     num_workers: int,
     hop_s: float,
     halves: tuple[int, int],
+    overlaps: bool,
 ) -> float:
     """The same, whatever takes longer than what: one microbatch after the other."""
     free = [0.0] * num_workers
     copied = _Copied(num_workers, halves)
     turn = 0
+    ends = [0.0] * round_size
     for start in range(0, num_microbatches, round_size):
-        ends = [0.0] * min(round_size, num_microbatches - start)
+        count = min(round_size, num_microbatches - start)
+        ends = [0.0] * count if overlaps else ends[:count]
         of_round: list[list[float]] = []
         for index, stage in enumerate(times):
             worker = turn % num_workers

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 
 from outsize.planner.memory.activation_liveness import NOTHING
@@ -19,7 +20,7 @@ from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.simulate.discrete import Cost, LaneRun, Work, run_work
+from outsize.planner.simulate.discrete import Cost, LaneRun, Order, run_order
 from outsize.planner.simulate.timeline import Event, Timeline
 
 # R is followed by its B.
@@ -44,16 +45,14 @@ class Simulation:
     """What would happen. Events and bytes are told when somebody asks.
 
     Attributes:
-        work: all that was done, in the order of the programs.
-        ops: the op of each; None where it is an exchange between nodes, or the decision of a step.
-        run: when each piece of work ran.
+        steps: what was done after what.
+        run: when each piece of it ran.
         changes: bytes that an op takes and gives back.
         step_ends_s: when the last op of each step ended.
         decided_s: when loss and norm of each step were known, and the next one was submitted.
     """
 
-    work: Sequence[Work]
-    ops: Sequence[Op | None]
+    steps: "OrderedSteps" = field(compare=False)
     run: LaneRun
     changes: Callable[[Op], Changes] = field(compare=False)
     step_ends_s: tuple[float, ...]
@@ -66,15 +65,16 @@ class Simulation:
 
     def between(self, first_s: float, end_s: float) -> Timeline:
         """Return the ops that ended after ``first_s``, and not after ``end_s``."""
-        ends, lanes = self.run.end_s, self.work
-        chosen = [i for i, end in enumerate(ends) if first_s < end <= end_s and lanes[i].lane]
+        ends, lanes = self.run.end_s, self.steps.order.lanes
+        chosen = [i for i, end in enumerate(ends) if first_s < end <= end_s and lanes[i]]
         chosen.sort(key=self.run.start_s.__getitem__)
         return Timeline(tuple([self._event(index) for index in chosen]))
 
     @property
     def critical_path(self) -> tuple[Event, ...]:
         """Events whose durations add up to the makespan."""
-        return tuple(self._event(index) for index in self.run.critical_path() if self.work[index].lane)
+        lanes = self.steps.order.lanes
+        return tuple(self._event(index) for index in self.run.critical_path() if lanes[index])
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -105,13 +105,13 @@ class Simulation:
 
     @cached_property
     def _held(self) -> tuple[dict[str, int], dict[str, int]]:
-        return _held(self.ops, self.run, self.changes)
+        return _held(self.steps.ops, self.run, self.changes)
 
     def _event(self, index: int) -> Event:
-        run, lane, cause = self.run, self.work[index].lane, self.run.cause[index]
-        waited = cause >= 0 and self.work[cause].lane != lane
+        run, lanes, cause = self.run, self.steps.order.lanes, self.run.cause[index]
+        waited = cause >= 0 and lanes[cause] != lanes[index]
         return Event(
-            lane=lane,
+            lane=lanes[index],
             op=self._name(index),
             start_s=run.start_s[index],
             end_s=run.end_s[index],
@@ -120,14 +120,53 @@ class Simulation:
         )
 
     def _name(self, index: int) -> str:
-        op, work = self.ops[index], self.work[index]
-        if op is not None:
-            return str(op)
-        if not work.lane:
-            return ""
-        of = self.ops[work.after[0]]  # an exchange: of the op that it follows
-        assert of is not None
-        return f"{work.lane.removeprefix('net:').upper()} {of.unit}"
+        op = self.steps.ops[index]
+        return "" if op is None else str(op)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedSteps:
+    """Programs of steps that follow one another, and what waits for what in them.
+
+    Attributes:
+        order: of all work; the decision of a step is work without a lane.
+        ops: the op of each piece; None for the decision of a step.
+        decided: index of the decision of each step.
+    """
+
+    order: Order
+    ops: Sequence[Op | None]
+    decided: Sequence[int]
+
+
+def in_order(programs: Sequence[Program], layout: StepLayout) -> OrderedSteps:
+    """Return ``programs``, one per step, one after the other, whatever their ops take."""
+    lanes: list[str] = []
+    after: list[tuple[int, ...]] = []
+    ops: list[Op | None] = []
+    index_of: list[int] = []  # sequence number of the hazards -> index of the work
+    decided: list[int] = []
+    hazards = Hazards(layout.num_streamed, layout.rest, at_once=layout.microbatches_at_once)
+    repeats = all(program is programs[0] for program in programs)
+    for number, program in enumerate(programs):
+        first, count = len(ops), len(program)
+        gate = (decided[-1],) if decided else ()
+        if number > 1 and repeats:  # but for the first, what ops of a program wait for is the same in each
+            lanes += lanes[-count - 1 : -1]
+            former = after[-count - 1 : -1]
+            after += [(*gate, *[index + count + 1 for index in waits[1:]]) for waits in former]
+        else:
+            for op in program:
+                waits = hazards.dependencies(op)
+                index_of.append(len(lanes))
+                lanes.append(lane_of(op))
+                after.append((*gate, *[index_of[seq] for seq in waits]))
+        ops += program
+        decided.append(len(ops))
+        lanes.append("")
+        after.append(tuple(_decisive(ops[first:], first, layout)))
+        ops.append(None)
+    return OrderedSteps(Order(lanes, after), ops, decided)
 
 
 def simulate(
@@ -138,6 +177,7 @@ def simulate(
     boundary_bytes: Sequence[int] = (),
     kept_bytes: KeptBytes = NOTHING,
     below: str = "host",
+    steps: OrderedSteps | None = None,
 ) -> Simulation:
     """Run ``programs``, one per step, one after the other.
 
@@ -149,56 +189,25 @@ def simulate(
             where it is empty.
         kept_bytes: bytes that forwards of each extent keep, likewise.
         below: tier that saved activations go to.
+        steps: what `in_order` says of them, where that is known.
     """
-    work: list[Work] = []
-    ops: list[Op | None] = []
-    index_of: list[int] = []  # sequence number of the hazards -> index of the work
-    decided: list[int] = []
-    bounds: list[int] = []
-    hazards = Hazards(layout.num_streamed, layout.rest, at_once=layout.microbatches_at_once)
-    repeats = all(program is programs[0] for program in programs)
-    for number, program in enumerate(programs):
-        first = len(work)
-        gate = (decided[-1],) if decided else ()
-        if number > 1 and repeats:
-            work += _again(work[-len(program) - 1 : -1], decided[-1])
-            ops += program
-        else:
-            for op in program:
-                waits = [index_of[seq] for seq in hazards.dependencies(op)]
-                index_of.append(len(work))
-                work.append(Work(lane_of(op), costs.cost_of(op), (*gate, *waits)))
-                ops.append(op)
-        decided.append(len(work))
-        work.append(Work("", Cost(), tuple(_decisive(ops[first:], first, layout))))
-        ops.append(None)
-        bounds.append(len(work))
-    run = run_work(work, costs.capacity)
+    steps = steps or in_order(programs, layout)
+    none = Cost()
+    run = run_order(
+        steps.order, [none if op is None else costs.cost_of(op) for op in steps.ops], costs.capacity
+    )
 
     def changes(op: Op) -> Changes:
         return changes_of(op, layout, boundary_bytes, below, kept_bytes)
 
-    starts = [0, *bounds[:-1]]
+    ends = [end + 1 for end in steps.decided]
     return Simulation(
-        work=work,
-        ops=ops,
+        steps=steps,
         run=run,
         changes=changes,
-        step_ends_s=tuple(max(run.end_s[a:b], default=0.0) for a, b in zip(starts, bounds, strict=True)),
-        decided_s=tuple(run.end_s[i] for i in decided),
+        step_ends_s=tuple(max(run.end_s[a:b], default=0.0) for a, b in pairwise([0, *ends])),
+        decided_s=tuple(run.end_s[i] for i in steps.decided),
     )
-
-
-def _again(former: Sequence[Work], decided: int) -> Iterable[Work]:
-    """Yield the work of a step again: but for the first, what ops of a program wait for is the same in each.
-
-    Args:
-        former: of the step before, which was not the first.
-        decided: index of the decision that lets it begin, right behind ``former``.
-    """
-    count = len(former) + 1
-    for lane, cost, waits in former:
-        yield Work(lane, cost, (decided, *[index + count for index in waits[1:]]))
 
 
 def _decisive(ops: Sequence[Op | None], first: int, layout: StepLayout) -> Iterable[int]:

@@ -10,7 +10,7 @@ from outsize.errors import ModelError
 from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton, unquantised
 from outsize.model.sizes.model_spec import ModelSpec, Workload
-from outsize.model.tiled_mlp import take_in_parts
+from outsize.model.tiled_mlp import can_take_in_parts, take_in_parts
 from outsize.runtime.trial.counted import count
 from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.prepare import lora_of, split_model
@@ -36,10 +36,12 @@ class CountedModel:
     Attributes:
         spec: its units.
         workload_of: what a microbatch of so many sequences of so many tokens takes.
+        can_part: whether its MLPs could take their tokens in parts, and do not.
     """
 
     spec: ModelSpec
     workload_of: Callable[[int, int], Workload]
+    can_part: bool
 
 
 def count_model(described: Any, config: Config) -> CountedModel:
@@ -53,6 +55,7 @@ def count_model(described: Any, config: Config) -> CountedModel:
     model = build_skeleton(described, dtype, config.model.attention, frozen=frozen)
     adapters = put_in(model, lora_of(config, model), config.train.seed) if frozen else None
     parts = split_model(model, dtype, config, adapters)
+    can_part = config.train.mlp_parts == 1 and can_take_in_parts(parts)
     take_in_parts(parts, config.train.mlp_parts)
     counts = count(
         parts,
@@ -61,7 +64,7 @@ def count_model(described: Any, config: Config) -> CountedModel:
         chunk_tokens=config.train.head_chunk_tokens,
         shifted=not type(model).__name__.endswith("ForMaskedLM"),
     )
-    return CountedModel(parts.spec, counts.workload)
+    return CountedModel(parts.spec, counts.workload, can_part)
 
 
 def describe(hf_config: Mapping[str, Any]) -> Described:
