@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Run:
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
-        self.epoch_after = lambda step: dataset.epoch(step, self.config.sequences_per_step)
+        self.epoch_after = partial(dataset.epoch, num_sequences=self.config.sequences_per_step)
         self.watchdog.watch(self.trainer.engine, self.position.step + 1)
         try:
             device = self.prepared.machine.device
