@@ -35,7 +35,8 @@ def gate(monkeypatch):
 
     def slowly(encoder, reader):
         for number, batch in enumerate(encoded(encoder, reader)):
-            assert number == 0 or opened.wait(PATIENCE_S)
+            while number and not opened.wait(0.01):
+                yield []
             yield batch
 
     monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 8)
@@ -130,6 +131,35 @@ def test_data_that_cannot_be_used_are_refused_at_once(wrong, tmp_path, tokenizer
 def test_windows_are_of_one_stream(corpus, tokenizer, cache_dir):
     with pytest.raises(ConfigError, match=r"data\.window: only one source"):
         opened(corpus, tokenizer, cache_dir, pack="none")
+
+
+def test_what_is_tokenised_by_the_first_window_is_told_whole(corpus, tokenizer, cache_dir, monkeypatch):
+    monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 8)
+    with opened(corpus, tokenizer, cache_dir, window=10_000) as data:
+        assert data.detected.num_documents == 60
+        assert data.kept().num_trained == data.num_sequences * SEQ_LEN
+        assert "while the run trains" not in data.describe()
+
+
+def test_a_run_ends_without_what_it_does_not_need(tmp_path, gate):
+    config = make_run(tmp_path, data={"path": str(lines_of(tmp_path)), "window": 4}, train={"steps": 1})
+    assert train(config).steps == 1
+    assert not gate.is_set()
+    assert list((tmp_path / "run" / "data").iterdir()) == []
+
+
+def test_a_run_that_is_measured_on_what_it_trains_on_tokenises_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 8)
+    path = str(lines_of(tmp_path))
+    config = make_run(tmp_path, data={"path": path, "window": 4}, eval={"data": path, "every": 2})
+    result = train(config)
+    assert result.eval_loss is not None
+
+
+def lines_of(directory):
+    path = directory / "lines.jsonl"
+    path.write_text("".join(json.dumps({"text": f"line {n} of many"}) + "\n" for n in range(200)))
+    return path
 
 
 def test_whoever_closes_early_leaves_nothing(corpus, tokenizer, cache_dir, gate):

@@ -113,6 +113,25 @@ def test_each_rank_goes_on_with_the_number_that_its_memory_wanted(tmp_path):
     assert told("rank-001") is None
 
 
+@pytest.mark.parametrize("rank_dir", ["", "rank-001"])
+def test_each_rank_goes_on_with_the_rounds_that_its_home_is_laid_out_for(rank_dir, tmp_path):
+    """Its home on disk holds sums of gradients where it took several; the number was the planner's."""
+    run = tmp_path / "run"
+    (run / "rank-001").mkdir(parents=True)
+    (run / "config.yaml").write_text("{model: {path: m}, data: {path: d}, train: {microbatches: 4}}")
+    (run / rank_dir / "plan.json").write_text('{"microbatches": 4, "round_microbatches": 2}')
+
+    def told(num_ranks=2, **train):
+        config = make_run(tmp_path / "other", data=DATA, train={**CUT, "resume": "auto", **train})
+        return as_before(config, run, None, rank_dir, num_ranks).train.round_microbatches
+
+    assert told() == told(microbatches=4) == 2
+    assert told(microbatches=1) is None
+    assert told(round_microbatches=4) == 4
+    (run / rank_dir / "plan.json").write_text('{"microbatches": 4, "round_microbatches": 4}')
+    assert told() == 4  # one round
+
+
 def test_the_plan_of_a_run_that_goes_on_from_another_has_its_microbatches(tmp_path):
     train(make_run(tmp_path, data=DATA, train={**CUT, "microbatches": 2, "steps": 1}))
     again = {**CUT, "steps": 2, "run_dir": str(tmp_path / "again"), "resume": str(tmp_path / "run")}

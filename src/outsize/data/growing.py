@@ -33,16 +33,21 @@ class GrowingTokens:
 
     num_documents: int | None = None
 
-    def __init__(self, write: Callable[[Told], object]) -> None:
+    def __init__(self, write: Callable[[Told], Detected]) -> None:
         self._changed = threading.Condition()
         self._known = 0
-        self._is_whole = self._is_closed = False
+        self._is_whole = self._is_stopped = False
         self._failure: BaseException | None = None
         self._detected: Detected | None = None
         self._tokens: ArrayReader | None = None
         self._trained: ArrayReader | None = None
         self._thread = threading.Thread(target=self._run, args=(write,), name="outsize-tokenise", daemon=True)
         self._thread.start()
+
+    @property
+    def num_made(self) -> int:
+        """Number of tokens that are there."""
+        return self._known
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +57,7 @@ class GrowingTokens:
 
     @property
     def detected(self) -> Detected:
-        """What was found in the first batch of documents."""
+        """What was found in the first batch of documents, or in all of them as soon as all are tokenised."""
         self.reach(1)
         assert self._detected is not None
         return self._detected
@@ -64,11 +69,11 @@ class GrowingTokens:
             How many tokens there are in all; None where more are to come.
 
         Raises:
-            OutsizeError: the tokens cannot be made, or the data set was closed.
+            OutsizeError: the tokens cannot be made, or nobody makes them any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._known >= num_tokens or self._has_ended())
-            if self._is_closed:
+            if self._known < num_tokens and self._is_stopped:
                 raise DataError("read after the data set was closed")
             if self._known < num_tokens and self._failure is not None:
                 raise self._failure
@@ -95,18 +100,22 @@ class GrowingTokens:
         """Refuse, as `document_range` does."""
         raise DataError("bounds of documents are not known while the data are tokenised")
 
+    def stop(self) -> None:
+        """Have no more tokens made, and let go whoever waits for them."""
+        with self._changed:
+            self._is_stopped = not self._is_whole
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Stop writing, and close the files. May be called twice."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self.stop()
         self._thread.join()
         for reader in (self._tokens, self._trained):
             if reader is not None:
                 reader.close()
 
     def _has_ended(self) -> bool:
-        return self._is_whole or self._is_closed or self._failure is not None
+        return self._is_whole or self._is_stopped or self._failure is not None
 
     def _reader(self, num_tokens: int) -> ArrayReader:
         """Return what reads tokens, once there are so many.
@@ -121,9 +130,9 @@ class GrowingTokens:
         assert self._tokens is not None
         return self._tokens
 
-    def _run(self, write: Callable[[Told], object]) -> None:
+    def _run(self, write: Callable[[Told], Detected]) -> None:
         try:
-            write(self._told)
+            found = write(self._told)
         except _ClosedError:
             return
         except BaseException as error:  # told to whoever waits for tokens
@@ -132,11 +141,11 @@ class GrowingTokens:
                 self._changed.notify_all()
             return
         with self._changed:
-            self._is_whole = True
+            self._is_whole, self._detected = True, found
             self._changed.notify_all()
 
     def _told(self, directory: Path, writer: TokenWriter, found: Callable[[], Detected]) -> None:
-        if self._is_closed:
+        if self._is_stopped:
             raise _ClosedError
         writer.flush()
         with self._changed:

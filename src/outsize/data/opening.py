@@ -12,7 +12,7 @@ from outsize.choices import Packing
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.growing import GrowingTokens, Told
+from outsize.data.growing import GrowingTokens, Told, reach
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
@@ -89,9 +89,8 @@ def open_data(
     _check_limits(tokenizer, corpora, seq_len, limits)
     if window is not None:
         _check_is_one_stream(corpora, pack)
-    making = _Making(
-        tokenizer, Path(cache_dir), template, limits.vocab_size, progress, grows=window is not None
-    )
+    first_tokens = None if window is None else window * seq_len
+    making = _Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first_tokens)
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
         found: list[Detected] = []
@@ -104,11 +103,12 @@ def open_data(
             found.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
         whole = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
-        dataset = PackedDataset(whole, found, seq_len=seq_len, seed=seed)
-        if window is not None and isinstance(whole, Packed):
-            dataset = WindowedDataset(whole, found, seq_len=seq_len, seed=seed, window=window)
         unless_used.pop_all()
-        return dataset
+        if window is None:
+            return PackedDataset(whole, found, seq_len=seq_len, seed=seed)
+        assert isinstance(whole, Packed)
+        num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
+        return WindowedDataset(whole, found[0], seed=seed, window=window, num_bytes=num_bytes)
 
 
 def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
@@ -156,7 +156,7 @@ class _Making:
     template: str | None
     vocab_size: int | None
     progress: Progress | None
-    grows: bool
+    first_tokens: int | None
 
     def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
         """Return the tokens of a source, and what was found in the source."""
@@ -172,7 +172,12 @@ class _Making:
         if self.tokenizer is None:
             raise ConfigError(f"{corpus.path} is not pre-tokenised, so it needs a tokenizer")
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
-        return store, store.detected
+        try:
+            reach(store, self.first_tokens or 0)
+            return store, store.detected
+        except BaseException:  # a thread may be writing
+            store.close()
+            raise
 
     def _cached(
         self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase"
@@ -186,12 +191,12 @@ class _Making:
         )
         if _mask_source(reader, encoder) == "fallback template":
             logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
-        options = reader.corpus.options()
+        options = {**reader.corpus.options(), "eos": True}
         entry = self.cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
         if (entry / "index.json").exists():
             logger.info("reusing tokenised data in %s", entry)
             return CachedTokens(entry)
-        if self.grows:
+        if self.first_tokens is not None:
             return GrowingTokens(lambda told: self._write(entry, reader, encoder, tokenizer, told))
         self._write(entry, reader, encoder, tokenizer, lambda *_: None)
         return CachedTokens(entry)
@@ -203,8 +208,8 @@ class _Making:
         encoder: Encoder,
         tokenizer: "PreTrainedTokenizerBase",
         told: Told,
-    ) -> None:
-        """Tokenise all documents into ``entry``."""
+    ) -> Detected:
+        """Tokenise all documents into ``entry``, and return what was found."""
         with new_entry(entry) as directory, ExitStack() as files:
             writer = TokenWriter(directory, masked=reader.detect() != "text", files=files)
 
@@ -219,8 +224,10 @@ class _Making:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
                 told(directory, writer, detect)
             writer.sync()
-            write_index(directory, detect())
+            found = detect()
+            write_index(directory, found)
         trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
+        return found
 
 
 def _check_limits(

@@ -62,11 +62,12 @@ class Packed:
 
     Attributes:
         store: the tokens.
+        seq_len: tokens of a sequence.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, num_trained: int | None = None) -> None:
         self.store = store
-        self._seq_len = seq_len
+        self.seq_len = seq_len
         self._num_trained = store.num_tokens if num_trained is None else num_trained
         self._arrays = RecycledArrays()
         total = reach(store, seq_len)
@@ -80,15 +81,15 @@ class Packed:
     @property
     def num_sequences(self) -> int:
         """Sequences per epoch."""
-        return self.store.num_tokens // self._seq_len
+        return self.store.num_tokens // self.seq_len
 
     def batch(self, indices: NDArray[np.int64], _: NDArray[np.int64] | None = None) -> Batch:
         """Return the sequences of these numbers, the same in every epoch."""
-        ids, labels = (self._arrays.take(len(indices), self._seq_len) for _ in range(2))
-        starts = [index * self._seq_len for index in indices.tolist()]
+        ids, labels = (self._arrays.take(len(indices), self.seq_len) for _ in range(2))
+        starts = [index * self.seq_len for index in indices.tolist()]
         self.store.read_rows(starts, ids, labels)
         for row, start in enumerate(starts):
-            trained = self.store.read_trained(start, self._seq_len)
+            trained = self.store.read_trained(start, self.seq_len)
             if trained is None:
                 break  # no mask for one, no mask for any
             labels[row, ~trained] = IGNORED
@@ -96,7 +97,7 @@ class Packed:
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: all but the remainder."""
-        num_tokens = self.num_sequences * self._seq_len
+        num_tokens = self.num_sequences * self.seq_len
         rest = self.store.num_tokens - num_tokens
         trained = self.store.read_trained(num_tokens, rest)
         return KeptTokens(
@@ -251,6 +252,13 @@ class PackedDataset:
     def epoch(self, step: int, num_sequences: int) -> float | None:
         """Return how many times the data was used before ``step``, e.g. 1.5; None where that is not known."""
         return step * num_sequences / self.num_sequences
+
+    def num_made(self) -> int:
+        """Return a number that grows while data are made that somebody may wait for."""
+        return 0
+
+    def stop(self) -> None:
+        """Let go whoever waits for data."""
 
     def close(self) -> None:
         """Close the files. May be called twice; forgetting it leaks nothing, they close with the object."""

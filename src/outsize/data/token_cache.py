@@ -13,6 +13,7 @@ run that is killed leaves its temporary directory; the next one on the same host
 """
 
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -31,6 +32,7 @@ from outsize.errors import DataError, StorageError
 
 _LAYOUT = 2  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
+_NUMBERS = itertools.count()
 _REMEDY = "remove that directory, and the data is tokenised again"
 
 
@@ -122,7 +124,8 @@ def new_entry(entry: Path) -> Iterator[Path]:
     Raises:
         StorageError: the cache directory cannot be written.
     """
-    temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{os.getpid()}-{entry.name}"
+    own = f"{os.getpid()}-{next(_NUMBERS)}"  # another thread may write the same entry
+    temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{own}-{entry.name}"
     try:
         files.make_directories(entry.parent)
         _remove_abandoned(entry.parent)

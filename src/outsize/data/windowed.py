@@ -6,13 +6,11 @@ ones are tokenised, and a resumed run sees what an uninterrupted one would have 
 shorter.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from outsize.data.detected import Detected
-from outsize.data.growing import reach
+from outsize.data.growing import GrowingTokens, reach
 from outsize.data.packed_dataset import NUM_COMPARED, Packed, PackedDataset
 from outsize.data.permute import SeededPermutation
 from outsize.data.survey import KeptTokens
@@ -27,54 +25,63 @@ class WindowedDataset(PackedDataset):
     Args:
         layout: one stream of documents, of which more may still come.
         detected: what was found so far.
-        seq_len: tokens per sequence.
         seed: of the order within windows.
         window: sequences of a window.
-
-    Raises:
-        DataError: the data hold no sequence, or cannot be tokenised.
+        num_bytes: of the files, which tell these data from others.
     """
 
     def __init__(
         self,
         layout: Packed,
-        detected: Detected | Sequence[Detected],
+        detected: Detected,
         *,
-        seq_len: int,
         seed: int,
         window: int,
+        num_bytes: int,
     ) -> None:
-        super().__init__(layout, detected, seq_len=seq_len, seed=seed)
-        self._store, self._window = layout.store, window
+        super().__init__(layout, detected, seq_len=layout.seq_len, seed=seed)
+        self._store, self._window, self._num_bytes = layout.store, window, num_bytes
+        self._is_whole = (
+            reach(self._store, 0) == detected.num_tokens
+        )  # what was found may be of the first documents
         self._order: tuple[int, NDArray[np.int64]] | None = None
-        self._reach(window)
 
     def describe(self, kept: KeptTokens | None = None) -> str:
         """Return what a command prints of the data: what was found so far."""
         more = "\n  the rest is tokenised while the run trains (data.window)"
-        return f"{super().describe(kept)}{more if self._grows else ''}"
+        return f"{super().describe(kept)}{'' if self._is_whole else more}"
 
     def kept(self) -> KeptTokens:
-        """Return what of the data is in sequences: of those that are not yet tokenised nothing is known."""
-        if not self._grows:
+        """Return what of the data is in sequences: what was known when the first window was there."""
+        if self._is_whole:
             return super().kept()
         found = self.detected
         assert found.num_trained_tokens is not None
         return KeptTokens(num_tokens=found.num_tokens, num_trained=found.num_trained_tokens)
 
     def identity(self) -> dict[str, object]:
-        """Return what tells these sequences from others: the window, and a hash of the first ones."""
+        """Return what tells these sequences from others: the window, bytes of files, and a hash of the first ones."""
         total = self._reach(self._window)
         count = min(self._window, NUM_COMPARED) if total is None else min(self._window, NUM_COMPARED, total)
         return {
             "sequences_per_epoch": None,
             "sequences_per_window": self._window,
+            "source_bytes": self._num_bytes,
             "digest": self._digest(np.arange(count)),
         }
 
     def epoch(self, step: int, num_sequences: int) -> float | None:
         """Return how many times the data was used before ``step``; None while nobody knows how much there is."""
         return None if self._grows else super().epoch(step, num_sequences)
+
+    def num_made(self) -> int:
+        """Return how many tokens are there, of data that are tokenised meanwhile."""
+        return self._store.num_made if isinstance(self._store, GrowingTokens) else 0
+
+    def stop(self) -> None:
+        """Let go whoever waits for data; what is not tokenised now will not be."""
+        if isinstance(self._store, GrowingTokens):
+            self._store.stop()
 
     @property
     def _grows(self) -> bool:

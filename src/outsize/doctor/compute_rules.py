@@ -70,7 +70,7 @@ def slowed_compute(facts: Facts) -> Seen | None:
 
 def _is_beside(thread: str) -> bool:
     """Return whether a thread is one of a lane that does not compute."""
-    return not thread.startswith(("compute:", "MainThread", "native"))
+    return thread == "host" or (":" in thread and not thread.startswith("compute:"))
 
 
 def slow_dtype(facts: Facts) -> Seen | None:

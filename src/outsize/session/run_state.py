@@ -140,7 +140,7 @@ def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, 
         return
     raise ConfigError(
         f"{where} belongs to a run over other data: {_extent(former)}, and here {_extent(data)}, or others in them "
-        "(data.*); resume with the former data, or start a run from these weights: "
+        "(data.*); resume with the former data.*, or start a run from these weights: "
         "model.path with a checkpoint of the run, and another train.run_dir"
     )
 

@@ -1,7 +1,7 @@
 """After a run has failed: from which step the next one goes on."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from outsize.checkpoint.checkpoint_dir import latest
@@ -9,7 +9,7 @@ from outsize.checkpoint.checkpoint_state import position_of
 from outsize.config import Config
 from outsize.errors import OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.optim.optimizer_spec import Plane
+from outsize.optim.optimizer_spec import WEIGHTS, Plane
 from outsize.session.job.machine import home_file
 from outsize.storage.committed import find_record
 
@@ -24,6 +24,7 @@ class Aftermath:
         announce: told.
         planes: of a trained unit, at home.
         own: elements of each unit that this rank steps; None for all.
+        whole: planes of which it holds all elements all the same.
 
     Attributes:
         begun: whether there have been steps.
@@ -37,9 +38,10 @@ class Aftermath:
         announce: Callable[[str], None],
         planes: Mapping[str, Plane],
         own: Sequence[range] | None = None,
+        whole: Collection[str] = (WEIGHTS,),
     ) -> None:
         self._planes = planes
-        self._own = own
+        self._own, self._whole = own, whole
         self.begun = False
         self._config = config
         self._run_dir = run_dir
@@ -63,7 +65,7 @@ class Aftermath:
         saved = latest(self._run_dir)
         found = [(position_of(saved).step, saved.name)] if saved is not None else []
         home = home_file(self._config.memory, self._run_dir)
-        record, _ = find_record(home, self._spec, self._planes, self._own)
+        record, _ = find_record(home, self._spec, self._planes, self._own, self._whole)
         if record is not None:
             found.append((record.state["step"], str(home)))
         if not found:

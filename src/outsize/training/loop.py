@@ -76,7 +76,7 @@ class Run:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
         self.epoch_after = partial(dataset.epoch, num_sequences=self.config.sequences_per_step)
-        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
             device = self.prepared.machine.device
             with _batches(dataset, self.config, self.ranks.group, device, self.position.step) as batches:
@@ -258,7 +258,10 @@ def _batches(
         num_workers=config.data.workers,
         finish=Batch.pinned if is_accelerator(device) else lambda batch: batch,
     ) as prefetcher:
-        yield (prefetcher.next() for _ in range(first, config.train.steps))
+        try:
+            yield (prefetcher.next() for _ in range(first, config.train.steps))
+        finally:
+            dataset.stop()  # batches ahead of the last step may wait for what is not tokenised
 
 
 def _told(forecast: Forecast | None) -> dict[str, float]:

@@ -220,7 +220,7 @@ def _open(
     # Entered before what it speaks of, so that it speaks when every lane has ended.
     planes = prepared.plan.state.planes
     aftermath = stack.enter_context(
-        Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own)
+        Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own, prepared.whole)
     )
     trainer: Trainer
     if _is_replicated(config, ranks):

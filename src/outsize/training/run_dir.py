@@ -40,8 +40,8 @@ def as_before(
 ) -> Config:
     """Return ``config`` with the microbatches and rounds that its run had so far, where it names none itself.
 
-    Of several ranks each has chosen its own number, as its memory wants it. Where a rank was not there before, it takes
-    that of rank 0.
+    Of several ranks each has chosen its own numbers, as its memory wants them, and its home on disk holds what one
+    round needs, or several. Where a rank was not there before, it takes those of rank 0.
 
     Args:
         config: of a run that begins or goes on.
@@ -53,19 +53,22 @@ def as_before(
     Raises:
         ConfigError: the configuration of the run so far cannot be read.
     """
-    if config.train.microbatches is not None or config.train.resume == "none":
+    named = config.train.microbatches
+    rounds_named = config.train.round_microbatches is not None
+    if config.train.resume == "none" or (named is not None and (num_ranks == 1 or rounds_named)):
         return config
     runs = [run_dir] if config.train.resume == "auto" else []
     # Others lie where a file of that name is anybody's.
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
-        count, in_a_round = _numbers_of(run, rank_dir)
+        count, in_a_round = _numbers_of(run, rank_dir, num_ranks)
+        count = count if named is None else named
         if count is not None:
             # A run of other steps is refused later, in words.
             fits = num_ranks * count <= config.sequences_per_step
-            named = config.train.round_microbatches is not None
-            return config.in_microbatches(count, None if named else in_a_round) if fits else config
+            keeps = not rounds_named and in_a_round is not None and in_a_round <= count
+            return config.in_microbatches(count, in_a_round if keeps else None) if fits else config
     return config
 
 
@@ -126,12 +129,15 @@ def _has_begun(run_dir: Path) -> bool:
     return heartbeat.is_file() and heartbeat.stat().st_size > 0
 
 
-def _numbers_of(run: Path, rank_dir: str) -> tuple[int | None, int | None]:
+def _numbers_of(run: Path, rank_dir: str, num_ranks: int) -> tuple[int | None, int | None]:
     """Return the microbatches of a rank in a run so far, and those of a round; None where nothing tells them."""
-    if rank_dir:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # there is none, or not a whole one
-            return int(json.loads((run / rank_dir / PLAN_FILE).read_text())["microbatches"]), None
+    planned: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError):  # there is none, or not a whole one
+        planned = json.loads((run / rank_dir / PLAN_FILE).read_text())
+    if rank_dir and "microbatches" in planned:
+        return planned["microbatches"], planned.get("round_microbatches")
     if not (run / CONFIG_FILE).is_file():
         return None, None
     train = load_config(run / CONFIG_FILE, environ={}).train
-    return train.microbatches, train.round_microbatches
+    rounds = planned.get("round_microbatches") if num_ranks > 1 else None
+    return train.microbatches, rounds or train.round_microbatches
