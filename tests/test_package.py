@@ -14,6 +14,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("package"),  # they build in the one source tree
     pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler for the kernels"),
 ]
 ROOT = Path(__file__).parent.parent
