@@ -21,14 +21,14 @@ def build(kind: str, source: Path, target: Path, *, plain: bool = False) -> None
     subprocess.run(command, cwd=source, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 
-def package(target: Path) -> list[Path]:
-    """Write archive and wheels into ``target``, which is empty; returns the three.
+def package(target: Path, source: Path = ROOT) -> list[Path]:
+    """Write archive and wheels of the tree ``source`` into ``target``, which is empty; returns the three.
 
     Raises:
         RuntimeError: no compiler has built the kernels.
     """
     target.mkdir(parents=True, exist_ok=True)
-    build("build_sdist", ROOT, target)
+    build("build_sdist", source, target)
     (archive,) = target.glob("outsize-*.tar.gz")
     for plain in (False, True):
         with tempfile.TemporaryDirectory() as directory:
