@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,6 +92,15 @@ def test_weights_are_in_one_file_or_as_few_as_are_asked_for(run_dir: Path, tmp_p
     assert all(torch.equal(ours[name], parameter) for name, parameter in theirs.items())
 
 
+@contextmanager
+def loaded(place: Path, **settings: Any) -> Iterator[Any]:
+    model = outsize.load(place, trainable=False, device="cpu", device_memory="64MiB", **settings)
+    try:
+        yield model
+    finally:
+        runner_of(model).close()
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("dtype", "lora"), [("fp32", {"modules_to_save": ["lm_head"], "bias": "lora_only"}), ("bf16", {})]
@@ -111,16 +122,16 @@ def test_adapters_are_loaded_by_peft_and_without_merging(dtype: str, lora: dict[
         before = base(tokens).logits
         plain = peft.PeftModel.from_pretrained(base, out)
         for home in ("host", "disk"):
-            model = outsize.load(
-                out, trainable=False, dtype=name, home=home, device="cpu", device_memory="64MiB"
-            )
-            with torch.inference_mode():
+            with loaded(out, dtype=name, home=home) as model, torch.inference_mode():
                 want, got = plain(tokens).logits, model(tokens).logits
                 assert torch.equal(got, want)
                 assert not torch.equal(got, before)
                 ours = model.generate(tokens, max_new_tokens=4, do_sample=False)
                 assert torch.equal(ours, plain.generate(input_ids=tokens, max_new_tokens=4, do_sample=False))
-            runner_of(model).close()
+    with loaded(out, base_codec="nf4", table_codec="int8") as model:
+        encoded = model.quantisation_errors()  # of the model, not of its adapters
+        assert any("q_proj" in name for name in encoded)
+        assert not any("lora_" in name for name in encoded)
     with pytest.raises(ConfigError, match="trainable=False"):
         outsize.load(out)
     config = out / "adapter_config.json"
