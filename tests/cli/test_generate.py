@@ -201,7 +201,7 @@ def test_tokens_are_drawn_as_transformers_draws_them(model: Path, capsys: Any):
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_directory_of_a_run_is_a_model(method: str, tmp_path: Path, capsys: Any):
-    """Of a run of adapters, and of the adapters that it exports, these are merged into their model first."""
+    """Of a run of adapters, and of the adapters that it exports, these stand in their model as they are."""
     train(make_run(tmp_path, train={"method": method, "steps": 2}, optimizer={"lr": 0.1}))
     whole = export(tmp_path / "run", tmp_path / "whole", merge=method == "lora")
     places = [tmp_path / "run", whole]

@@ -1,18 +1,23 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import peft
 import pytest
 import torch
 from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import outsize
 from cli.command_line import status_of
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.joined_shards import join_shards
-from outsize.errors import CheckpointError, StorageError
+from outsize.errors import CheckpointError, ConfigError, StorageError
 from outsize.training.run import train
+from outsize.wrapped.module import runner_of
 from support import make_run
 
 
@@ -85,6 +90,55 @@ def test_weights_are_in_one_file_or_as_few_as_are_asked_for(run_dir: Path, tmp_p
     theirs = dict(AutoModelForCausalLM.from_pretrained(source).named_parameters())
     ours = dict(AutoModelForCausalLM.from_pretrained(few).named_parameters())
     assert all(torch.equal(ours[name], parameter) for name, parameter in theirs.items())
+
+
+@contextmanager
+def loaded(place: Path, **settings: Any) -> Iterator[Any]:
+    model = outsize.load(place, trainable=False, device="cpu", device_memory="64MiB", **settings)
+    try:
+        yield model
+    finally:
+        runner_of(model).close()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("dtype", "lora"), [("fp32", {"modules_to_save": ["lm_head"], "bias": "lora_only"}), ("bf16", {})]
+)
+def test_adapters_are_loaded_by_peft_and_without_merging(dtype: str, lora: dict[str, Any], tmp_path: Path):
+    """As their model and they are: the logits are those of PEFT, bit for bit, also in another dtype than the run's."""
+    run = make_run(
+        tmp_path,
+        model={"dtype": dtype},
+        lora=lora,
+        optimizer={"lr": 0.1},
+        train={"method": "lora", "steps": 2},
+    )
+    train(run)
+    out = export(tmp_path / "run", tmp_path / "adapters")
+    tokens = torch.arange(3, 15)[None]
+    for name, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        base = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=kind)
+        before = base(tokens).logits
+        plain = peft.PeftModel.from_pretrained(base, out)
+        for home in ("host", "disk"):
+            with loaded(out, dtype=name, home=home) as model, torch.inference_mode():
+                want, got = plain(tokens).logits, model(tokens).logits
+                assert torch.equal(got, want)
+                assert not torch.equal(got, before)
+                ours = model.generate(tokens, max_new_tokens=4, do_sample=False)
+                assert torch.equal(ours, plain.generate(input_ids=tokens, max_new_tokens=4, do_sample=False))
+    with loaded(out, base_codec="nf4", table_codec="int8") as model:
+        encoded = model.quantisation_errors()  # of the model, not of its adapters
+        assert any("q_proj" in name for name in encoded)
+        assert not any("lora_" in name for name in encoded)
+    with pytest.raises(ConfigError, match="trainable=False"):
+        outsize.load(out)
+    config = out / "adapter_config.json"
+    for text, says in (('{"peft_type": "LORA"}', "names no model"), ("{", "cannot be read")):
+        config.write_text(text)
+        with pytest.raises(CheckpointError, match=says):
+            outsize.load(out, trainable=False)
 
 
 class Recorded:

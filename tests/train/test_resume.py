@@ -98,12 +98,28 @@ def test_settings_that_a_run_goes_on_with_otherwise_are_said(home: str, tmp_path
     config = make_run(tmp_path, memory={"home": home})
     train(in_dir(config, tmp_path / "run", steps=2))
     said: list[str] = []
-    changed = make_run(tmp_path, memory={"home": home}, optimizer={"lr": 5e-4})
+    (tmp_path / "own.py").write_text("def loss(logits, labels):\n    return logits.float().square().mean()\n")
+    groups = [{"params": ["*embed*"], "lr": 0.5}]
+    changed = make_run(
+        tmp_path,
+        memory={"home": home},
+        optimizer={"lr": 5e-4, "layer_decay": 0.9, "groups": groups},
+        train={"loss_function": f"{tmp_path / 'own.py'}:loss", "neftune_noise_alpha": 2.0},
+    )
     train(in_dir(changed, tmp_path / "run", resume="auto", steps=3), announce=said.append)
     assert [line for line in said if "goes on with" in line] == [
-        "note: the run goes on with optimizer.lr=0.0005, and had 0.001",
-        "note: the run goes on with train.steps=3, and had 2",
+        f"note: the run goes on with {line}"
+        for line in (
+            "optimizer.groups=[{'params': ['*embed*'], 'lr': 0.5}], and had nothing",
+            "optimizer.layer_decay=0.9, and had 1.0",
+            "optimizer.lr=0.0005, and had 0.001",
+            f"train.loss_function={tmp_path / 'own.py'}:loss, and had nothing",
+            "train.neftune_noise_alpha=2.0, and had nothing",
+            "train.steps=3, and had 2",
+        )
     ]
+    train(in_dir(config, tmp_path / "run", resume="auto", steps=4), announce=said.append)
+    assert f"train.loss_function=nothing, and had {tmp_path / 'own.py'}:loss" in "".join(said)
 
 
 def test_other_microbatches_see_the_same_sequences_and_agree_wherever_the_state_rests(tmp_path: Path) -> None:

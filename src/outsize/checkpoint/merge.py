@@ -4,7 +4,6 @@ A skeleton of the adapted model holds PEFT's layers. For each parameter that one
 that layer alone are read, merged as ``merge_and_unload`` would, and let go. So the memory of one unit suffices.
 """
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.errors import CheckpointError, ModelError
-from outsize.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, AdapterSource, put_in
+from outsize.model.adapters import ADAPTER_WEIGHTS, Adapters, AdapterSource, put_in, stored_config
 from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
@@ -36,7 +35,11 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
         ModelError: they cannot be merged.
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
     """
-    config = _config_of(checkpoint)
+    if not (checkpoint / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
+        )
+    config = stored_config(checkpoint)
     path = config.base_model_name_or_path
     hf_config = unquantised(load_hf_config(path, trust_remote_code))
     dtype = _dtype_of(checkpoint, hf_config)
@@ -123,18 +126,3 @@ class _Merged:
         value = torch.empty(shape, dtype=dtype)
         self._source.read(name, 0, value.numel(), value.view(-1))
         return value
-
-
-def _config_of(checkpoint: Path) -> Any:
-    import peft
-
-    if not (checkpoint / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(
-            f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
-        )
-    try:
-        config = peft.LoraConfig.from_pretrained(str(checkpoint))
-    except (OSError, ValueError, TypeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{checkpoint / ADAPTER_CONFIG} cannot be read: {error}") from error
-    config.inference_mode = False
-    return config

@@ -42,10 +42,11 @@ class TextWriter:
     def __init__(self, options: ModelOptions) -> None:
         import outsize
         from outsize.checkpoint.trained_model import servable
+        from outsize.model.adapters import base_model
         from outsize.wrapped.text import check_model
 
+        place = servable(options.model)
         with contextlib.ExitStack() as stack:
-            place = stack.enter_context(servable(options.model, options.trust_remote_code))
             self._model = outsize.load(
                 place,
                 dtype=options.dtype,
@@ -58,7 +59,7 @@ class TextWriter:
             )
             stack.callback(self._close)
             check_model(self._model)
-            self._tokenizer = _tokenizer(place, options.trust_remote_code)
+            self._tokenizer = _tokenizer(base_model(place), options.trust_remote_code)
             self._stack = stack.pop_all()
 
     def text_of(self, prompt: "str | list[dict[str, Any]]") -> str:

@@ -83,13 +83,45 @@ def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
         raise ConfigError(f"lora: {error}") from error
 
 
-def put_in(model: nn.Module, config: Any, seed: int) -> Adapters:
+def base_model(model: str) -> str:
+    """Return path or hub id of the model that adapters belong to; of what is no directory of adapters ``model``."""
+    path = Path(model).expanduser()
+    return str(stored_config(path).base_model_name_or_path) if (path / ADAPTER_CONFIG).is_file() else model
+
+
+def stored_config(directory: Path) -> Any:
+    """Return PEFT's configuration of the adapters in ``directory``, with which they can be put in.
+
+    Raises:
+        CheckpointError: there are none, or it cannot be read or names no model.
+        ConfigError: PEFT is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("adapters need PEFT; install it with: pip install peft") from error
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(f"{directory} holds no adapters: {ADAPTER_WEIGHTS} is missing")
+    try:
+        config = peft.LoraConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{directory / ADAPTER_CONFIG} cannot be read: {error}") from error
+    if not config.base_model_name_or_path:
+        raise CheckpointError(
+            f"{directory / ADAPTER_CONFIG} names no model (base_model_name_or_path); write there which one it adapts"
+        )
+    config.inference_mode = False
+    return config
+
+
+def put_in(model: nn.Module, config: Any, seed: int, *, trains: bool = True) -> Adapters:
     """Put the adapters of ``config`` into a skeleton, and freeze everything else.
 
     Args:
         model: its parameters on meta; changed in place, and so are the names of the parameters that PEFT wraps.
         config: from `peft_config`.
         seed: the adapters begin as after ``torch.manual_seed(seed); get_peft_model(model, config)``.
+        trains: whether they are going to train, which asks for fp32.
 
     Raises:
         ConfigError: no module is meant, or one that cannot have an adapter.
@@ -115,7 +147,8 @@ def put_in(model: nn.Module, config: Any, seed: int) -> Adapters:
     _add_by_shadowing(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     initial = {name: p.detach() for name, p in trained.items() if _PREFIX in name}
-    _check(trained)
+    if trains:
+        _check(trained)
     _replace(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     state = adapted.state_dict()
     own = {id(value): name.removeprefix("base_model.model.") for name, value in state.items()}

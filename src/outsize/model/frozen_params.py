@@ -37,11 +37,12 @@ def frozen_part(dtype: str, codec: str = "raw") -> PartKind:
 def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of what is worth a codec: matrices of linear layers and experts in blocks, and tables.
 
-    Tables are the embedding and the head. Norms, biases, convolutions and what lies outside the blocks are small, or
-    count for more than they weigh.
+    Tables are the embedding and the head. Norms, biases, convolutions, adapters and what lies outside the blocks are
+    small, or count for more than they weigh.
     """
     getters = (getattr(model, f"get_{end}_embeddings", lambda: None) for end in ("input", "output"))
     ends = [module for getter in getters if isinstance(module := getter(), nn.Module)]
+    named = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
     inside = {id(p) for module in ends for p in module.parameters() if p.dim() == 2}
     plain = {
         id(p)
@@ -51,9 +52,8 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
     }
     blocks = [unit for unit in split(model).spec.units if unit.kind == "block"]
     in_blocks = {tensor.name for unit in blocks for tensor in unit.tensors if len(tensor.shape) > 1}
-    named = dict(model.named_parameters())
     tables = frozenset(name for name, p in named.items() if id(p) in inside)
-    matrices = frozenset(name for name in in_blocks if id(named[name]) not in plain)
+    matrices = frozenset(name for name in in_blocks & named.keys() if id(named[name]) not in plain)
     return matrices - tables, tables
 
 

@@ -13,6 +13,9 @@ from outsize.runtime.ops.context import StepContext
 from outsize.session.loss_scale import LossScale
 from outsize.session.state_kinds import check_kinds
 
+# Of the sections model and train, what is told where it changes.
+_TOLD = ("freeze", "steps", "loss_function", "neftune_noise_alpha")
+
 
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -172,14 +175,15 @@ def _settings(config: Config) -> dict[str, Any]:
         f"{name}.{key}": value
         for name, section in sections.items()
         for key, value in section.model_dump(mode="json", exclude_defaults=name != "train").items()
-        if key in ("freeze", "steps") or (name == "optimizer" and key != "masters")
+        if (key in _TOLD and value is not None) or (name == "optimizer" and key != "masters")
     }
 
 
 def _default(key: str) -> Any:
     name, _, entry = key.partition(".")
     section: Any = Config.model_fields[name].annotation
-    return section.model_fields[entry].default if entry in section.model_fields else "nothing"
+    found = section.model_fields[entry].default if entry in section.model_fields else None
+    return "nothing" if found in (None, ()) else found
 
 
 def _optimizer(config: Config) -> dict[str, Any]:

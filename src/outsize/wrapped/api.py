@@ -8,9 +8,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
-from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import Dtype, Home, Moments
 from outsize.errors import ConfigError
+from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import split
@@ -109,7 +110,8 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     """Return a wrapped model whose weights went from its checkpoint straight to their home, one unit at a time.
 
     Args:
-        path_or_hub_id: a directory in Hugging Face layout, or the id of a model on the hub.
+        path_or_hub_id: a directory in Hugging Face layout, the id of a model on the hub, or, with ``trainable=False``,
+            a directory of adapters in PEFT's format: they stand in the model that they name, and are not merged.
         dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
         attention: ``auto`` or a name that transformers knows.
         trust_remote_code: whether code that comes with the model may run.
@@ -133,11 +135,12 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         moments=state,
         mlp_parts=mlp_parts,
     )
-    config = load_hf_config(path_or_hub_id, trust_remote_code)
+    base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
+    config = load_hf_config(base, trust_remote_code)
     wanted = choose_dtype(dtype, choose_device(settings.memory.device))
     frozen = not trainable or settings.codecs != ("raw", "raw")
     model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none", frozen)
-    fill = _from_checkpoint(model, locate_checkpoint(path_or_hub_id))
+    fill = _from_checkpoint(model, locate_checkpoint(base), adapters)
     if frozen:
         model.requires_grad_(False)
     if not trainable:
@@ -145,14 +148,29 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     return _recorded(_attach(model, settings, fill), run_dir, _discard)
 
 
-def _from_checkpoint(model: nn.Module, directory: Path) -> Fill:
-    """Give a model without weights all else that its checkpoint has, and return what reads its weights."""
+def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
+    """Return the model that is meant, and the directory of its adapters; None where it has none."""
+    base = base_model(name)
+    if base == name:
+        return base, None
+    if trainable:
+        raise ConfigError(
+            "outsize.load takes adapters with trainable=False; to train them use PeftModel.from_pretrained, then wrap"
+        )
+    return base, Path(name).expanduser()
+
+
+def _from_checkpoint(model: nn.Module, directory: Path, adapters: Path | None) -> Fill:
+    """Give a model without weights all else that its checkpoint has, and adapters; return what reads its weights."""
     reader = CheckpointReader(directory, model)
     reader.load_buffers(model)
     take_generation_config(model, directory)
+    source: WeightSource = reader
+    if adapters is not None:
+        source = AdapterSource(reader, put_in(model, stored_config(adapters), 0, trains=False), adapters)
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
-        reader.read(tensor.name, 0, tensor.numel, into)
+        source.read(tensor.name, 0, tensor.numel, into)
 
     return fill
 

@@ -79,12 +79,19 @@ class Wrapped(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `torch.nn.Module.state_dict`; over a disk home a mapping that reads tensors as they are asked for."""
+        """See `torch.nn.Module.state_dict`; over a disk home a mapping that reads tensors as they are asked for.
+
+        A module around this one gets all of them in memory.
+        """
         runner = runner_of(self)
         runner.settle()
         if runner.parameters.in_memory or kwargs.get("keep_vars"):
             return super().state_dict(*args, **kwargs)
-        return DiskState(runner, self, kwargs.get("prefix", ""))
+        state, into = DiskState(runner, self, kwargs.get("prefix", "")), kwargs.get("destination")
+        if into is None:
+            return state
+        into.update(state)  # of a module around this one
+        return into
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -103,6 +110,17 @@ class Wrapped(nn.Module):
         if runner.parameters.in_memory:
             return super().load_state_dict(state_dict, strict=strict)
         return _load_at_rest(runner, self, state_dict, strict)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """What a module around this one asks for, and then of each module in here: weights on disk are written now."""
+        runner = runner_of(self)
+        runner.settle()
+        if not runner.parameters.in_memory:
+            own = {n.removeprefix(prefix): value for n, value in state_dict.items() if n.startswith(prefix)}
+            _load_at_rest(runner, self, own, strict=False)
+            named = self.named_parameters(remove_duplicate=False)
+            state_dict.update((prefix + name, parameter) for name, parameter in named if name in own)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.nn.Module.zero_grad`."""
