@@ -95,7 +95,7 @@ def make_card(repo: str, config: Config, run_dir: Path, *, is_adapters: bool) ->
 def _is_on_the_hub(model: str, run_dir: Path) -> bool:
     """Return whether a model's name is an id of the hub, and no path from here, or from above the run."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(model)
