@@ -1,8 +1,8 @@
 """A server for this machine alone: one of the standard library, on threads, bounded in all that it does.
 
 It listens on the loopback, and answers only requests that name it as such, so that a page from elsewhere in the same
-browser cannot read it under another name. It takes some requests at a time, with a time limit for each to be sent.
-Nothing in a request ever becomes a path.
+browser cannot read it under another name. It takes some requests at a time, and hangs up on a client that
+says nothing for `REQUEST_S`. Nothing in a request ever becomes a path.
 """
 
 import threading

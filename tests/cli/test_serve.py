@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outsize.cli.completions import CompletionHandler, Completions
+from outsize.cli.completions import CompletionHandler, Completions, read_request
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.loopback import LoopbackServer
 from patience import PATIENCE_S
@@ -88,10 +88,19 @@ def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completion
     [
         (CHAT, "no json", 400, "not valid JSON"),
         (CHAT, {"messages": []}, 400, "a list of objects with role and content"),
-        (CHAT, {"messages": HELLO, "tools": [{}], "n": 2}, 400, "n, tools: not supported"),
+        (CHAT, {"messages": HELLO, "tools": [{}], "n": 2}, 400, "tools, n: not supported"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content has to be a text"),
         (PLAIN, {"prompt": "x", "temperature": "hot"}, 400, "temperature is 'hot'"),
-        (PLAIN, {"prompt": "x", "max_tokens": -1}, 400, "at least 1"),
+        (PLAIN, {"prompt": "x", "max_tokens": -1}, 400, "whole number from 1 to"),
+        (PLAIN, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
+        (PLAIN, {"prompt": "x", "max_tokens": True}, 400, "max_tokens is True"),
+        (PLAIN, '{"prompt": "x", "temperature": NaN}', 400, "temperature is nan"),
+        (PLAIN, {"prompt": "x", "top_k": 2.5}, 400, "top_k is 2.5"),
+        (PLAIN, {"prompt": "x", "top_p": 0}, 400, "top_p is 0"),
+        (PLAIN, {"prompt": "x", "min_p": 2}, 400, "min_p is 2"),
+        (PLAIN, {"prompt": "x", "seed": 2**64}, 400, "seed is 1844"),
+        (PLAIN, {"prompt": "x", "min_tokens": 4, "repetition_penalty": 1.2}, 400, "min_tokens, repetition_penalty:"),
+        (PLAIN, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options: not supported"),
         (PLAIN, {"prompt": "x" * 300, "stream": True}, 400, "positions of the model"),
         ("/v1/other", {"prompt": "x"}, 404, ""),
     ],
@@ -131,7 +140,54 @@ def test_a_server_that_ends_lets_a_text_go(served: tuple[str, Completions], monk
     ended.set()
     completions.end()
     client.join()
-    assert answers[0][0] == 400
+    assert answers[0][0] == 503
     assert "the server ends" in answers[0][1]
     (written,), _ = write(["x"], lambda _: None, max_new_tokens=2, batch_size=1)
     assert written.num_tokens == 2
+
+
+def test_what_is_not_said_is_as_much_as_the_model_takes(served: tuple[str, Completions]):
+    address, completions = served
+    completions.max_new_tokens = 1000
+    body = {"prompt": "x" * 250, "temperature": 1, "user": "me", "n": None}
+    status, text = ask(address, PLAIN, body)
+    assert status == 200
+    found = json.loads(text)
+    assert found["usage"]["total_tokens"] == 256
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert "--max-new-tokens" not in ask(address, PLAIN, {**body, "max_tokens": 256})[1]
+
+
+def test_nothing_is_written_for_a_client_that_has_gone(
+    served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch
+):
+    address, completions = served
+    heard, gone = threading.Event(), threading.Event()
+    is_heard, writes = CompletionHandler.is_heard, []
+
+    def looks(handler: CompletionHandler) -> bool:
+        heard.set()
+        if is_heard(handler):
+            return True
+        gone.set()
+        return False
+
+    monkeypatch.setattr(CompletionHandler, "is_heard", looks)
+    monkeypatch.setattr(completions._writer, "write", lambda *_, **__: writes.append(1))
+    host, port = address.split(":")
+    with completions._turn:
+        connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+        connection.request("POST", PLAIN, '{"prompt": "x"}', {"Content-Type": "application/json"})
+        assert heard.wait(PATIENCE_S)
+        connection.close()
+        assert gone.wait(PATIENCE_S)
+    assert writes == []
+
+
+def test_a_text_stops_at_the_token_at_which_its_client_goes(served: tuple[str, Completions]):
+    _, completions = served
+    left = iter([True, True, True])
+    asked = read_request(b'{"prompt": "x", "temperature": 0}', is_chat=False)
+    with pytest.raises(ConnectionError):
+        completions.write(asked, lambda _: None, lambda: next(left, False))
+    assert next(left, None) is None

@@ -1,5 +1,6 @@
 import gzip
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -125,10 +126,15 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
         find_sources(Path("hf://datasets/mine"))
 
 
-def test_a_dataset_that_cannot_be_read_is_an_error_that_names_it(monkeypatch):
-    def absent(*_, **__):
-        raise FileNotFoundError("Dataset 'me/mine' doesn't exist on the Hub")
+class UnreachedError(Exception):
+    """What httpx raises derives from nothing else."""
 
-    monkeypatch.setattr("datasets.load_dataset", absent)
-    with pytest.raises(DataError, match="me/mine: cannot read: Dataset"):
-        list(read_records(Path("hf://datasets/me/mine"), "dataset", lambda _: None))
+
+def test_a_dataset_that_cannot_be_read_is_an_error_that_names_it(monkeypatch):
+    for error in (FileNotFoundError("it is away"), UnreachedError("it"), RuntimeError("it is a script")):
+        monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=error))
+        with pytest.raises(DataError, match=r"me/mine: cannot read: it.* split, and at the network"):
+            list(read_records(Path("hf://datasets/me/mine"), "dataset", lambda _: None))
+    monkeypatch.setattr("datasets.load_from_disk", Mock(side_effect=KeyError("shape")))
+    with pytest.raises(DataError, match="look at the files that save_to_disk has written"):
+        list(read_records(Path("saved"), "dataset", lambda _: None))

@@ -1,11 +1,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import peft
 import pytest
 import torch
+from huggingface_hub import RepoUrl
 from huggingface_hub.errors import LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -15,6 +17,7 @@ from cli.command_line import status_of
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.joined_shards import join_shards
+from outsize.checkpoint.push import _is_on_the_hub
 from outsize.errors import CheckpointError, ConfigError, StorageError
 from outsize.training.run import train
 from outsize.wrapped.module import runner_of
@@ -141,20 +144,31 @@ def test_adapters_are_loaded_by_peft_and_without_merging(dtype: str, lora: dict[
             outsize.load(out, trainable=False)
 
 
+class UnreachedError(Exception):
+    """What httpx raises derives from nothing else."""
+
+
 class Recorded:
     """What is asked of the hub."""
 
-    refuses = False
+    refuses: Exception | None = None
+    is_private = True
     asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
 
-    def create_repo(self, **given: Any) -> str:
-        if self.refuses:
-            raise LocalTokenNotFoundError("Token is required")
+    def create_repo(self, **given: Any) -> RepoUrl:
+        if self.refuses is not None:
+            raise self.refuses
         validate_repo_id(given["repo_id"])
         self.asked.append(("create", given))
-        return f"https://huggingface.co/{given['repo_id']}"
+        name = given["repo_id"] if "/" in given["repo_id"] else f"me/{given['repo_id']}"
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def repo_info(self, repo_id: str) -> SimpleNamespace:
+        assert repo_id == "me/mine"
+        return SimpleNamespace(private=self.is_private)
 
     def upload_folder(self, **given: Any) -> None:
+        assert given["repo_id"] == "me/mine"
         names = sorted(path.name for path in Path(given["folder_path"]).iterdir())
         self.asked.append(("upload", {**given, "names": names}))
 
@@ -166,11 +180,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     return Recorded
 
 
+@pytest.mark.parametrize("name", ["me/mine", "mine"])
 def test_a_model_is_sent_to_the_hub_with_a_card(
-    hub: type[Recorded], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, hub: type[Recorded], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "out"
-    assert status_of("export", run_dir, "--out", out, "--push", "me/mine") == 0
+    assert status_of("export", run_dir, "--out", out, "--push", name) == 0
     assert "sent to https://huggingface.co/me/mine" in capsys.readouterr().out
     (made, how), (sent, what) = hub.asked
     assert (made, how["private"], sent) == ("create", True, "upload")
@@ -189,7 +204,34 @@ def test_a_hub_that_refuses_does_so_before_anything_is_written(
 ):
     arguments = ("export", run_dir, "--out", tmp_path / "out", "--push")
     assert status_of(*arguments, "a/b/c") == 2
-    monkeypatch.setattr(hub, "refuses", True)
+    monkeypatch.setattr(hub, "refuses", LocalTokenNotFoundError("Token is required"))
     assert status_of(*arguments, "me/mine") == 2
     assert "`hf auth login` with a token" in capsys.readouterr().err
+    monkeypatch.setattr(hub, "refuses", UnreachedError("no route"))
+    assert status_of(*arguments, "me/mine") == 2
+    told = capsys.readouterr().err
+    assert "no route; look at the network" in told
+    assert "hf auth login" not in told
     assert not (tmp_path / "out").exists()
+
+
+def test_what_everybody_sees_is_asked_for(
+    hub: type[Recorded],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(hub, "is_private", False)
+    arguments = ("export", run_dir, "--out", tmp_path / "out")
+    assert status_of(*arguments, "--push", "me/mine") == 2
+    assert status_of(*arguments, "--public") == 2
+    assert "add --push OWNER/NAME" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert status_of(*arguments, "--push", "me/mine", "--public") == 0
+
+
+def test_a_card_names_ids_of_the_hub_and_no_paths(tmp_path: Path):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    names = ("me/model", "models/mine", "~/mine", "./mine", "/mine", "a/b/c", "../mine", "mine")
+    assert [name for name in names if _is_on_the_hub(name, tmp_path / "runs" / "one")] == ["me/model"]

@@ -15,7 +15,7 @@ from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
-from outsize.model.adapters import base_name
+from outsize.model.adapters import AdapterSource, base_name
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.training.run import plan, train
@@ -202,7 +202,9 @@ def test_freezing_goes_without_saying():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_merged_unit_by_unit_is_merged_by_peft(name: str, dtype: str, tmp_path: Path):
+def test_merged_unit_by_unit_is_merged_by_peft(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     lora = {"target_modules": "all-linear", "modules_to_save": ["lm_head"] if dtype == "fp32" else None}
     if name == "qwen3_moe":
         lora = EXPERTS
@@ -212,7 +214,11 @@ def test_merged_unit_by_unit_is_merged_by_peft(name: str, dtype: str, tmp_path: 
     train(run)
     half = torch.bfloat16 if dtype == "bf16" else torch.float32
     want = peft.PeftModel.from_pretrained(base_of(run, half), newest(run)).merge_and_unload().state_dict()
+    read, original = [], AdapterSource.read
+    monkeypatch.setattr(AdapterSource, "read", lambda s, n, *args: read.append(n) or original(s, n, *args))
     out = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    stacks = [each for each in read if each.endswith(("gate_up_proj", "down_proj"))]
+    assert name != "qwen3_moe" or len(stacks) == len(set(stacks)) > 0
     found = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert found.dtype == half
     state = found.state_dict()

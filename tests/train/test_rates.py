@@ -62,5 +62,7 @@ def test_what_has_no_rate_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="matches no parameter; names look like"):
-        train(make_run(tmp_path, optimizer={"groups": [{"params": ["*absent*"]}]}))
+    frozen = {"freeze": ["*embed_tokens*"]}
+    for pattern, model in (("*absent*", {}), ("*embed_tokens*", frozen)):
+        with pytest.raises(ModelError, match="matches no parameter that trains; names look like"):
+            train(make_run(tmp_path, model=model, optimizer={"groups": [{"params": [pattern]}]}))

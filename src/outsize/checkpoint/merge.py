@@ -100,14 +100,17 @@ class _Merged:
             (module, n): p for module in layer.modules() for n, p in module._parameters.items()
         }
         try:
+            wrappers = [module for module in layer.modules() if hasattr(module, "parameter_name")]
+            base = cast(Any, layer).get_base_layer()
             for inner, parameter in list(layer.named_parameters()):
                 owner, _, attribute = inner.rpartition(".")
+                if wrappers and attribute != leaf and layer.get_submodule(owner) is base:
+                    continue  # another stack of the experts
                 value = self._read(f"{path}.{inner}", tuple(parameter.shape), parameter.dtype)
                 layer.get_submodule(owner)._parameters[attribute] = nn.Parameter(value, requires_grad=False)
-            wrappers = [module for module in layer.modules() if hasattr(module, "parameter_name")]
             for wrapper in [w for w in wrappers if w.parameter_name == leaf] if wrappers else [layer]:
                 cast(Any, wrapper).merge()
-            merged: Tensor = cast(Any, layer).get_base_layer()._parameters[leaf].detach()
+            merged: Tensor = base._parameters[leaf].detach()
             return merged
         finally:
             for module in layer.modules():

@@ -14,23 +14,24 @@ class Hub:
     """A repository on the hub, made where there is none.
 
     Args:
-        repo: ``OWNER/NAME``.
-        public: whether everybody sees a repository that is made.
+        repo: ``OWNER/NAME``, or ``NAME`` for one's own.
+        public: whether everybody may see it.
 
     Raises:
-        ConfigError: no name of a repository.
-        StorageError: the hub refuses it.
+        ConfigError: no name of a repository, or everybody sees it and that was not asked for.
+        StorageError: the hub refuses it, or is not reached.
     """
 
     def __init__(self, repo: str, *, public: bool = False) -> None:
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
 
         self._repo, self._api = repo, HfApi()
-        try:
-            self.url = str(self._call("create_repo", private=not public, exist_ok=True))
-        except HFValidationError as error:
-            raise ConfigError(f"--push {repo}: {error}") from error
+        made = self._call("create_repo", private=not public, exist_ok=True)
+        self._repo, self.url = made.repo_id, str(made)
+        if not public and not self._call("repo_info").private:
+            raise ConfigError(
+                f"--push {repo}: everybody sees that repository; add --public if that is meant, or push to another"
+            )
 
     def upload(self, directory: Path, run_dir: Path) -> None:
         """Send a model of a run, with a card where the model has none.
@@ -42,27 +43,34 @@ class Hub:
         if not card.exists():
             config = load_config(run_dir / "config.yaml")
             adapters = (directory / ADAPTER_CONFIG).is_file()
-            card.write_text(make_card(self._repo, config, is_adapters=adapters), encoding="utf-8")
+            card.write_text(make_card(self._repo, config, run_dir, is_adapters=adapters), encoding="utf-8")
         self._call("upload_folder", folder_path=str(directory))
 
     def _call(self, name: str, **given: Any) -> Any:
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
         try:
             return getattr(self._api, name)(repo_id=self._repo, **given)
-        except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise StorageError(
-                f"the hub does not take {self._repo}: {first_line}; `hf auth login` with a token that may write there"
-            ) from error
+        except HFValidationError as error:
+            raise ConfigError(f"--push {self._repo}: {error}") from error
+        except Exception as error:  # those of httpx derive from nothing else
+            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            is_unknown = status in (401, 403) or isinstance(error, LocalTokenNotFoundError)
+            remedy = (
+                "`hf auth login` with a token that may write there"
+                if is_unknown
+                else "look at the network, too"
+            )
+            raise StorageError(f"the hub does not take {self._repo}: {first_line}; {remedy}") from error
 
 
-def make_card(repo: str, config: Config, *, is_adapters: bool) -> str:
+def make_card(repo: str, config: Config, run_dir: Path, *, is_adapters: bool) -> str:
     """Return the card of a model: what it was trained from, and how. It names no path of the machine."""
     from huggingface_hub import ModelCard, ModelCardData
 
     base = config.model.path
-    is_local = Path(base).exists() or base.count("/") != 1
+    is_local = not _is_on_the_hub(base, run_dir)
     data = ModelCardData(
         base_model=None if is_local else base,
         library_name="peft" if is_adapters else "transformers",
@@ -82,3 +90,16 @@ def make_card(repo: str, config: Config, *, is_adapters: bool) -> str:
     title = repo.rpartition("/")[2]
     head = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nTrained with outsize.\n\n| | |\n|---|---|\n"
     return str(ModelCard(f"{head}{table}\n"))
+
+
+def _is_on_the_hub(model: str, run_dir: Path) -> bool:
+    """Return whether a model's name is an id of the hub, and no path from here, or from above the run."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    places = (Path(), *run_dir.resolve().parents)
+    return model.count("/") == 1 and not any((place / model).exists() for place in places)

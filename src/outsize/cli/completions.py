@@ -6,6 +6,8 @@ wait for their turn. What is not done here is refused where leaving it out would
 
 import json
 import logging
+import select
+import socket
 import threading
 import time
 import uuid
@@ -25,7 +27,17 @@ _log = logging.getLogger(__name__)
 
 MOST_BYTES = 16 * 2**20  # of a request
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
-# What is not done, and the values of it that ask for nothing.
+_PASSED = {"model", "user", "metadata", "store", "stream", "seed", "max_tokens", "max_completion_tokens"}
+# What is asked for by number: its kind, from where to where, and what holds without.
+_NUMBERS: Mapping[str, tuple[type, float, float, float | None]] = {
+    "temperature": (float, 0, 100, 1.0),
+    "top_p": (float, 1e-9, 1, None),
+    "min_p": (float, 0, 1, None),
+    "top_k": (int, 0, 2**31 - 1, None),
+}
+_LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is the only one
+_WAIT_S = 0.2
+# What is not done, and the values of it that ask for nothing; of what is named nowhere only None does.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -39,6 +51,8 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "stream_options": (None, {}, {"include_usage": False}),
 }
 
 
@@ -48,26 +62,25 @@ class Completion:
 
     Attributes:
         prompt: a text, or a conversation.
-        max_new_tokens: at most so many are written.
+        max_new_tokens: at most so many are written; None for as many as the server writes unasked.
         streams: whether the text is sent as it is written.
         seed: of the choice of tokens; None goes on with the chances of before.
         choice: how tokens are chosen, as `generate` of transformers takes it.
     """
 
     prompt: "str | list[dict[str, Any]]"
-    max_new_tokens: int
+    max_new_tokens: int | None
     streams: bool
     seed: int | None
     choice: Mapping[str, Any]
 
 
-def read_request(body: bytes, *, is_chat: bool, max_new_tokens: int) -> Completion:
+def read_request(body: bytes, *, is_chat: bool) -> Completion:
     """Return what a request asks for.
 
     Args:
         body: JSON.
         is_chat: whether it is a conversation.
-        max_new_tokens: where the request does not say.
 
     Raises:
         DataError: it is none, or asks for what is not done.
@@ -78,34 +91,39 @@ def read_request(body: bytes, *, is_chat: bool, max_new_tokens: int) -> Completi
         raise DataError(f"the request is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError("the request is to be a JSON object")
-    refused = [name for name, empty in _REFUSED.items() if found.get(name) not in empty]
+    known = {*_PASSED, *_NUMBERS, "messages" if is_chat else "prompt"}
+    refused = [name for name in found if name not in known and found[name] not in _REFUSED.get(name, (None,))]
     if refused:
         raise DataError(f"{', '.join(refused)}: not supported; leave it out")
-    most = found.get("max_completion_tokens") or found.get("max_tokens") or max_new_tokens
-    temperature = _number(found, "temperature", 1.0)
-    drawn = {name: _number(found, name, None) for name in ("top_p", "top_k", "min_p")}
-    choice = {
-        "temperature": temperature,
-        **{name: value for name, value in drawn.items() if value is not None},
-    }
-    if not isinstance(most, int) or most < 1:
-        raise DataError(f"max_tokens is {most!r}; it has to be a whole number of at least 1")
+    name = "max_tokens" if found.get("max_completion_tokens") is None else "max_completion_tokens"
+    most = _number(found, name, int, 1, 2**63 - 1, None)
+    choice = {name: _number(found, name, *how) for name, how in _NUMBERS.items()}
+    draws = choice["temperature"] >= _LEAST_TEMPERATURE
+    if not isinstance(found.get("stream"), bool | None):
+        raise DataError(f"stream is {found['stream']!r}; it has to be true or false")
     return Completion(
         prompt=_messages(found) if is_chat else _text(found.get("prompt"), "prompt"),
         max_new_tokens=most,
         streams=bool(found.get("stream")),
-        seed=found.get("seed"),
-        choice={"do_sample": True, **choice} if temperature > 0 else {"do_sample": False},
+        seed=_number(found, "seed", int, -(2**63), 2**63 - 1, None),
+        choice={name: value for name, value in choice.items() if value is not None} | {"do_sample": True}
+        if draws
+        else {"do_sample": False},
     )
 
 
-def _number(found: Mapping[str, Any], name: str, default: Any) -> Any:
+def _number(
+    found: Mapping[str, Any], name: str, kind: type, least: float, most: float, default: float | None
+) -> Any:
+    """Return a number from ``least`` to ``most``; what is not finite is outside."""
     value = found.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise DataError(f"{name} is {value!r}; it has to be a number, not below zero")
-    return value
+    fits = isinstance(value, int | kind) and not isinstance(value, bool)
+    if not fits or not least <= value <= most:
+        number = "a whole number" if kind is int else "a number"
+        raise DataError(f"{name} is {value!r}; it has to be {number} from {least} to {most}")
+    return kind(value)
 
 
 def _messages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -126,6 +144,10 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
+class _OverError(Exception):
+    """The server ends."""
+
+
 class Completions:
     """A model that answers requests, one at a time.
 
@@ -142,29 +164,63 @@ class Completions:
         self._turn = threading.Lock()
         self._ends = False
 
-    def write(self, asked: Completion, on_text: Callable[[str], None]) -> "tuple[Written, int]":
-        """Return what is written, and how many tokens the prompt has; ``on_text`` gets it piece by piece."""
+    def write(
+        self, asked: Completion, on_text: Callable[[str], None], is_there: Callable[[], bool]
+    ) -> "tuple[Written, int, bool]":
+        """Return what is written, how many tokens the prompt has, and whether it is cut.
+
+        Args:
+            asked: the request.
+            on_text: gets the text piece by piece.
+            is_there: whether the client is; asked while it waits, and at every token.
+
+        Raises:
+            ConnectionError: the client has gone.
+        """
+        while not self._turn.acquire(timeout=_WAIT_S):
+            self._go_on(is_there)
+        try:
+            self._go_on(is_there)
+            return self._write(asked, on_text, is_there)
+        finally:
+            self._turn.release()
+
+    def _write(
+        self, asked: Completion, on_text: Callable[[str], None], is_there: Callable[[], bool]
+    ) -> "tuple[Written, int, bool]":
         import torch
 
-        def unless_over(text: str) -> None:
-            if self._ends:
-                raise ConfigError("the server ends")
-            on_text(text)
+        def go_on(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            self._go_on(is_there)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         adds = isinstance(asked.prompt, str)
-        with self._turn:
-            text = self._writer.text_of(asked.prompt)
-            if asked.seed is not None:
-                torch.manual_seed(asked.seed)
-            (written,), _ = self._writer.write(
-                [text],
-                unless_over,
-                max_new_tokens=asked.max_new_tokens,
-                batch_size=1,
-                add_special_tokens=adds,
-                **asked.choice,
-            )
-            return written, self._writer.num_tokens(text, add_special_tokens=adds)
+        text = self._writer.text_of(asked.prompt)
+        num_tokens = self._writer.num_tokens(text, add_special_tokens=adds)
+        most = asked.max_new_tokens
+        if most is None:
+            positions = self._writer.num_positions
+            most = self.max_new_tokens
+            if positions is not None:
+                most = max(1, min(most, positions - num_tokens))
+        if asked.seed is not None:
+            torch.manual_seed(asked.seed)
+        (written,), _ = self._writer.write(
+            [text],
+            on_text,
+            max_new_tokens=most,
+            batch_size=1,
+            add_special_tokens=adds,
+            stopping_criteria=[go_on],
+            **asked.choice,
+        )
+        return written, num_tokens, written.num_tokens >= most
+
+    def _go_on(self, is_there: Callable[[], bool]) -> None:
+        if self._ends:
+            raise _OverError("the server ends")
+        if not is_there():
+            raise ConnectionError("the client has gone")
 
     def end(self) -> None:
         """Write no further token; returns when nothing is being written."""
@@ -197,6 +253,8 @@ class CompletionHandler(LoopbackHandler):
             answer.send(self._read())
         except (DataError, ConfigError) as error:
             self._fail(answer, HTTPStatus.BAD_REQUEST, str(error))
+        except _OverError as error:
+            self._fail(answer, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         except OutsizeError as error:
             self._fail(answer, HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
         except (ConnectionError, TimeoutError):
@@ -204,6 +262,14 @@ class CompletionHandler(LoopbackHandler):
         except Exception as error:
             _log.exception("a request failed")
             self._fail(answer, HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
+
+    def is_heard(self) -> bool:
+        """Return whether the client still listens."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return not readable or bool(self.connection.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     def _read(self) -> bytes:
         length = self.headers.get("Content-Length", "")
@@ -241,9 +307,10 @@ class _Answer:
 
     def send(self, body: bytes) -> None:
         """Write what the request asks for, and send it, as it is written or as a whole."""
-        asked = read_request(body, is_chat=self._is_chat, max_new_tokens=self._model.max_new_tokens)
-        written, prompt_tokens = self._model.write(asked, self._piece if asked.streams else lambda _: None)
-        why = "length" if written.num_tokens >= asked.max_new_tokens else "stop"
+        asked = read_request(body, is_chat=self._is_chat)
+        on_text = self._piece if asked.streams else lambda _: None
+        written, prompt_tokens, is_cut = self._model.write(asked, on_text, self._handler.is_heard)
+        why = "length" if is_cut else "stop"
         if asked.streams:
             self._chunk("", why)
             self._line("[DONE]")

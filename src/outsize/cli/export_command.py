@@ -21,9 +21,7 @@ def export(
         str | None,
         typer.Option("--push", metavar="OWNER/NAME", help="Send it to the hub as well, with a card."),
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="With --push: let everybody see a repository that is made.")
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="With --push: everybody may see it.")] = False,
     trust_remote_code: Annotated[
         bool,
         typer.Option(
@@ -35,9 +33,14 @@ def export(
     """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
     from outsize.checkpoint import export as exporter
     from outsize.checkpoint.push import Hub
+    from outsize.errors import ConfigError
 
     output = Output(as_json=as_json)
     with output.guarded():
+        if public and push is None:
+            raise ConfigError(
+                "--public says who sees what --push sends; add --push OWNER/NAME, or leave it out"
+            )
         target = out_dir or run_dir / "export"
         hub = None if push is None else Hub(push, public=public)
         written = exporter.export(run_dir, target, merge=merge, trust_remote_code=trust_remote_code)

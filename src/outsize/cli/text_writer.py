@@ -78,6 +78,13 @@ class TextWriter:
         """Return how many tokens a prompt has."""
         return len(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
+    @property
+    def num_positions(self) -> int | None:
+        """Tokens that the model takes at most; None where nothing limits them."""
+        from outsize.wrapped.text import positions_of
+
+        return positions_of(self._model)
+
     def write(
         self, texts: Sequence[str], on_text: Callable[[str], None], **choice: Any
     ) -> "tuple[list[Written], Figures]":

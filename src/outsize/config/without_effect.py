@@ -174,7 +174,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (
         ("train.loss is model", lambda case: case.config.train.loss == "model"),
-        ("train.loss_function is one", lambda case: case.config.train.loss_function is not None),
+        ("train.loss_function is given", lambda case: case.config.train.loss_function is not None),
         ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
         *_REPLICATED,
     ),

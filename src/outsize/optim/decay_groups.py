@@ -57,13 +57,14 @@ def with_rates(spec: ModelSpec, layer_decay: float, groups: Sequence[RateGroup])
         groups: of parameters; a parameter has the factors of the first one that it fits, besides that of its layer.
 
     Raises:
-        ModelError: a pattern matches no parameter.
+        ModelError: a pattern matches no parameter that trains.
     """
-    names = [tensor.name for unit in spec.units for tensor in unit.tensors]
+    names = [tensor.name for unit in spec.units for tensor in unit.tensors if tensor.trainable]
     for pattern in (pattern for group in groups for pattern in group.params):
         if not any(fnmatch(name, pattern) for name in names):
             raise ModelError(
-                f"optimizer.groups: {pattern!r} matches no parameter; names look like {names[0]!r} and {names[-1]!r}"
+                f"optimizer.groups: {pattern!r} matches no parameter that trains; names look like {names[0]!r} and "
+                f"{names[-1]!r}"
             )
     blocks = [unit.index for unit in spec.units if unit.kind == "block"]
 

@@ -77,7 +77,12 @@ def _tokenising(announce: Callable[[str], None]) -> Callable[[int, int], None]:
         nonlocal said_s
         if time.monotonic() - said_s >= SAY_EVERY_S:
             said_s = time.monotonic()
-            announce(f"tokenised {num_read / max(1, num_bytes):.0%} of {format_bytes(num_bytes)}")
+            share = (
+                f"{num_read / num_bytes:.0%} of {format_bytes(num_bytes)}"
+                if num_bytes
+                else "some of a dataset"
+            )
+            announce(f"tokenised {share}")
 
     return progress
 

@@ -139,6 +139,12 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def positions_of(model: nn.Module) -> int | None:
+    """Return how many tokens a model takes; None where nothing limits them."""
+    found: int | None = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
 class _Streamer:
     """What transformers hands each new token to: counts passes, and shows the text of a single prompt."""
 
@@ -176,13 +182,12 @@ def _encode(tokenizer: Any, prompt: str, add_special_tokens: bool) -> list[int]:
 def _check_lengths(
     model: nn.Module, prompts: Sequence[str], encoded: Sequence[list[int]], max_new_tokens: int
 ) -> None:
-    config = cast(Any, model).config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None)
+    most = positions_of(model)
     for prompt, ids in zip(prompts, encoded, strict=True):
         if most and len(ids) + max_new_tokens > most:
             raise DataError(
                 f"the prompt {prompt[:40]!r} has {len(ids)} tokens, and with {max_new_tokens} new ones would be longer "
-                f"than the {most} positions of the model; shorten it, or lower --max-new-tokens"
+                f"than the {most} positions of the model; shorten it, or ask for fewer"
             )
 
 

@@ -74,8 +74,9 @@ def read_dataset(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[i
             how = {"split": hub.split, "revision": hub.revision, "streaming": True}
             records = library.load_dataset(hub.repo, hub.name, **how)
         yield from enumerate(map(dict, records), 1)
-    except (OSError, ValueError, KeyError) as error:  # those of datasets and of the hub derive from these
-        first_line = str(error).strip().partition("\n")[0]
-        raise DataError(
-            f"{path}: cannot read: {first_line}; look at its name, revision, configuration and split"
-        ) from error
+    except Exception as error:  # datasets, the hub and the network raise a dozen kinds
+        first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+        where = "the files that save_to_disk has written"
+        if hub is not None:
+            where = "its name, revision, configuration and split, and at the network"
+        raise DataError(f"{path}: cannot read: {first_line}; look at {where}") from error
