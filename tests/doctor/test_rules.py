@@ -568,6 +568,12 @@ def test_a_run_that_has_its_processors_is_not_starved(changes, tmp_path):
     assert "cores-taken" not in found(starved(tmp_path, **changes))
 
 
+def test_compute_that_a_quota_stops_is_not_called_slow(tmp_path):
+    stopped = starved(tmp_path, cpu__quota_cores=0.2, mfu=0.002, host=host(throttled_s=1.6), stall_s={})
+    assert "compute-slow" not in found(stopped)
+    assert examine(Facts(recorded=stopped)).bottleneck.id == "cpu-quota"
+
+
 def test_compute_that_others_slow_is_put_down_to_them(tmp_path):
     others = host(queued_s=3.0, others_cpu_s=6.8)
     assert "compute-slowed" not in found(starved(tmp_path, cpu_s=0.8, slowed_s=0.6, host=others))

@@ -35,7 +35,7 @@ def tiny_microbatch(facts: Facts) -> Seen | None:
 def slow_compute(facts: Facts) -> Seen | None:
     """Compute is far below what the device can do, and not for want of tokens."""
     efficiency, tokens = _efficiency(facts), facts.run.about.get("tokens_per_microbatch", 0)
-    if efficiency >= _EFFICIENT / 4 or tokens < _ENOUGH_TOKENS:
+    if efficiency >= _EFFICIENT / 4 or tokens < _ENOUGH_TOKENS or _is_starved(facts):
         return None
     return Seen(
         evidence=(
@@ -53,7 +53,7 @@ def slowed_compute(facts: Facts) -> Seen | None:
     if all(step.get("slowed_s") is None for step in run.steps):
         raise LackingError("slowed_s in the heartbeat: units were not timed, or it is of an older version")
     share = run.mean("slowed_s") / run.mean("seconds")
-    if share < _SLOWED or cores_taken(facts) or throttled(facts):
+    if share < _SLOWED or _is_starved(facts):
         return None
     beside = sum(seconds for name, seconds in run.threads_per_s().items() if _is_beside(name))
     faults, kernel = run.host_per_s("minor_faults") or 0.0, run.host_per_s("kernel_cpu_s") or 0.0
@@ -66,6 +66,14 @@ def slowed_compute(facts: Facts) -> Seen | None:
         expected=f"compute that is slowed for less than {_SLOWED:.0%} of a step",
         gain_share=share,
     )
+
+
+def _is_starved(facts: Facts) -> bool:
+    """Return whether other processes or a quota are known to keep the run from its processors."""
+    try:
+        return bool(cores_taken(facts) or throttled(facts))
+    except LackingError:
+        return False
 
 
 def _is_beside(thread: str) -> bool:

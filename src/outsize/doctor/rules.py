@@ -472,7 +472,6 @@ RULES: Final[tuple[Rule, ...]] = (
         fix="where pages are many, a larger memory.device_memory: memory that steps free is then kept; where other "
         "lanes take the processors, a home in host memory, or weights that cross as they are",
         verify="slowed_s, and cpu_s_by_thread and minor_faults of host, in heartbeat.jsonl",
-        limits="compute that other lanes slow",
     ),
     Rule(
         id="dtype-slow",
