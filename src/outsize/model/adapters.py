@@ -191,13 +191,9 @@ def _add_by_shadowing(model: nn.Module) -> None:
     PEFT changes the module's class for each call, and a cache of the process, which lanes of several devices would
     share. The sum is PEFT's, operation by operation.
     """
-    from peft.tuners.lora import layer
+    from peft.tuners.lora.layer import ParamWrapper
 
-    kind = getattr(layer, "ParamWrapper", None)
-    if kind is None:
-        return
-
-    class Shadowing(kind):  # type: ignore[misc, valid-type]
+    class Shadowing(ParamWrapper):  # type: ignore[misc]
         @contextlib.contextmanager
         def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
             base, name, parameter = self.get_base_layer(), self.parameter_name, self.get_param()
@@ -214,7 +210,7 @@ def _add_by_shadowing(model: nn.Module) -> None:
                 del vars(base)[name]
 
     for module in model.modules():
-        if type(module) is kind:
+        if type(module) is ParamWrapper:
             module.__class__ = Shadowing
 
 
