@@ -523,7 +523,11 @@ def test_other_ways_to_the_same_finding(tmp_path):
     ("rule", "changes", "evidence"),
     [
         # A quota that was used up is told of the run itself, whatever threads a probe saw.
-        ("cpu-quota", {"host": host(throttled_s=5.6)}, "ran for 1.9 s per second, and were stopped for 2.8 s"),
+        (
+            "cpu-quota",
+            {"host": host(throttled_s=5.6)},
+            "ran for 1.9 s per second, and were stopped for 2.8 s",
+        ),
         # Threads are stopped on one processor of several, and what they wait for is not what limits the run.
         (
             "cpu-quota",
