@@ -35,7 +35,6 @@ from outsize.runtime.engine.plan_scratch import extent_bytes
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.context import slots_used
 from outsize.runtime.ops.gradient_ops import count_times_home
-from outsize.runtime.ops.handover_ops import FetchCounts, count_fetches
 from outsize.runtime.trial.measured import Measured
 from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import describe_machine
@@ -56,22 +55,18 @@ class Programs:
 
     Attributes:
         passes: of a step.
-        in_a_round: microbatches of the first round.
         warm_slots: of a forward, and the backward behind it.
         cold_slots: of a backward that comes later.
         following_slots: of the forward of later rounds.
         inference_slots: of a forward that no backward follows.
-        inference_fetches: inputs fetched in it.
         times_home: gradients that a backward brings home.
     """
 
     passes: Passes
-    in_a_round: int
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
     following_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
-    inference_fetches: FetchCounts
     times_home: Mapping[int, int]
 
 
@@ -446,12 +441,10 @@ class Planned:
             cold = [slots_used(program) for program in (passes.cold_backward, lean(passes.cold_backward))]
             self._programs[count] = Programs(
                 passes,
-                layout.round_size,
                 warm[0] | warm[1],
                 cold[0] | cold[1],
                 slots_used(passes.following),
                 slots_used(passes.inference),
-                count_fetches(passes.inference),
                 count_times_home(passes.backward),
             )
         return self._programs[count]
