@@ -153,9 +153,9 @@ class HandoverOps(OffloadOps):
         for index, (storage, dtype) in enumerate(zip(storages, dtypes or repeat(torch.uint8), strict=False)):
             content = bytes_of(storage)
             sent, parcel = pack(codec, content, dtype)
+            self._under_way.add((*place, index))
             with self._device.link(sent.nbytes):
                 self._scratch.put((*place, index), sent)
-            self._under_way.add((*place, index))
             parcels.append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
 
