@@ -253,6 +253,8 @@ class Runner(Inferring):
                 engine.follow()
                 engine.submit(program, context)
                 engine.settle()
+            if self.records is None:
+                engine.take_timeline()  # nobody asks for what lanes note of each op
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
