@@ -17,7 +17,19 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.storage.home_layout import ITEM_DTYPE
 
 # Matrices that are wide, tall, square and narrow; vectors, stacks and a number are AdamW's, and some do not train.
-SHAPES = [(61, 97), (65,), (3, 700), (200, 130), (40, 10), (64, 64), (33, 1), (1, 33), (5, 31, 17), (), (129, 3)]
+SHAPES = [
+    (61, 97),
+    (65,),
+    (3, 700),
+    (200, 130),
+    (40, 10),
+    (64, 64),
+    (33, 1),
+    (1, 33),
+    (5, 31, 17),
+    (),
+    (129, 3),
+]
 FROZEN = 4
 ADAMW = PlaneAdamW(betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1)
 
@@ -137,7 +149,8 @@ def test_what_is_frozen_or_skipped_stays_and_so_does_what_lies_between():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"momentum": 1.0}, {"momentum": -0.1}, {"ns_steps": 0}, {"ns_steps": 100}, {"weight_decay": -0.1}]
+    "wrong",
+    [{"momentum": 1.0}, {"momentum": -0.1}, {"ns_steps": 0}, {"ns_steps": 100}, {"weight_decay": -0.1}],
 )
 def test_settings_outside_their_range_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
