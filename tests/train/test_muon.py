@@ -98,7 +98,7 @@ def test_a_checkpoint_holds_one_moment_of_a_matrix_and_two_of_all_else(tmp_path:
 
 def test_no_other_optimizer_goes_on_with_its_state(tmp_path: Path) -> None:
     train(in_dir(make_run(tmp_path, optimizer=NAME), tmp_path / "run", steps=1))
-    with pytest.raises(ConfigError, match="belongs to a run with optimizer.name=muon, not adamw"):
+    with pytest.raises(ConfigError, match=r"belongs to a run with optimizer\.name=muon, not adamw"):
         train(in_dir(make_run(tmp_path), tmp_path / "run", resume="auto"))
 
 
