@@ -33,7 +33,7 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed; what was saved before stays.
     """
-    from outsize.training.run import train as train_run
+    from outsize.objectives.objective_run import train as train_run
 
     return train_run(config_of(run), progress=progress, announce=announce)
 

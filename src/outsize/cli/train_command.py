@@ -34,7 +34,7 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
 
     with Interrupt() as starting:
         starting.doing = "torch and transformers were loaded"
-        from outsize.training import run
+        from outsize.objectives import objective_run as run
 
     if dry_run:
         print_plan(config, output)

@@ -1,7 +1,9 @@
 """`outsize.wrap`, `outsize.load` and `outsize.unwrap`."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +14,9 @@ from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightS
 from outsize.choices import Dtype, Home, Moments
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
-from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.sizes.model_spec import TensorSpec
-from outsize.model.split import split
+from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
 from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
@@ -22,6 +24,8 @@ from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
+
+_log = logging.getLogger(__name__)
 
 
 def wrap(
@@ -136,16 +140,61 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         mlp_parts=mlp_parts,
     )
     base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
-    config = load_hf_config(base, trust_remote_code)
-    wanted = choose_dtype(dtype, choose_device(settings.memory.device))
     frozen = not trainable or settings.codecs != ("raw", "raw")
-    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none", frozen)
-    fill = _from_checkpoint(model, locate_checkpoint(base), adapters)
-    if frozen:
-        model.requires_grad_(False)
+    built = Built(dtype, attention, trust_remote_code, "AutoModel" if head == "none" else None, frozen)
+    model = open_wrapped(base, settings, built, adapters)
     if not trainable:
         model.eval()
-    return _recorded(_attach(model, settings, fill), run_dir, _discard)
+    return _recorded(model, run_dir, _discard)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """How the model of a checkpoint is built.
+
+    Attributes:
+        dtype: see `load`, as for the next two.
+        attention: see there.
+        trust_remote_code: see there.
+        auto: class of transformers that builds it, see `build_skeleton`.
+        frozen: whether none of it trains.
+        changes: what its config says otherwise than the checkpoint's.
+        freeze: glob patterns of parameters that do not train.
+        may_lack: whether a head that the checkpoint lacks begins anew, drawn from torch's generator.
+        empty: whether weights are left as they are, zeros, for a plan alone.
+    """
+
+    dtype: Dtype = "auto"
+    attention: str = "auto"
+    trust_remote_code: bool = False
+    auto: str | None = None
+    frozen: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    freeze: tuple[str, ...] = ()
+    may_lack: bool = False
+    empty: bool = False
+
+
+def open_wrapped(name: str, settings: WrapSettings, built: Built, adapters: Path | None = None) -> nn.Module:
+    """Return the model of a checkpoint, wrapped; see `load`.
+
+    Args:
+        name: path or hub id.
+        settings: how it is streamed.
+        built: how it is built.
+        adapters: directory of adapters to put in; None for none.
+
+    Raises:
+        OutsizeError: as `load`.
+    """
+    config = load_hf_config(name, built.trust_remote_code)
+    config.update(dict(built.changes))
+    dtype = choose_dtype(built.dtype, choose_device(settings.memory.device))
+    model = build_skeleton(config, dtype, built.attention, built.trust_remote_code, built.auto, built.frozen)
+    fill = _from_checkpoint(model, locate_checkpoint(name), adapters, built.may_lack)
+    for parameter in frozen_by(model, built.freeze, everything=built.frozen):
+        parameter.requires_grad_(False)
+    return _attach(model, settings, (lambda tensor, into: None) if built.empty else fill)
 
 
 def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
@@ -160,9 +209,12 @@ def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
     return base, Path(name).expanduser()
 
 
-def _from_checkpoint(model: nn.Module, directory: Path, adapters: Path | None) -> Fill:
+def _from_checkpoint(model: nn.Module, directory: Path, adapters: Path | None, may_lack: bool) -> Fill:
     """Give a model without weights all else that its checkpoint has, and adapters; return what reads its weights."""
-    reader = CheckpointReader(directory, model)
+    reader = CheckpointReader(directory, model, may_lack=may_lack)
+    fresh = initial_values(model, reader.lacking)
+    if fresh:
+        _log.info("not in %s, and begun anew: %s", directory, ", ".join(fresh))
     reader.load_buffers(model)
     take_generation_config(model, directory)
     source: WeightSource = reader
@@ -170,7 +222,10 @@ def _from_checkpoint(model: nn.Module, directory: Path, adapters: Path | None) -
         source = AdapterSource(reader, put_in(model, stored_config(adapters), 0, trains=False), adapters)
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
-        source.read(tensor.name, 0, tensor.numel, into)
+        if tensor.name in fresh:
+            into.copy_(fresh[tensor.name].reshape(-1))
+        else:
+            source.read(tensor.name, 0, tensor.numel, into)
 
     return fill
 
