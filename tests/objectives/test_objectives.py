@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.cli.app import app
 from outsize.config import Config, dump_config
-from outsize.errors import ConfigError, DataError, NonFiniteError, OutsizeError
-from outsize.functions import train, verify
+from outsize.errors import ConfigError, DataError, ModelError, NonFiniteError, OutsizeError
+from outsize.functions import export, train, verify
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.objectives import objective_models, objective_trainer
 from tiny import tiny_model, tiny_run
 
+peft = pytest.importorskip("peft")
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("default")  # those of TRL are its own
@@ -92,7 +93,11 @@ def open_plain(name: str, settings: Any, built: Any, adapters: Any = None) -> nn
     skeleton = build_skeleton(config, "fp32", auto=built.auto)
     fresh = initial_values(skeleton, CheckpointReader(name, skeleton, may_lack=True).lacking)
     model.load_state_dict(fresh, strict=False)
-    return model.requires_grad_(not built.frozen)
+    model.requires_grad_(not built.frozen)
+    if built.lora is None:
+        return model
+    torch.manual_seed(torch.initial_seed())
+    return peft.get_peft_model(model, built.lora)
 
 
 @pytest.fixture
@@ -119,7 +124,9 @@ def check(plainly: Any, directory: Path, objective: str, tolerance: float = 0.0,
     result = train(config)
     plain = make_run(directory, objective, "plain", **sections)
     plainly(plain)
-    assert len(losses(config)) == 2
+    assert not (directory / "plain" / "heartbeat.jsonl").exists()
+    first, second = losses(config)
+    assert first != second
     want = weights(plain)
     assert weights(config).keys() == want.keys()
     for name, value in weights(config).items():
@@ -133,21 +140,40 @@ def check(plainly: Any, directory: Path, objective: str, tolerance: float = 0.0,
     return config
 
 
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "reward", "classify", "embed", "distill"])
-def test_streamed_is_as_plain(objective: str, plainly: Any, tmp_path: Path):
-    check(plainly, tmp_path, objective)
+@pytest.mark.parametrize(
+    ("objective", "home"),
+    [
+        *(("dpo", "host"), ("dpo", "disk"), ("orpo", "host"), ("kto", "disk"), ("reward", "host")),
+        *(("classify", "disk"), ("embed", "host"), ("distill", "disk")),
+    ],
+)
+def test_streamed_is_as_plain(objective: str, home: str, plainly: Any, tmp_path: Path):
+    check(plainly, tmp_path, objective, memory={"home": home})
 
 
-@pytest.mark.parametrize("objective", ["dpo", "classify", "distill"])
-def test_over_a_home_on_disk_too(objective: str, plainly: Any, tmp_path: Path):
-    check(plainly, tmp_path, objective, memory={"home": "disk"})
-
-
-@pytest.mark.parametrize("objective", ["dpo", "kto", "classify", "embed"])
-def test_adapters(objective: str, plainly: Any, tmp_path: Path):
+@pytest.mark.parametrize(("objective", "home"), [("dpo", "disk"), ("kto", "host"), ("classify", "disk")])
+def test_adapters(objective: str, home: str, plainly: Any, tmp_path: Path):
+    """The reference is the model without them; a new head trains with them."""
+    method = {"method": "lora", "objective": objective}
     lora = {"r": 2, "target_modules": "all-linear"}
-    config = check(plainly, tmp_path, objective, lora=lora, train={"method": "lora", "objective": objective})
-    assert any("lora_A" in name for name in weights(config))
+    config = check(plainly, tmp_path, objective, lora=lora, train=method, memory={"home": home})
+    saved = weights(config)
+    assert any("lora_A" in name for name in saved)
+    assert any("score" in name for name in saved) == (objective == "classify")
+    out = Path(export(tmp_path / "run", tmp_path / "out"))
+    assert not {"optimizer.pt", "rng_state.pth"} & {path.name for path in out.iterdir()}
+    if objective == "classify":
+        found = transformers.AutoConfig.from_pretrained(out)
+        made = transformers.AutoModelForSequenceClassification.from_pretrained(
+            config.model.path, num_labels=found.num_labels
+        )
+        peft.PeftModel.from_pretrained(made, out)
+        assert found.id2label == {0: "no", 1: "yes"}
+        with pytest.raises(ModelError, match="adapters of a model for SEQ_CLS"):
+            export(tmp_path / "run", tmp_path / "merged", merge=True)
+    else:
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
 
 
 def test_an_encoder_decoder_is_trained_by_sft_to_rounding(plainly: Any, tmp_path: Path):
@@ -199,8 +225,6 @@ def test_messages_are_written_with_the_template(tmp_path: Path):
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(
     objective: str, home: str, method: str, tmp_path: Path
 ):
-    if (method, home) == ("lora", "disk"):
-        home = "host"
     sections = {"memory": {"home": home}, "lora": {"r": 2}}
     common = {"objective": objective, "method": method, "steps": 4, "save_every": 2}
     whole = make_run(tmp_path, objective, "whole", train=common, **sections)

@@ -35,9 +35,9 @@ class Models:
     """The models of a run.
 
     Attributes:
-        trained: wrapped; without adapters yet.
+        trained: wrapped, or PEFT's model around the wrapped one.
         frozen: what that is compared with, wrapped; None where it is not, or with itself.
-        adapters: PEFT's configuration of those that the trained one is to get; None where all of it trains.
+        adapters: PEFT's configuration of those that train; None where the model itself does.
     """
 
     trained: nn.Module
@@ -46,9 +46,15 @@ class Models:
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield those that are wrapped, each with what it is."""
-        for name, model in (("trained", self.trained), ("frozen", self.frozen)):
+        for name, model in (("trained", streamed(self.trained)), ("frozen", self.frozen)):
             if model is not None and is_wrapped(model):
                 yield name, model
+
+
+def streamed(model: Any) -> nn.Module:
+    """Return the model that is wrapped: what adapters were put around, where they were."""
+    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return found
 
 
 def open_models(
@@ -94,8 +100,8 @@ def open_models(
 
     def opened(name: str, settings: WrapSettings, built: Built) -> nn.Module:
         made = open_wrapped(name, settings, built)
-        if is_wrapped(made):
-            stack.callback(runner_of(made).close)
+        if is_wrapped(streamed(made)):
+            stack.callback(runner_of(streamed(made)).close)
         return made
 
     built = Built(model.dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)
@@ -104,18 +110,17 @@ def open_models(
         plain = replace(settings, memory=frozen_memory, codecs=("raw", "raw"))
         frozen = opened(other, plain, replace(built, frozen=True)).eval()
     built = replace(
-        built, frozen=lora, freeze=model.freeze, changes=changes, may_lack=recipe.task == "SEQ_CLS"
+        built,
+        frozen=lora,
+        lora=adapters,
+        freeze=model.freeze,
+        changes=changes,
+        may_lack=recipe.task == "SEQ_CLS",
     )
     return Models(opened(model.path, settings, built), frozen, adapters)
 
 
 def _adapters(config: Config, recipe: Recipe) -> Any:
-    dtype = choose_dtype(config.model.dtype, choose_device(config.memory.device))
-    where = f"train.method=lora with train.objective={config.train.objective}"
-    if recipe.task == "SEQ_CLS" and dtype != "fp32":
-        raise ConfigError(f"model.dtype: {where} trains a head beside fp32 adapters; use fp32")
-    if recipe.task == "SEQ_CLS" and config.memory.home == "disk":
-        raise ConfigError(f"memory.home: {where} copies a head, whose weights a disk does not show; use host")
     settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
     made = peft_config(settings, config.model.path, causal=recipe.task == "CAUSAL_LM")
     made.task_type = recipe.task

@@ -11,11 +11,13 @@ import contextlib
 import importlib
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,7 +28,7 @@ from outsize.config import Config, dump_config, load_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
 from outsize.objectives.objective_data import Prepared, prepare_data
-from outsize.objectives.objective_models import Models, open_models
+from outsize.objectives.objective_models import Models, open_models, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device_group import device_names
@@ -149,8 +151,8 @@ def _opened(
     data = prepare_data(config, objective, recipe, files, (stack, own_dir), announce)
     torch.manual_seed(config.train.seed)
     models = open_models(stack, config, recipe, data.changes, run_dir, empty=known is None)
-    if known is not None and is_wrapped(models.trained):
-        runner_of(models.trained).record(run_dir, known)
+    if known is not None and is_wrapped(streamed(models.trained)):
+        runner_of(streamed(models.trained)).record(run_dir, known)
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
     with _refused_as_configuration(objective):
         arguments = _arguments(config, objective, recipe, kinds[1], own_dir)
@@ -171,24 +173,23 @@ def _trainer(
     from outsize.objectives.objective_trainer import by_config
 
     more: dict[str, Any] = {} if data.collate is None else {"data_collator": data.collate}
-    model: Any = models.trained
-    if recipe.by_trl and models.adapters is not None:
-        more["peft_config"] = models.adapters
-    elif models.adapters is not None:
-        from peft import get_peft_model
-
-        torch.manual_seed(config.train.seed)
-        model = get_peft_model(model, models.adapters)
+    model = models.trained
     if recipe.compares:
         more["ref_model"] = models.frozen
-    made = by_config(kind)(
-        model=model,
-        args=arguments,
-        train_dataset=data.rows,
-        eval_dataset=data.measured,
-        processing_class=data.tokenizer,
-        **more,
-    )
+    with contextlib.ExitStack() as stack:
+        if recipe.compares and models.adapters is not None:
+            # TRL compares with the model without its adapters only if it was TRL that put them there.
+            model, more["peft_config"] = streamed(model), models.adapters
+            put_there = sys.modules[kind.__module__]
+            stack.enter_context(patch.object(put_there, "get_peft_model", lambda *_, **__: models.trained))
+        made = by_config(kind)(
+            model=model,
+            args=arguments,
+            train_dataset=data.rows,
+            eval_dataset=data.measured,
+            processing_class=data.tokenizer,
+            **more,
+        )
     for callback in (PrinterCallback, ProgressCallback):  # stdout is for the result
         made.remove_callback(callback)
     own = {"beta": config.train.beta, "temperature": config.train.temperature, "teacher": models.frozen}
@@ -237,8 +238,6 @@ def _arguments(config: Config, objective: str, recipe: Recipe, kind: Any, run_di
 
 def _rehearse(trainer: Any) -> None:
     """Have a step planned for the longest record, in a whole batch, and forget what came of it."""
-    from outsize.objectives.objective_trainer import streamed
-
     if not is_wrapped(streamed(trainer.model)):
         return
     rows = trainer.train_dataset

@@ -19,6 +19,7 @@ from outsize import files
 from outsize.checkpoint.checkpoint_dir import set_best, set_latest
 from outsize.config import Config
 from outsize.errors import NonFiniteError
+from outsize.objectives.objective_models import streamed
 from outsize.session.steps import schedule_of
 from outsize.storage.prealloc import explain
 from outsize.telemetry.writers import Writers
@@ -29,12 +30,6 @@ from outsize.wrapped.clip_grad import clip_grad_norm_
 from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.module import is_wrapped, runner_of
 from outsize.wrapped.optimizer import AdamW
-
-
-def streamed(model: Any) -> nn.Module:
-    """Return the model that is wrapped: what adapters were put around, where they were."""
-    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return found
 
 
 def checkpoint_name(step: int) -> str:
@@ -117,6 +112,8 @@ class ByConfig:
         directory = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
         try:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if any(found.task_type == "SEQ_CLS" for found in getattr(self.model, "peft_config", {}).values()):
+                self.model.config.save_pretrained(directory)  # names of classes, which adapters do not tell
             for path in (*directory.rglob("*"), directory):
                 files.sync(path)
             set_latest(directory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
@@ -160,6 +161,7 @@ class Built:
         frozen: whether none of it trains.
         changes: what its config says otherwise than the checkpoint's.
         freeze: glob patterns of parameters that do not train.
+        lora: PEFT's configuration of adapters that do, begun by the seed of torch's generator; None for none.
         may_lack: whether a head that the checkpoint lacks begins anew, drawn from torch's generator.
         empty: whether weights are left as they are, zeros, for a plan alone.
     """
@@ -171,12 +173,13 @@ class Built:
     frozen: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
     freeze: tuple[str, ...] = ()
+    lora: Any = None
     may_lack: bool = False
     empty: bool = False
 
 
 def open_wrapped(name: str, settings: WrapSettings, built: Built, adapters: Path | None = None) -> nn.Module:
-    """Return the model of a checkpoint, wrapped; see `load`.
+    """Return the model of a checkpoint, wrapped, or PEFT's model around it; see `load`.
 
     Args:
         name: path or hub id.
@@ -191,10 +194,41 @@ def open_wrapped(name: str, settings: WrapSettings, built: Built, adapters: Path
     config.update(dict(built.changes))
     dtype = choose_dtype(built.dtype, choose_device(settings.memory.device))
     model = build_skeleton(config, dtype, built.attention, built.trust_remote_code, built.auto, built.frozen)
-    fill = _from_checkpoint(model, locate_checkpoint(name), adapters, built.may_lack)
+    source: WeightSource = _Stored(locate_checkpoint(name), model, may_lack=built.may_lack)
+    if adapters is not None:
+        source = AdapterSource(source, put_in(model, stored_config(adapters), 0, trains=False), adapters)
     for parameter in frozen_by(model, built.freeze, everything=built.frozen):
         parameter.requires_grad_(False)
-    return _attach(model, settings, (lambda tensor, into: None) if built.empty else fill)
+    around = None
+    if built.lora is not None:
+        found = put_in(model, built.lora, torch.initial_seed())
+        source, around = AdapterSource(source, found), found.around
+
+    def fill(tensor: TensorSpec, into: Tensor) -> None:
+        if not built.empty:
+            source.read(tensor.name, 0, tensor.numel, into)
+
+    _attach(model, settings, fill)
+    return model if around is None else around
+
+
+class _Stored(CheckpointReader):
+    """A checkpoint, and what of a model it may lack; gives a model without weights all else that it has."""
+
+    def __init__(self, directory: Path, model: nn.Module, *, may_lack: bool) -> None:
+        super().__init__(directory, model, may_lack=may_lack)
+        self._begun = initial_values(model, self.lacking)
+        if self._begun:
+            _log.info("not in %s, and begun anew: %s", directory, ", ".join(self._begun))
+        self.load_buffers(model)
+        take_generation_config(model, directory)
+
+    def read(self, name: str, start: int, stop: int, into: Tensor) -> None:
+        """See `WeightSource.read`."""
+        if name in self._begun:
+            into.view(-1).copy_(self._begun[name].reshape(-1)[start:stop])
+        else:
+            super().read(name, start, stop, into)
 
 
 def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
@@ -207,27 +241,6 @@ def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
             "outsize.load takes adapters with trainable=False; to train them use PeftModel.from_pretrained, then wrap"
         )
     return base, Path(name).expanduser()
-
-
-def _from_checkpoint(model: nn.Module, directory: Path, adapters: Path | None, may_lack: bool) -> Fill:
-    """Give a model without weights all else that its checkpoint has, and adapters; return what reads its weights."""
-    reader = CheckpointReader(directory, model, may_lack=may_lack)
-    fresh = initial_values(model, reader.lacking)
-    if fresh:
-        _log.info("not in %s, and begun anew: %s", directory, ", ".join(fresh))
-    reader.load_buffers(model)
-    take_generation_config(model, directory)
-    source: WeightSource = reader
-    if adapters is not None:
-        source = AdapterSource(reader, put_in(model, stored_config(adapters), 0, trains=False), adapters)
-
-    def fill(tensor: TensorSpec, into: Tensor) -> None:
-        if tensor.name in fresh:
-            into.copy_(fresh[tensor.name].reshape(-1))
-        else:
-            source.read(tensor.name, 0, tensor.numel, into)
-
-    return fill
 
 
 def unwrap(model: nn.Module) -> nn.Module:
