@@ -80,11 +80,10 @@ def open_models(
         OutsizeError: one cannot be opened, or does not fit.
     """
     lora = config.train.method == "lora"
-    adapters = _adapters(config, recipe) if lora else None
-    other = config.train.teacher or (config.model.path if recipe.compares and not lora else None)
-    memory = frozen_memory = config.memory
-    if other is not None:
-        memory, frozen_memory = _shared(config, other, run_dir)
+    other = config.train.teacher if config.train.objective == "distill" else None
+    if recipe.compares and not lora:
+        other = config.model.path
+    memory, frozen_memory = (config.memory,) * 2 if other is None else _shared(config, other, run_dir)
     codecs = (config.lora.base_codec, config.lora.table_codec) if lora else ("raw", "raw")
     settings = WrapSettings(
         memory=memory,
@@ -96,19 +95,12 @@ def open_models(
         moments=config.optimizer.state,
         mlp_parts=config.train.mlp_parts,
     )
-    model = config.model
-
-    def opened(name: str, settings: WrapSettings, built: Built) -> nn.Module:
-        made = open_wrapped(name, settings, built)
-        if is_wrapped(streamed(made)):
-            stack.callback(runner_of(streamed(made)).close)
-        return made
-
+    model, adapters = config.model, _adapters(config, recipe) if lora else None
     built = Built(model.dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)
     frozen = None
     if other is not None:
         plain = replace(settings, memory=frozen_memory, codecs=("raw", "raw"))
-        frozen = opened(other, plain, replace(built, frozen=True)).eval()
+        frozen = _opened(stack, other, plain, replace(built, frozen=True)).eval()
     built = replace(
         built,
         frozen=lora,
@@ -117,7 +109,14 @@ def open_models(
         changes=changes,
         may_lack=recipe.task == "SEQ_CLS",
     )
-    return Models(opened(model.path, settings, built), frozen, adapters)
+    return Models(_opened(stack, model.path, settings, built), frozen, adapters)
+
+
+def _opened(stack: ExitStack, name: str, settings: WrapSettings, built: Built) -> nn.Module:
+    made = open_wrapped(name, settings, built)
+    if is_wrapped(streamed(made)):
+        stack.callback(runner_of(streamed(made)).close)
+    return made
 
 
 def _adapters(config: Config, recipe: Recipe) -> Any:

@@ -36,7 +36,6 @@ from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
 from outsize.session.torch_state import borrowed_torch
 from outsize.telemetry.writers import Writers, open_writers
-from outsize.training import run
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.metrics.heartbeat import HEARTBEAT, write_whole
@@ -55,14 +54,13 @@ _THE_SAME = ("model.path", "data.path", "data.seq_len", "train.objective", "trai
 def train(
     config: Config, *, progress: Progress | None = None, announce: Announce = lambda _: None
 ) -> TrainResult:
-    """Train as ``config`` says, by the engine alone or by a trainer over a streamed model.
+    """Train as ``config`` says, by a trainer over a streamed model; see `outsize.training.run.train`.
 
     Raises:
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
     objective = objective_of(config)
-    if objective is None:
-        return run.train(config, progress=progress, announce=announce)
+    assert objective is not None
     with Interrupt(announce) as interrupt:
         interrupt.doing = "records were read and models opened"
         return _train(config, objective, interrupt, progress, announce)

@@ -1,7 +1,7 @@
 """What each objective takes: a class that opens the model, fields of records, a trainer; one row for each."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,6 +9,7 @@ from outsize.config import Config
 from outsize.config.config_rules import refused_by_trainers
 from outsize.errors import ConfigError, OutsizeError
 from outsize.model.build import load_hf_config
+from outsize.training.metrics.run_records import TrainResult
 
 SEQ2SEQ: Final = "seq2seq"
 _OWN = "outsize.objectives.own_trainers"
@@ -101,6 +102,21 @@ def objective_of(config: Config) -> str | None:
     if refused:
         raise ConfigError("\n".join(refused))
     return SEQ2SEQ
+
+
+def training_of(config: Config) -> Callable[..., TrainResult]:
+    """Return what trains a run: the engine alone, or a trainer over a streamed model.
+
+    Raises:
+        ConfigError: see `objective_of`.
+    """
+    if objective_of(config) is None:
+        from outsize.training import run
+
+        return run.train
+    from outsize.objectives import objective_run
+
+    return objective_run.train
 
 
 def imported(place: str, objective: str) -> Any:
