@@ -21,6 +21,7 @@ from outsize.errors import ConfigError, DataError, ModelError, NonFiniteError, O
 from outsize.functions import export, train, verify
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.objectives import objective_models, objective_trainer
+from support import make_model_dir
 from tiny import tiny_model, tiny_run
 
 peft = pytest.importorskip("peft")
@@ -148,7 +149,12 @@ def check(plainly: Any, directory: Path, objective: str, tolerance: float = 0.0,
     ],
 )
 def test_streamed_is_as_plain(objective: str, home: str, plainly: Any, tmp_path: Path):
-    check(plainly, tmp_path, objective, memory={"home": home})
+    if objective == "embed":  # of an encoder, whose checkpoint has a head and lacks a pooler
+        tokenizer = transformers.AutoTokenizer.from_pretrained(make_model_dir(tmp_path / "model", "bert"))
+        tokenizer.pad_token = "<eos>"
+        tokenizer.save_pretrained(tmp_path / "model")
+    short = {"data": {"seq_len": 12}, "train": {"objective": "embed", "tokens_per_step": 48}}
+    check(plainly, tmp_path, objective, memory={"home": home}, **(short if objective == "embed" else {}))
 
 
 @pytest.mark.parametrize(("objective", "home"), [("dpo", "disk"), ("kto", "host"), ("classify", "disk")])
@@ -212,7 +218,7 @@ def test_messages_are_written_with_the_template(tmp_path: Path):
     Path(config.data.path).write_text(f"{record}\n" * 4)
     assert train(config).steps == 2
     short = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": 28})})
-    with pytest.raises(DataError, match=r"no record is trained: all prompts fill data\.seq_len"):
+    with pytest.raises(DataError, match=r"no record is trained: all are too long for data\.seq_len"):
         train(
             short.model_copy(
                 update={"train": config.train.model_copy(update={"run_dir": str(tmp_path / "b")})}
@@ -361,3 +367,28 @@ def test_the_command_prints_plan_preview_and_one_line_of_json(tmp_path: Path):
 def test_other_commands_send_to_outsize_train(tmp_path: Path):
     with pytest.raises(ConfigError, match="dpo is for outsize train"):
         verify(make_run(tmp_path, "dpo"))
+
+
+def test_two_models_share_what_a_run_may_hold(tmp_path: Path):
+    config = make_run(tmp_path, "dpo")
+    budgets = config.memory
+    trained, frozen = objective_models._shared(config, "AutoModelForCausalLM", config.model.path, tmp_path)
+    assert trained.device_memory + frozen.device_memory == budgets.device_memory
+    assert 0.99 < (trained.host_memory + frozen.host_memory) / budgets.host_memory <= 1
+    assert trained.host_memory == pytest.approx(4 * frozen.host_memory, rel=1e-6)  # 16 bytes beside 4
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="trains in one process; start it without torchrun"):
+        train(make_run(tmp_path, "dpo"))
+
+
+def test_a_checkpoint_is_gone_on_from_in_another_directory(tmp_path: Path):
+    train(make_run(tmp_path, "embed"))
+    more = {"objective": "embed", "steps": 3, "resume": str(tmp_path / "run")}
+    seen: list[int] = []
+    result = train(make_run(tmp_path, "embed", "other", train=more), progress=lambda r: seen.append(r.step))
+    assert (seen, result.run_dir) == ([3], str(tmp_path / "other"))

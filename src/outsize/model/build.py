@@ -182,7 +182,9 @@ def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
     from transformers.models.auto import modeling_auto
 
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.model_type} is an encoder-decoder; outsize trains decoders and encoders")
+        raise ModelError(
+            f"{config.model_type} is an encoder-decoder, which outsize train takes for sft alone"
+        )
     remote = getattr(config, "auto_map", None) or {}
     causal = (
         config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

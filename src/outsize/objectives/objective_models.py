@@ -83,7 +83,9 @@ def open_models(
     other = config.train.teacher if config.train.objective == "distill" else None
     if recipe.compares and not lora:
         other = config.model.path
-    memory, frozen_memory = (config.memory,) * 2 if other is None else _shared(config, other, run_dir)
+    memory, frozen_memory = (
+        (config.memory,) * 2 if other is None else _shared(config, recipe.auto, other, run_dir)
+    )
     codecs = (config.lora.base_codec, config.lora.table_codec) if lora else ("raw", "raw")
     settings = WrapSettings(
         memory=memory,
@@ -107,7 +109,7 @@ def open_models(
         lora=adapters,
         freeze=model.freeze,
         changes=changes,
-        may_lack=recipe.task == "SEQ_CLS",
+        may_lack=recipe.task in ("SEQ_CLS", "FEATURE_EXTRACTION"),  # a head, a pooler
     )
     return Models(_opened(stack, model.path, settings, built), frozen, adapters)
 
@@ -126,7 +128,7 @@ def _adapters(config: Config, recipe: Recipe) -> Any:
     return made
 
 
-def _shared(config: Config, other: str, run_dir: Path) -> tuple[MemoryConfig, MemoryConfig]:
+def _shared(config: Config, auto: str, other: str, run_dir: Path) -> tuple[MemoryConfig, MemoryConfig]:
     """Return what the trained and the frozen model may hold of a run's memory.
 
     Raises:
@@ -138,7 +140,7 @@ def _shared(config: Config, other: str, run_dir: Path) -> tuple[MemoryConfig, Me
     for name in (config.model.path, other):
         found = load_hf_config(name, trust)
         vocabularies.append(found.get_text_config().vocab_size)
-        skeleton = build_skeleton(found, dtype, config.model.attention, trust, frozen=True)
+        skeleton = build_skeleton(found, dtype, config.model.attention, trust, auto, frozen=True)
         sizes.append(sum(parameter.numel() for parameter in skeleton.parameters()))
     if vocabularies[0] != vocabularies[1]:
         raise ConfigError(

@@ -27,7 +27,7 @@ from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_
 from outsize.config import Config, dump_config, load_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
-from outsize.objectives.objective_data import Prepared, prepare_data
+from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
 from outsize.objectives.objective_models import Models, open_models, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
@@ -157,9 +157,11 @@ def _opened(
         trainer = _trainer(config, recipe, kinds[0], arguments, data, models)
     left, there = len(trainer.train_dataset), len(data.rows)
     if not left:
-        raise DataError(f"{config.data.path}: no record is trained: all prompts fill data.seq_len; raise it")
+        raise DataError(
+            f"{config.data.path}: no record is trained: all are too long for data.seq_len; raise it"
+        )
     if left < there:
-        announce(f"{there - left:,} of {there:,} records are left out: their prompts fill data.seq_len")
+        announce(f"{there - left:,} of {there:,} records are left out: too long for data.seq_len")
     return trainer, models
 
 
@@ -239,12 +241,12 @@ def _rehearse(trainer: Any) -> None:
     if not is_wrapped(streamed(trainer.model)):
         return
     rows = trainer.train_dataset
-    longest = max(range(len(rows)), key=lambda number: _width(rows[number]))
+    longest = rows[0] if isinstance(rows, PackedRows) else max(rows, key=_width)
     count = trainer.args.per_device_train_batch_size
     trainer.create_optimizer()
     trainer.model.train()
     with torch.random.fork_rng(devices=[]), _refused_as_configuration(trainer.config.train.objective):
-        batch = trainer.data_collator([dict(rows[longest]) for _ in range(min(count, len(rows)))])
+        batch = trainer.data_collator([dict(longest) for _ in range(min(count, len(rows)))])
         trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
     for kind in ("_metrics", "_stored_metrics"):
         for told in getattr(trainer, kind, {}).values():
