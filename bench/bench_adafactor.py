@@ -21,9 +21,10 @@ from bench_optimizer import in_torch_ops, planes_of, stepper, zeros
 
 from outsize import native
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.optim.adafactor import Adafactor, step_whole
+from outsize.optim.adafactor import Adafactor
 from outsize.optim.factored_kernel import form_of_torch
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, StateLayout
+from outsize.optim.step import step_whole
 from outsize.storage.home_layout import ITEM_DTYPE
 
 NAMES, STEP, LR = ("one", "other"), 5, 1e-2

@@ -240,14 +240,19 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_path):
-    names = ("adamw", "sgd", "lion", "adafactor")
-    adamw, sgd, lion, adafactor = (load(f"optimizer.name={name}") for name in names)
+    names = ("adamw", "sgd", "lion", "adafactor", "muon")
+    adamw, sgd, lion, adafactor, muon = (load(f"optimizer.name={name}") for name in names)
     assert (adamw.optimizer.betas, adamw.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
     assert (sgd.optimizer.momentum, sgd.optimizer.weight_decay) == (0.9, 0.0)
     assert (lion.optimizer.betas, lion.optimizer.weight_decay) == ((0.9, 0.99), 0.0)
     assert (adafactor.optimizer.lr, adafactor.optimizer.weight_decay) == (1e-2, 0.0)
+    assert (muon.optimizer.momentum, muon.optimizer.nesterov, muon.optimizer.weight_decay) == (
+        0.95,
+        True,
+        0.1,
+    )
     assert load("optimizer.name=lion", "optimizer.weight_decay=0.3").optimizer.weight_decay == 0.3
-    for config in (adamw, sgd, lion, adafactor):
+    for config in (adamw, sgd, lion, adafactor, muon):
         (tmp_path / "run.yaml").write_text(dump_config(config))
         assert load(path=tmp_path / "run.yaml") == config
 
@@ -266,7 +271,13 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
         (["optimizer.warmup_steps=5", "optimizer.warmup_ratio=0.1"], "not both"),
         (["memory.slots=2", "memory.prefetch=2"], "need 3 slots, but memory.slots is 2"),
         (["optimizer.name=sgd", "optimizer.eps=1e-6"], "optimizer.eps: sgd has none; leave it out, or set"),
-        (["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"], "optimizer.name=adamw or lion"),
+        (["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"], "optimizer.name=adamw or lion or muon"),
+        (
+            ["optimizer.ns_steps=3"],
+            "optimizer.ns_steps: adamw has none; leave it out, or set optimizer.name=muon",
+        ),
+        (["optimizer.adjust_lr_fn=original"], "optimizer.adjust_lr_fn: adamw has none"),
+        (['optimizer.groups=[{params: ["*"], muon: false}]'], "optimizer.groups: muon: adamw is another"),
         (["optimizer.name=lion", "optimizer.momentum=0.5"], "optimizer.momentum: lion has none"),
         (["optimizer.nesterov=true"], "optimizer.nesterov: adamw has none"),
         (["optimizer.name=adafactor", "optimizer.state=int8"], "optimizer.state: adafactor has none"),

@@ -47,7 +47,7 @@ def power(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_power
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
 def test_a_loss_of_power_leaves_a_committed_step(optimizer: str, power: ModuleType, tmp_path: Path):
     power.write_model(tmp_path)
     config = power.config_of(tmp_path, "run", "disk", 3, optimizer)

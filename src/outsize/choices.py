@@ -14,7 +14,7 @@ Dtype = Literal["auto", ComputeDtype]
 # How documents become sequences.
 Packing = Literal["stream", "documents", "none"]
 Clip = Literal["global", "unit", "none"]
-Optimizer = Literal["adamw", "sgd", "lion", "adafactor"]
+Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]

@@ -187,6 +187,25 @@ def test_adafactor_takes_four_bytes_and_room_for_the_largest_unit(asked, capsys)
     assert sum(host.values()) < 64 * GB
 
 
-def test_adafactor_of_several_nodes_is_refused(asked, capsys):
-    assert run(*asked, "--optimizer", "adafactor", "--nodes", "2", "--net", "25Gb") != 0
-    assert "adafactor steps whole parameters" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_whole_parameters_of_several_nodes_are_refused(name, asked, capsys):
+    assert run(*asked, "--optimizer", name, "--nodes", "2", "--net", "25Gb") != 0
+    assert f"{name} steps whole parameters" in capsys.readouterr().err
+
+
+def test_muon_takes_a_moment_of_matrices_and_its_products_are_in_the_step(asked, capsys):
+    """Six products of a matrix and its transpose for each of five iterations, by cores that nobody has measured."""
+    asked = (*asked, "--host-memory", "128GB", "--home", "host", "--clip", "unit", "--optimizer")
+    muon, adamw = (answer(capsys, *asked, name) for name in ("muon", "adamw"))
+    host, count, tables = muon["memory_bytes"]["host"], muon["num_parameters"], 2 * 128256 * 4096
+    assert host["optimizer state"] == pytest.approx(4 * count + 4 * tables, rel=1e-3)
+    assert host["optimizer scratch"] == 2 * 4 * 14336 * 4096
+    attention, mlp = (
+        2 * 6 * 4096**3 + 2 * (4 * 1024**2 * 4096 + 2 * 1024**3),
+        3 * (4 * 14336 + 2 * 4096) * 4096**2,
+    )
+    products_s = 32 * 5 * (attention + mlp) / (16 * 40e9)
+    assert products_s < muon["step_s"] < products_s + adamw["step_s"] + 10
+    (figure,) = (f for f in muon["figures"] if f["name"] == "products on the host, of Muon")
+    assert (figure["value"], figure["measured"]) == (16 * 40e9, False)
+    assert not any("Muon" in figure["name"] for figure in adamw["figures"])

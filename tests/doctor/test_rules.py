@@ -523,7 +523,17 @@ def test_other_ways_to_the_same_finding(tmp_path):
     ("rule", "changes", "evidence"),
     [
         # A quota that was used up is told of the run itself, whatever threads a probe saw.
-        ("cpu-quota", {"host": host(throttled_s=5.6)}, "4 processors in sight: each was stopped for 70% of"),
+        (
+            "cpu-quota",
+            {"host": host(throttled_s=5.6)},
+            "ran for 1.9 s per second, and were stopped for 2.8 s",
+        ),
+        # Threads are stopped on one processor of several, and what they wait for is not what limits the run.
+        (
+            "cpu-quota",
+            {"host": host(throttled_s=1.6), "cpu_s": 0.36, "stall_s": {"dispatch": 0.6}},
+            "ran for 0.18 s per second, and were stopped for 0.8 s",
+        ),
         (
             "swap-active",
             {"host": host(swapped_in_bytes=200 * 2**20, memory_pressure_s=1.0, major_faults=2000)},

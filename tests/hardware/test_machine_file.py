@@ -73,6 +73,12 @@ def test_the_planner_gets_measured_rates_only(found):
     assert (machine.disk.read_bytes_per_s.value, machine.disk.write_bytes_per_s.value) == (2e9, 3e9)
     assert gpu.memory_bytes_per_s.measured
     assert machine.host.adamw_params_per_s.measured
+    # Of products in bf16 on the host, only where it computes; otherwise by its cores, and the figure says so.
+    assert machine.host.products.value == 2 * 40e9
+    assert "assumed" in machine.host.products.source
+    (device,) = found.devices
+    device = device.model_copy(update={"matmul_flops_per_s": {"bf16": measured(7e10)}})
+    assert machine_of(found.model_copy(update={"devices": (device,)})).host.products.value == 7e10
 
 
 def test_a_link_in_pieces_is_priced_by_the_line_of_its_largest_copies(found):

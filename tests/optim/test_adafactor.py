@@ -8,10 +8,12 @@ from optim.test_other_rules import Reference, groups
 from optim.test_step import random
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.optim import factored_kernel
-from outsize.optim.adafactor import Adafactor, step_whole
+from outsize.optim.adafactor import Adafactor
 from outsize.optim.factors import FACTORS, factored
 from outsize.optim.optimizer_spec import GRADIENT, StateLayout
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
+from outsize.optim.step import step_whole
+from outsize.optim.update import WholeRule
 from outsize.storage.home_layout import ITEM_DTYPE
 
 # Matrices of any form, stacks of them, vectors, a number; some do not train.
@@ -27,14 +29,15 @@ def unit_of_all_shapes() -> UnitSpec:
 class Unit:
     """A unit as it lies at home, its planes whole."""
 
-    def __init__(self, unit: UnitSpec, master: Tensor, masters: str, gradients: str = "fp32") -> None:
+    def __init__(
+        self, unit: UnitSpec, master: Tensor, masters: str, gradients: str = "fp32", **state: object
+    ) -> None:
         self.unit = unit
         self.layout = StateLayout(
             dtype="fp32" if masters == "own" else "bf16",
             masters="split" if masters == "split" else "separate",
             gradients=gradients,  # type: ignore[arg-type]
-            num_moments=0,
-            factored=True,
+            **(state or {"num_moments": 0, "factored": True}),  # type: ignore[arg-type]
         )
         self.planes = {
             name: torch.zeros(plane.items_of(unit), dtype=ITEM_DTYPE[plane.item])
@@ -49,11 +52,12 @@ class Unit:
         elements, count = self.layout.scratch_elements(model), self.layout.num_scratches
         self.scratches = [torch.full((elements,), float("nan")) for _ in range(count)]
 
-    def _halves(self) -> tuple[Tensor, Tensor, Tensor]:
-        ties = self.planes["master_ties"][: ties_bytes(self.unit.numel)]
+    def _halves(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        ties = self.planes.get("master_ties")
+        ties = None if ties is None else ties[: ties_bytes(self.unit.numel)]
         return self.planes["weights"], self.planes["master_low"], ties
 
-    def step(self, rule: Adafactor, gradient: Tensor, number: int, lr: float, **options: object) -> None:
+    def step(self, rule: WholeRule, gradient: Tensor, number: int, lr: float, **options: object) -> None:
         self.planes[GRADIENT].copy_(gradient)
         counts = {tensor.name: number for tensor in self.unit.tensors}
         step_whole(rule, self.unit, self.planes, self.scratches, step=counts, lr=lr, **options)  # type: ignore[arg-type]

@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given
 
 from outsize.errors import ProgramError
 from outsize.planner.passes.step_parts import cut_step, forward_alone, step_units, summing
 from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.passes.validate import validate
+from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program, parse, render
 from outsize.planner.program.step_layout import StepLayout
-from planner.layouts import first_kept
+from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.stage_offload import Way, away_in, kept_in_stages
+from planner.layouts import first_kept, staged_layouts
 
 LAYOUT = StepLayout(
     num_streamed=3,
@@ -163,3 +167,45 @@ def test_a_forward_by_itself_loads_every_unit_once_and_commits_nothing():
     assert forward_alone(replace(layout, commits=True)) == forward_alone(layout)
     with pytest.raises(ValueError, match="on one worker"):
         forward_alone(LAYOUT)
+
+
+@given(staged_layouts())
+def test_rounds_of_several_workers_obey_every_rule_and_hand_over_all_that_they_save(whole: StepLayout):
+    assume(whole.num_workers > 1)
+    assert whole.stages is not None
+    away = {unit: choice for unit, choice in away_in(whole).items() if choice.leaves}
+    kept = kept_in_stages(
+        whole.stages, whole.num_streamed, whole.num_microbatches, Way(Choice.RECOMPUTE, away)
+    )
+    stages = replace(whole.stages, cursor=0)
+    layout = replace(whole, cut=True, clip=False, unit_clip=False, commits=False, stages=stages, kept=kept)
+    validate(build_step(layout), layout)
+    passes = cut_step(layout)
+    later = layout.num_microbatches - layout.round_size
+    if not layout.peers and later > 0:  # they begin while what the first round has saved waits
+        saved, fetched = (
+            {(op.unit, op.microbatch) for op in program if op.kind is kind}
+            for program, kind in ((passes.forward, Kind.SAVE), (passes.backward, Kind.FETCH))
+        )
+        assert len(saved & fetched) + min(later, layout.microbatches_at_once) <= num_handed_over(layout)
+    for program, rounds in ((passes.following, range(1, 99)), (passes.inference, range(99))):
+        slots: dict[tuple[int | None, int | None], int | None] = {}
+        below: set[tuple[int | None, int | None]] = set()
+        ran = []
+        for op in program:
+            if op.kind is Kind.LOAD:
+                assert slots.setdefault((op.worker, op.slot), op.unit) == op.unit
+            elif op.kind is Kind.FREE:
+                del slots[op.worker, op.slot]
+            elif op.kind is Kind.SAVE:
+                below.add((op.unit, op.microbatch))
+            elif op.kind is Kind.FETCH:
+                below.remove((op.unit, op.microbatch))
+            elif op.microbatch is not None and op.kind is not Kind.PASS:
+                assert op.kind is Kind.FORWARD
+                ran.append((op.unit, op.microbatch))
+        assert not slots
+        assert not below
+        units = range(layout.num_streamed)
+        wanted = [m for number, found in enumerate(layout.rounds) if number in rounds for m in found]
+        assert sorted(ran) == [(unit, microbatch) for unit in units for microbatch in wanted]

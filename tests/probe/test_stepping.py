@@ -8,7 +8,7 @@ import pytest
 from outsize.config import load_config
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.probing.optimizer_probe import measure_adamw
+from outsize.probing.optimizer_probe import measure_adamw, measure_products
 from outsize.probing.run_probe import Wishes, probe
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.session.job.optimizer_layout import layout_for
@@ -27,6 +27,15 @@ def stepped(monkeypatch):
 
     monkeypatch.setattr(OptimizerOps, "step", step)
     return seen
+
+
+def test_products_are_timed_on_the_largest_matrix_that_fits():
+    sizes = {"small": (32, 16), "large": (256, 512), "huge": (2**10, 2**11)}
+    units = [pack_unit(0, "block", "block", [(name, size, True, True) for name, size in sizes.items()])]
+    rate = measure_products(replace(TINY, plane_bytes=MIB), units)
+    assert rate.source.startswith("an iteration on 256 x 512, ")
+    assert "32 x 16" in measure_products(replace(TINY, plane_bytes=64), units).source
+    assert len(rate.samples) == TINY.num_samples_min
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.ops.save_ops import ActivationOps
@@ -47,6 +48,44 @@ def test_a_save_followed_by_a_fetch_changes_nothing_but_memory(scratch):
     assert torch.equal(view, copies[0][1])
     assert scratch.statistics().num_held == 0
     assert ops.bytes_up == ops.bytes_down == 1200 + 100
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("what", ["put", "take"])
+def test_what_a_move_that_failed_has_left_below_can_be_forgotten(
+    scratch, what: str, failing: int, monkeypatch: pytest.MonkeyPatch
+):
+    ops, context, move = (
+        ActivationOps(CpuDevice(), scratch),
+        context_of(torch.randn(3), torch.randn(5)),
+        getattr(scratch, what),
+    )
+
+    def fails(key, tensor):
+        if what == "put" or key[-1] != failing:
+            move(key, tensor)
+        if key[-1] == failing:
+            raise OSError
+
+    monkeypatch.setattr(scratch, what, fails)
+    with pytest.raises(OSError):  # noqa: PT011 - the one above
+        ops.save(SAVE, context), ops.fetch(FETCH, context)
+    ops.forget(0)
+    assert scratch.statistics().num_held == 0
+
+
+def test_what_an_onload_that_failed_has_left_below_can_be_forgotten(scratch, monkeypatch: pytest.MonkeyPatch):
+    kept = torch.randn(7)
+    held = SimpleNamespace(storages=lambda: [kept.untyped_storage()], take=lambda: None)
+    context = SimpleNamespace(runs={1: SimpleNamespace(held=lambda unit: held)}, number=0)
+    choices = ((), (), (Choice.OFFLOAD_PRODUCTS,) * 2)
+    ops = ActivationOps(CpuDevice(), None, rooms={Extent.PRODUCTS: scratch}, choices=choices)
+    ops.offload(parse_op("OFFLOAD 2.1@w0"), context)
+    monkeypatch.setattr(scratch, "take_all", lambda key, into: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ops.onload(parse_op("ONLOAD 2.1@w0"), context)
+    ops.forget(0)
+    assert scratch.statistics().num_held == 0
 
 
 def test_a_slice_takes_its_whole_storage_along(scratch):

@@ -9,7 +9,7 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
 from outsize.hardware.from_probe import read_machine
-from outsize.hardware.machine_spec import Peer
+from outsize.hardware.machine_spec import Peer, from_json
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.recalibrate import Trace
 from outsize.session.decide import rates
@@ -107,6 +107,18 @@ def test_compute_is_slowed_by_what_it_takes_longer_than_its_units_alone(tmp_path
     busy_s = {"compute:w0": found.alone_s + 0.5, "host": 9.0}
     assert found.slowed_s(busy_s) == pytest.approx(0.5)
     assert found.slowed_s({"compute:w0": found.alone_s / 2}) == 0.0
+
+
+def test_products_are_timed_for_an_optimizer_that_has_some(tmp_path):
+    """On a matrix of the model, and so in its prediction; read back as it was written."""
+    prepared = prepare(make_run(tmp_path, optimizer={"name": "muon"}), tmp_path, lambda _: None)
+    times, flops = rates._times(prepared, ALONE)
+    machine = lane_rates(prepared, tmp_path / "store", times, flops, ALONE)
+    assert machine.host.products.measured
+    assert "an iteration on 32 x 48" in machine.host.products.source
+    assert from_json(machine.to_json()) == machine
+    prepared = prepare(make_run(tmp_path), tmp_path, lambda _: None)
+    assert lane_rates(prepared, tmp_path / "store", times, flops, ALONE).host.flops_per_s is None
 
 
 def test_a_large_state_has_its_disk_timed_and_nothing_stays_there(tmp_path, monkeypatch):

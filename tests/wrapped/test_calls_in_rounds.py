@@ -17,6 +17,7 @@ from outsize.wrapped.module import runner_of
 from wrapped.loops import (
     assert_equal,
     gradients,
+    parts_of,
     planned_in,
     resident_backward,
     streamed_backward,
@@ -26,6 +27,8 @@ from wrapped.loops import (
 
 BATCH = zoo.batch("llama", num_sequences=5)
 LINK = {"device": "emulated:1"}
+UNDER_WAY = ("MicrobatchRun", "StagedRun", "AutogradBridge")
+BELOW = (Choice.RECOMPUTE, Choice.OFFLOAD_ATTENTION, Choice.OFFLOAD_PRODUCTS)
 
 
 def plan_of(model: nn.Module) -> Any:
@@ -34,20 +37,27 @@ def plan_of(model: nn.Module) -> Any:
     return plan
 
 
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(st.data())
 def test_any_combination_is_exact(data: st.DataObject):
-    """Two backwards before a step, and the steps of two batches, which may have other numbers of microbatches."""
+    """Two backwards before a step, and the steps of two batches, which may have other numbers of microbatches.
+
+    Of several workers another one runs a unit's backward: what its forward keeps leaves the device.
+    """
     draw = data.draw
     name, count = draw(st.sampled_from(["llama", "qwen3_moe", "gpt_neox"])), draw(st.integers(1, 5))
+    device = draw(st.sampled_from(["cpu", "emulated:1", "emulated:2", "emulated:4"]))
     how = {
         "home": draw(st.sampled_from(["host", "disk"])),
-        "device": draw(st.sampled_from(["cpu", "emulated:1"])),
-        "activations": draw(st.sampled_from(Choice)).value,
+        "device": device,
+        "activations": draw(st.sampled_from(BELOW if device[-1] in "24" else Choice)).value,
         "offload": draw(st.booleans()),
         "slots": draw(st.integers(1, 4)),
         "microbatches": count,
     }
+    if device != "cpu" and draw(st.booleans()):
+        how["transport"] = {"activations": "lossless4"}
+        how["transport"] |= {"weights": "lossless4"} if how["home"] == "host" else {}
     batches = [zoo.batch(name, seed=rows, num_sequences=rows) for rows in (5, draw(st.integers(1, 5)))]
     plain = zoo.build(name)
 
@@ -65,19 +75,44 @@ def test_any_combination_is_exact(data: st.DataObject):
         assert_equal(dict(model.state_dict()), plain.state_dict())
 
 
-def test_a_call_that_is_too_large_for_one_round_goes_in_several():
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "bert"])
+def test_several_workers_take_a_call_in_rounds(name: str):
+    """Rounds begin on one worker after the other, and so do what outputs are joined of and backwards begin with."""
+    plain, batch = zoo.build(name), zoo.batch(name, num_sequences=5)
+    tied = name != "llama"
+    with planned_in(2), wrapped(zoo.build(name), microbatches=5, device="emulated:3") as model:
+        for _ in range(2):
+            want = resident_backward(plain, batch, 5, causal=not zoo.is_masked(name))
+            assert torch.equal(streamed_backward(model, batch), want)
+        layout = plan_of(model).layout
+        assert (layout.num_workers, layout.round_size, layout.num_rounds) == (3, 2, 3)
+        assert_equal(gradients(model), gradients(plain), 1e-6 if tied else 0.0)
+        with torch.no_grad():
+            parts = [plain(**part).logits for part in parts_of(batch, 5)]
+            assert torch.equal(model(**batch).logits, torch.cat(parts))
+        assert not runner_of(model)._engine._crew.workers[0].activations._under_way  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated:2"])
+def test_a_call_that_is_too_large_for_one_round_goes_in_several(device: str):
     """What fits four rows fits thirty-two, but for what the model returns."""
     large = zoo.batch("llama", num_sequences=32)
-    room = {"slots": 2, "activations": "recompute", "offload": False}
+    room = {"activations": "recompute", "device": device}
+    room |= {"slots": 2, "offload": False} if device == "cpu" else {}
     plain = zoo.build("llama")
+    tier = "device" if device == "cpu" else "host"
     with wrapped(zoo.build("llama"), microbatches=4, **room) as model:
         streamed_backward(model, zoo.batch("llama", num_sequences=4))
-        outputs = 32 * plain(**large).logits[0].nbytes
-        budget = plan_of(model).total_bytes("device") + outputs
-    with wrapped(zoo.build("llama"), microbatches=32, device_memory=budget, **room) as model:
+        outputs = 32 * plain(**large).logits[0].nbytes * (tier == "device")
+        budget = {f"{tier}_memory": plan_of(model).total_bytes(tier) + outputs}
+    with wrapped(zoo.build("llama"), microbatches=32, **budget, **room) as model:
         assert torch.equal(streamed_backward(model, large), resident_backward(plain, large, 32))
         assert_equal(gradients(model), gradients(plain))
-        assert plan_of(model).layout.num_rounds > 1
+        plan, measured = plan_of(model), runner_of(model)._measured
+        assert plan.layout.num_rounds > 1
+        # Later rounds go forward while the first one waits for its backward.
+        least = plan.layout.round_size * 2 * measured.held_bytes + 31 * measured.output_bytes
+        assert plan.memory["device"]["shared"] >= least
         with torch.no_grad():
             assert torch.equal(model(**large).logits, plain(**large).logits)
 
@@ -101,20 +136,23 @@ def test_several_forwards_before_their_backwards(how: dict[str, Any]):
     assert_equal(found[0][1], found[1][1])
 
 
-def test_a_loss_of_the_caller_s_own_reaches_every_round():
+@pytest.mark.parametrize("device", ["cpu", "emulated:2"])
+def test_a_loss_of_the_caller_s_own_reaches_every_round(device: str):
     plain = zoo.build("llama")
     ids = BATCH["input_ids"]
     for row in ids.split(1):
         plain(input_ids=row).logits.square().sum().backward()
-    with planned_in(2), wrapped(zoo.build("llama"), microbatches=5) as model:
+    with planned_in(2), wrapped(zoo.build("llama"), microbatches=5, device=device) as model:
         model(input_ids=ids).logits.square().sum().backward()
         assert_equal(gradients(model), gradients(plain))
 
 
-def test_rounds_that_run_again_have_the_masks_of_their_forward():
+@pytest.mark.parametrize("device", ["cpu", "emulated:2"])
+def test_rounds_that_run_again_have_the_masks_of_their_forward(device: str):
     found = []
     for size in (1, 2):
-        with planned_in(size), wrapped(zoo.build("gpt2", dropout=0.3), microbatches=2) as model:
+        how = {"microbatches": 2, "device": device}
+        with planned_in(size), wrapped(zoo.build("gpt2", dropout=0.3), **how) as model:
             torch.manual_seed(3)
             found.append((streamed_backward(model, BATCH), gradients(model)))
     assert torch.equal(found[0][0], found[1][0])
@@ -136,22 +174,29 @@ def test_a_gradient_is_encoded_once_it_is_whole_in_a_call_of_fewer_rounds_too():
         assert any(not torch.equal(raw, found[0][name]) for name, raw in gradients(model).items())
 
 
+@pytest.mark.parametrize("device", ["cpu", "emulated:2"])
 @pytest.mark.parametrize("call", [2, 4])
-def test_an_exception_in_a_later_round_is_catchable_and_the_next_call_works(call: int):
+def test_an_exception_in_a_later_round_is_catchable_and_the_next_call_works(
+    call: int, device: str, monkeypatch: pytest.MonkeyPatch
+):
     """In the forward, and where the backward runs it again; everything under way is freed."""
     broken, calls, at = zoo.build("llama"), [], [0]
-    inner = broken.model.layers[2].forward
+    kind = type(broken.model.layers[2])
+    inner = kind.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == at[0]:
-            raise IndexError("planted")
-        return inner(*args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.self_attn.layer_idx == 2:
+            calls.append(1)
+            if len(calls) == at[0]:
+                raise IndexError("planted")
+        return inner(self, *args, **kwargs)
 
-    broken.model.layers[2].forward = forward
     plain = zoo.build("llama")
     resident_backward(plain, BATCH, 2)
-    with planned_in(1), wrapped(broken, microbatches=2, offload=True, activations="recompute") as model:
+    monkeypatch.setattr(kind, "forward", forward)
+    how: dict[str, Any] = {"microbatches": 2, "device": device, "activations": "recompute"}
+    how |= {"offload": True} if device == "cpu" else {}
+    with planned_in(1), wrapped(broken, **how) as model:
         streamed_backward(model, BATCH)
         model.zero_grad()
         calls.clear()
@@ -160,7 +205,7 @@ def test_an_exception_in_a_later_round_is_catchable_and_the_next_call_works(call
             streamed_backward(model, BATCH)
         del raised
         gc.collect()
-        assert not [o for o in gc.get_objects() if type(o).__name__ in ("MicrobatchRun", "AutogradBridge")]
+        assert not [o for o in gc.get_objects() if type(o).__name__ in UNDER_WAY]
         model.zero_grad()
         streamed_backward(model, BATCH)
         assert_equal(gradients(model), gradients(plain))

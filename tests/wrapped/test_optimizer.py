@@ -77,6 +77,35 @@ def test_torch_s_optimizers_step_where_the_bytes_are(make, clip):
         assert_equal(weights(model), weights(plain))
 
 
+class MuonBesideAdamW:
+    """Two optimizers of torch that share the parameters of a model, as torch's page on Muon has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = {n for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n}
+        named = dict(model.named_parameters())
+        self.both = (
+            torch.optim.Muon([p for n, p in named.items() if n in matrices], lr=0.02),
+            torch.optim.AdamW([p for n, p in named.items() if n not in matrices], lr=1e-2),
+        )
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.both:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_of_torch_s_optimizers_share_a_model(count):
+    plain = zoo.build("llama")
+    want = train(plain, BATCHES, MuonBesideAdamW, lambda m, b: resident_backward(m, b, count), torch_clip)
+    with wrapped(zoo.build("llama"), microbatches=count) as model:
+        assert train(model, BATCHES, MuonBesideAdamW, streamed_backward, torch_clip) == want
+        assert_equal(weights(model), weights(plain))
+
+
 def test_a_disk_home_refuses_other_optimizers():
     with wrapped(zoo.build("llama"), home="disk") as model:
         streamed_backward(model, BATCHES[0])

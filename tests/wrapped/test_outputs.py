@@ -9,8 +9,8 @@ from outsize.wrapped.outputs import Joined
 
 def join(outputs: list[Any], sizes: tuple[int, ...], divisors: tuple[float, ...]) -> Joined:
     joined = Joined(sizes, divisors)
-    for output in outputs:
-        joined.add(output)
+    for microbatch, output in enumerate(outputs):
+        joined.add(microbatch, output)
     joined.end(lambda value: None)
     return joined
 
@@ -70,7 +70,7 @@ def test_a_microbatch_whose_forward_runs_again_brings_its_graph_then():
     outputs = [{"logits": leaf * 3} for leaf in leaves]
     joined = Joined((1, 1), (1.0, 1.0))
     for again, output in enumerate(outputs):
-        joined.add(output, again=bool(again))
+        joined.add(again, output, again=bool(again))
     joined.end(lambda value: None)
     assert joined.differentiable == [0]
     roots = joined.roots([torch.arange(4.0).view(2, 2)])
@@ -78,6 +78,16 @@ def test_a_microbatch_whose_forward_runs_again_brings_its_graph_then():
     torch.autograd.backward(*roots.again(1, {"logits": leaves[1] * 5}))
     assert leaves[0].grad is None
     assert leaves[1].grad.tolist() == [[10.0, 15.0]]
+
+
+def test_microbatches_of_several_workers_come_in_any_order():
+    outputs = [{"loss": torch.tensor(0.1 * m), "logits": torch.full((m, 2), float(m))} for m in (3, 2, 2, 1)]
+    sizes, divisors = (3, 2, 2, 1), (0.7, 1.3, 1.1, 3.0)
+    want, joined = join(outputs, sizes, divisors).build({}), Joined(sizes, divisors)
+    for microbatch in (2, 0, 3, 1):
+        joined.add(microbatch, outputs[microbatch])
+    joined.end(lambda value: None)
+    assert all(torch.equal(value, want[name]) for name, value in joined.build({}).items())
 
 
 def test_outputs_of_another_form_are_refused():

@@ -67,10 +67,11 @@ def test_what_lanes_made_is_kept_for_the_callers_stream_before_that_uses_it(
     kept: set[int] = set()
     add = Joined.add
 
-    def noted(self: Joined, output: Any) -> None:
-        add(self, output)
+    def noted(self: Joined, microbatch: int, output: Any) -> None:
+        add(self, microbatch, output)
         for column in self._columns:
-            made.update(v.untyped_storage().data_ptr() for v in column._values if isinstance(v, Tensor))
+            values = column._values.values()
+            made.update(v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor))
 
     def use(place: int) -> None:
         assert place not in made or place in kept

@@ -1,5 +1,6 @@
 """A wrapped model over several workers: what the loop computes is what one device computes, bit for bit."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -117,6 +118,8 @@ def test_smaller_batches_and_forwards_that_are_dropped():
     with wrapped(zoo.build("llama"), microbatches=4, **FOUR) as model:
         for _ in range(2):
             model(**BATCH)
+        gc.collect()
+        assert not [o for o in gc.get_objects() if type(o) is StagedRun]
         with pytest.raises(ConfigError, match="room for one forward at a time"):
             _first, _second = model(**BATCH), model(**BATCH)
         small = {name: value[:2] for name, value in BATCH.items()}

@@ -128,7 +128,7 @@ def plane_of(state: State, unit: UnitSpec, name: str) -> UnitSpec:
     """The unit as a plane sees it: each tensor as its items, where an item stands for a group of elements."""
     plane = layout_of(state).planes.get(name, Plane("fp32"))
     if plane.factor is not None:
-        return factored(unit, plane.factor)
+        unit = factored(unit, plane.factor)
     if plane.group == 1:
         return unit
     tensors = tuple(

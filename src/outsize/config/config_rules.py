@@ -128,6 +128,10 @@ def _settings(config: "Config") -> list[str]:
         for key, users in SETTINGS_OF.items()
         if optimizer.name not in users and getattr(optimizer, key) != fields[key].default
     ]
+    if optimizer.name != "muon" and not all(group.muon for group in optimizer.groups):
+        found.append(
+            f"optimizer.groups: muon: {optimizer.name} is another; leave it out, or set optimizer.name=muon"
+        )
     if optimizer.name == "sgd" and optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
         found.append("optimizer.nesterov: needs a momentum and no dampening; leave it false")
     return found

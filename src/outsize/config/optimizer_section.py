@@ -8,24 +8,27 @@ from pydantic import Field, model_validator
 from outsize.choices import Clip, Masters, Moments, Optimizer
 from outsize.config.section import Fraction, Section
 
-# What other optimizers have by default where it is not what AdamW has: torch's SGD and Adafactor, and the paper's Lion.
+# What other optimizers have by default where it is not what AdamW has: those of torch, and the paper's Lion.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"weight_decay": 0.0},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
     "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
+    "muon": {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1},
 }
 # Who has a setting that not all have.
 SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
-    "betas": ("adamw", "lion"),
-    "eps": ("adamw",),
-    "momentum": ("sgd",),
+    "betas": ("adamw", "lion", "muon"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
     "dampening": ("sgd",),
-    "nesterov": ("sgd",),
+    "nesterov": ("sgd", "muon"),
+    "ns_steps": ("muon",),
+    "adjust_lr_fn": ("muon",),
     "beta2_decay": ("adafactor",),
     "eps1": ("adafactor",),
     "eps2": ("adafactor",),
     "d": ("adafactor",),
-    "state": ("adamw", "sgd", "lion"),
+    "state": ("adamw", "sgd", "lion", "muon"),
 }
 
 
@@ -43,6 +46,9 @@ class GroupConfig(Section):
         ge=0,
         description="Factor of optimizer.weight_decay; null is 0 for biases and norms, else 1.",
     )
+    muon: bool = Field(
+        default=True, description="muon: whether it may step them, where they are matrices of blocks."
+    )
 
 
 class OptimizerConfig(Section):
@@ -52,7 +58,8 @@ class OptimizerConfig(Section):
         default="adamw",
         description="adamw: two moments, as torch.optim.AdamW; sgd: a momentum or nothing, as torch.optim.SGD; lion: a "
         "momentum, steps of one size along its sign, which want a third to a tenth of the lr of AdamW; adafactor: "
-        "second moments by row and column, as torch.optim.Adafactor, and no first ones.",
+        "second moments by row and column, as torch.optim.Adafactor, and no first ones; muon: a momentum of matrices "
+        "of blocks, made orthogonal, as torch.optim.Muon, and adamw for everything else.",
     )
     lr: float = Field(
         default=2e-5,
@@ -63,18 +70,32 @@ class OptimizerConfig(Section):
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999),
         strict=False,
-        description="adamw: decay per step of the first and the second moment. lion: share of the momentum in a step, "
-        "and its decay; (0.9, 0.99) by default.",
+        description="adamw, and beside muon: decay per step of the first and the second moment. lion: share of the "
+        "momentum in a step, and its decay; (0.9, 0.99) by default.",
     )
-    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment.")
+    eps: float = Field(
+        default=1e-8, gt=0, description="adamw, and beside muon: added to the root of the second moment."
+    )
     momentum: Fraction = Field(
-        default=0.9, description="sgd: share of the former direction that is kept; 0 keeps no state at all."
+        default=0.9,
+        description="sgd: share of the former direction that is kept; 0 keeps no state at all. muon: the same, 0.95 by "
+        "default.",
     )
     dampening: float = Field(
         default=0.0, ge=0, description="sgd: share of the gradient that does not enter the momentum."
     )
     nesterov: bool = Field(
-        default=False, description="sgd: step along the gradient and the new momentum; takes no dampening."
+        default=False,
+        description="sgd: step along the gradient and the new momentum; takes no dampening. muon: true by default.",
+    )
+    ns_steps: int = Field(
+        default=5, ge=1, lt=100, description="muon: iterations that make a momentum orthogonal."
+    )
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        default="match_rms_adamw",
+        description="muon: how the learning rate of a matrix follows from its shape. match_rms_adamw gives its steps "
+        "the size of AdamW's, so that one lr serves both; original, torch's default, the spectral norm lr, which wants "
+        "an lr ten to a hundred times AdamW's, and a factor in groups for what AdamW steps.",
     )
     beta2_decay: float = Field(
         default=-0.8,
@@ -97,8 +118,8 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(
         default=0.01,
         ge=0,
-        description="Decoupled weight decay, x lr; of sgd x the weights, added to the gradient. 0 by default for all "
-        "but adamw; biases and norms take none.",
+        description="Decoupled weight decay, x lr; of sgd x the weights, added to the gradient. By default 0.1 for "
+        "muon, and 0 for all others but adamw; biases and norms take none.",
     )
     layer_decay: float = Field(
         default=1.0,

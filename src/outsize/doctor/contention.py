@@ -52,11 +52,10 @@ def throttled(facts: Facts) -> Seen | None:
     stopped, granted = run.host_per_s("throttled_s"), cpu.quota_cores.number()
     if not stopped:
         return None
-    usable = number(cpu.num_usable_cpus, "usable CPUs")
-    threads = max(1.0, min(usable, run.about.get("num_threads") or usable))
+    own = run.mean("cpu_s") / run.mean("seconds")
     quota = "a quota" if granted is None else f"a quota of {granted:g} cores"
-    lost = min(1.0, stopped / threads)
-    evidence = f"{quota}, {usable:.0f} processors in sight: each was stopped for {lost:.0%} of the time"
+    evidence = f"{quota}: threads ran for {own:.2g} s per second, and were stopped for {stopped:.2g} s"
+    lost = stopped / (stopped + own)
     return _seen(lost * _share_of_processors(facts), evidence, "a quota that is not used up")
 
 

@@ -237,7 +237,7 @@ RULES: Final[tuple[Rule, ...]] = (
     ),
     Rule(
         id="cpu-quota",
-        part="host",
+        part="run",
         look=host_rules.quota,
         causes=("a container with a processor quota: libraries count the processors that they see",),
         fix=(

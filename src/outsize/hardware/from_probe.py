@@ -49,6 +49,7 @@ def machine_of(found: MachineFile, name: str = "this machine") -> Machine:
             bytes_per_s=_figure(found.host.dram_triad_bytes_per_s, "DRAM triad"),
             cores=int(cores or 1),
             adamw_params_per_s=_figure(found.host.adamw_params_per_s["fp32"], "AdamW"),
+            flops_per_s=_products(found),
         ),
         disk=_disk(found),
         peers=tuple(_peers(found)),
@@ -59,6 +60,14 @@ def _figure(measurement: Measurement, what: str) -> Figure:
     if measurement.median is None:
         raise ConfigError(f"the probe did not measure {what}: {measurement.source}")
     return Figure(value=measurement.median, source=f"{_SOURCE}: {measurement.source}", measured=True)
+
+
+def _products(found: MachineFile) -> Figure | None:
+    """Return the rate of bf16 products where the CPU is the device, which alone is asked for it."""
+    rates = (each.matmul_flops_per_s.get("bf16") for each in found.devices if not is_accelerator(each.device))
+    return next(
+        (_figure(rate, "bf16") for rate in rates if rate is not None and rate.median is not None), None
+    )
 
 
 def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:

@@ -1,1 +1,1 @@
-"""How a parameter steps: state layouts, AdamW, SGD and Lion on flat planes, clipping, learning rates."""
+"""How a parameter steps: state layouts, optimizers on flat planes and whole units, clipping, learning rates."""

@@ -40,11 +40,13 @@ class RateGroup:
         params: glob patterns of their names.
         lr: factor of the learning rate.
         weight_decay: factor of weight decay; None where that is by the rule.
+        muon: whether Muon may step them.
     """
 
     params: tuple[str, ...]
     lr: float = 1.0
     weight_decay: float | None = None
+    muon: bool = True
 
 
 def with_rates(spec: ModelSpec, layer_decay: float, groups: Sequence[RateGroup]) -> ModelSpec:
@@ -83,7 +85,7 @@ def _rated(tensor: TensorSpec, scale: float, groups: Sequence[RateGroup]) -> Ten
     for group in groups:
         if any(fnmatch(tensor.name, pattern) for pattern in group.params):
             decay = tensor.decay if group.weight_decay is None else group.weight_decay
-            return replace(tensor, lr_scale=scale * group.lr, decay=decay)
+            return replace(tensor, lr_scale=scale * group.lr, decay=decay, muon=group.muon)
     return replace(tensor, lr_scale=scale)
 
 

@@ -18,7 +18,8 @@ int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
 ==========  =====================================================  ===============
 
 AdamW keeps both; Lion, and SGD with a momentum, ``exp_avg`` alone, which is half of it; SGD without one neither.
-Adafactor keeps second moments of rows and columns instead (`outsize.optim.factors`), a few thousandths of a byte.
+Adafactor keeps second moments of rows and columns instead (`outsize.optim.factors`), a few thousandths of a byte. Muon
+keeps ``exp_avg`` of all, its momentum, and ``exp_avg_sq`` of what AdamW steps beside it.
 
 Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
 
@@ -34,7 +35,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
-from outsize.optim.factors import FACTORS, Factor, factored
+from outsize.optim.factors import FACTORS, Factor, factored, muon_matrices, newton_schulz_flops
 from outsize.units import align_up
 
 WEIGHTS = "weights"
@@ -56,11 +57,14 @@ BLOCK_ELEMENTS = 64
 # is read for its norm and for the sum. A scratch for a split master is written, added to and read again; one for a
 # gradient written and read.
 _FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
+# The same of a matrix by Muon, besides its products: the gradient is clipped, mixed with the momentum, and rounded to
+# bf16, of which the norm is taken; the quotient by it, and the direction that comes out, are read.
+_MUON_BYTES = 32
 
 Masters = Literal["separate", "split"]
 Moments = Literal["fp32", "bf16", "int8"]
 Gradients = Literal["fp32", "bf16", "none"]
-OptimizerName = Literal["adamw", "sgd", "lion", "adafactor"]
+OptimizerName = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class Plane:
     def items_of(self, unit: UnitSpec, numel: int | None = None) -> int:
         """Return the items of ``numel`` elements of ``unit``, or of all; factors are there for whole units only."""
         if self.factor is not None:
-            return factored(unit, self.factor).numel
+            return self.items(factored(unit, self.factor).numel)
         return self.items(unit.numel if numel is None else numel)
 
     def bytes_of(self, unit: UnitSpec, numel: int | None = None) -> int:
@@ -116,6 +120,8 @@ class StateLayout:
         gradients: how a gradient waits at home for the optimizer; ``none``: it does not, it passes through a ring.
         num_moments: how many the optimizer keeps: 0, 1 (``exp_avg``) or 2.
         factored: whether it keeps factors of second moments instead: then units step whole.
+        newton_schulz: iterations that make the momentum of a matrix orthogonal, of Muon: matrices then have no second
+            moment, and units step whole; 0 for others.
 
     Raises:
         ValueError: an unknown dtype, split masters of other weights than bf16, or moments beside factors.
@@ -127,6 +133,7 @@ class StateLayout:
     gradients: Gradients = "fp32"
     num_moments: int = 2
     factored: bool = False
+    newton_schulz: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16", "fp16"):
@@ -152,6 +159,9 @@ class StateLayout:
         if self.moments == "int8":
             scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
             found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
+        if self.newton_schulz:
+            rest = found.keys() & {EXP_AVG_SQ, EXP_AVG_SQ_SCALES}
+            found |= {name: replace(found[name], factor="beside_muon") for name in rest}
         if self.factored:
             found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
         if self.gradients != "none":
@@ -172,7 +182,12 @@ class StateLayout:
     @property
     def plain(self) -> bool:
         """Whether every plane holds plain numbers that a step can take as they lie."""
-        return self.masters == "separate" and self.exact and not self.factored
+        return self.masters == "separate" and self.exact and not self.whole
+
+    @property
+    def whole(self) -> bool:
+        """Whether parameters step whole, and so units."""
+        return self.factored or self.newton_schulz > 0
 
     @property
     def durable(self) -> "StateLayout":
@@ -209,33 +224,47 @@ class StateLayout:
     def step_bytes(self) -> float:
         """Bytes per parameter that a step reads and writes; an fp32 gradient where none is kept.
 
-        Each plane once, but where second moments are factored: there a step passes over whole tensors, and what it
-        leaves in one pass has left the caches before the next. Bits of ties are touched at one element in 65,536, and
-        not counted.
+        Each plane once, but where parameters step whole: there a step passes over whole tensors, and what it leaves in
+        one pass has left the caches before the next. Bits of ties are touched at one element in 65,536, and not
+        counted. Of Muon, those of its matrices.
         """
         made, moved = self.tile_planes, [*self.read_planes, *self.write_planes]
         moved += [GRADIENT] * (GRADIENT not in self.planes)
         once = sum(_bytes_each(made[name]) for name in moved if name != MASTER_TIES)
-        if not self.factored:
+        if not self.whole:
             return once
-        joined, widened = self._scratches
-        return once + _FACTORED_BYTES + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
+        joined, widened, _ = self._scratches
+        passes = _FACTORED_BYTES if self.factored else _MUON_BYTES
+        return once + passes + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
+
+    def step_bytes_of(self, unit: UnitSpec, numel: int) -> float:
+        """Return the bytes that a step of ``numel`` elements of ``unit`` reads and writes, beside products of Muon."""
+        matrices = sum(tensor.numel for tensor in muon_matrices(unit)) if self.newton_schulz else numel
+        rest = replace(self, newton_schulz=0).step_bytes if matrices < numel else 0.0
+        return self.step_bytes * matrices + rest * (numel - matrices)
+
+    def step_flops_of(self, unit: UnitSpec) -> float:
+        """Return the FLOPs of the products by which Muon steps ``unit``; 0 for other optimizers."""
+        return newton_schulz_flops(unit, self.newton_schulz)
 
     @property
     def num_scratches(self) -> int:
         """Tensors in fp32, of the size of the largest parameter, that a step of whole parameters needs beside planes.
 
         One for a split master that is joined, one for a gradient in bf16; of either kind an fp32 plane serves itself.
+        And one for the products of Muon, which use the memory of the gradient as well.
         """
         return sum(self._scratches)
 
     @property
-    def _scratches(self) -> tuple[bool, bool]:
-        return self.factored and self.masters == "split", self.factored and self.gradients == "bf16"
+    def _scratches(self) -> tuple[bool, bool, bool]:
+        split, narrow = self.masters == "split", self.gradients == "bf16"
+        return self.whole and split, self.whole and narrow, self.newton_schulz > 0
 
     def scratch_elements(self, model: ModelSpec) -> int:
         """Return the elements of each of `num_scratches` for ``model``."""
-        trained = (t.numel for unit in model.units for t in unit.tensors if t.trainable)
+        of_unit = muon_matrices if self.newton_schulz else (lambda unit: unit.tensors)
+        trained = (t.numel for unit in model.units for t in of_unit(unit) if t.trainable)
         return align_up(max(trained, default=0), PLANE_ELEMENTS)
 
     def scratch_bytes(self, model: ModelSpec) -> int:
@@ -273,7 +302,7 @@ class StateLayout:
 
 
 def _bytes_each(plane: Plane) -> float:
-    """Bytes of a plane for an element of its unit."""
+    """Bytes of a plane for an element of its unit; none where not every element has them."""
     return 0.0 if plane.factor is not None else ITEM_BYTES[plane.item] / plane.group
 
 
@@ -289,8 +318,8 @@ def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments,
 
 
 def num_moments_of(name: OptimizerName, momentum: float) -> int:
-    """Return how many moments an optimizer keeps; ``momentum`` is that of SGD."""
-    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0), "adafactor": 0}[name]
+    """Return how many moments an optimizer keeps, Muon of what is no matrix; ``momentum`` is that of SGD."""
+    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0), "adafactor": 0, "muon": 2}[name]
 
 
 State = StateLayout | str

@@ -4,12 +4,26 @@ Masters are split (``weights`` and ``master_low``, perhaps ``master_ties``), sep
 the weights themselves. Moments are fp32, bf16 or, beside scales, codes of 8 bits.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outsize.optim.optimizer_spec import BLOCK_ELEMENTS, Moments
+from outsize.model.sizes.model_spec import TensorSpec
+from outsize.optim.factors import Factor
+from outsize.optim.optimizer_spec import (
+    BLOCK_ELEMENTS,
+    EXP_AVG_SQ,
+    GRADIENT,
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    WEIGHTS,
+    Moments,
+)
+from outsize.optim.split_masters import join_master, split_master
 
 _MOMENTS: dict[torch.dtype, Moments] = {
     torch.float32: "fp32",
@@ -125,3 +139,70 @@ class StatePlanes:
         if self.exp_avg is None:
             raise ValueError("exp_avg_sq without exp_avg")
         return self.exp_avg
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParameter:
+    """A parameter in the planes of its whole unit, in host memory.
+
+    Attributes:
+        tensor: the parameter.
+        planes: of the unit by name, gradient included: fp32 or bf16.
+        scratches: as many as `StateLayout.num_scratches`, fp32; what they hold is lost.
+        factors: where those that it has lie in their planes.
+    """
+
+    tensor: TensorSpec
+    planes: Mapping[str, Tensor]
+    scratches: Sequence[Tensor]
+    factors: Mapping[Factor, TensorSpec]
+
+    def flat(self, name: str, factor: Factor | None = None) -> Tensor | None:
+        """Return what a plane holds of it, or of one of its factors; None where there is nothing."""
+        found = self.tensor if factor is None else self.factors.get(factor)
+        if found is None or name not in self.planes:
+            return None
+        group = _GROUPS.get(name, 1)
+        return self.planes[name][found.offset // group : -(-(found.offset + found.numel) // group)]
+
+    def state(self) -> StatePlanes:
+        """Return its planes for a step element by element, the second moment as far as it has one beside Muon."""
+        kept: dict[str, Any] = {
+            name: self.flat(name, "beside_muon" if name.startswith(EXP_AVG_SQ) else None)
+            for name in self.planes
+            if name != GRADIENT
+        }
+        return StatePlanes(**kept)
+
+    def master(self) -> Tensor:
+        """Return the fp32 master, in its shape: where it lies, or joined in the first scratch."""
+        if MASTER_LOW not in self.planes:
+            return self._shaped(MASTER if MASTER in self.planes else WEIGHTS)
+        master = self.scratches[0][: self.tensor.numel]
+        join_master(*self._halves(), master)
+        return master.view(self.tensor.shape)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient in fp32, in its shape: where it lies, or widened in the next scratch."""
+        gradient = self._shaped(GRADIENT)
+        if gradient.dtype is torch.float32:
+            return gradient
+        wide = self.scratches[MASTER_LOW in self.planes][: self.tensor.numel]
+        return wide.view(self.tensor.shape).copy_(gradient)
+
+    def put_back(self, master: Tensor) -> None:
+        """Make of a master that has been stepped what lies beside it."""
+        if MASTER_LOW in self.planes:
+            split_master(master.view(-1), *self._halves())
+        elif MASTER in self.planes:
+            self._shaped(WEIGHTS).copy_(master)
+
+    def _shaped(self, name: str) -> Tensor:
+        flat = self.flat(name)
+        assert flat is not None
+        return flat.view(self.tensor.shape)
+
+    def _halves(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The planes of a split master, flat."""
+        weights, low = (self._shaped(name).view(-1) for name in (WEIGHTS, MASTER_LOW))
+        return weights, low, self.flat(MASTER_TIES)

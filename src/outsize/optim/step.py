@@ -5,7 +5,7 @@ by their cast to the weights: AdamW and SGD. With fewer bits the arithmetic is s
 as `outsize.optim.moments` says. The kernel in C and torch ops give the same bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -15,9 +15,11 @@ from outsize import native
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim import moments
 from outsize.optim.adamw import check_range, pieces_of
-from outsize.optim.planes import StatePlanes
+from outsize.optim.factors import factored
+from outsize.optim.optimizer_spec import MASTER, WEIGHTS
+from outsize.optim.planes import StatePlanes, WholeParameter
 from outsize.optim.split_masters import join_master, split_master
-from outsize.optim.update import Update, UpdateRule
+from outsize.optim.update import Update, UpdateRule, WholeRule
 
 # In torch ops a piece is stepped in tiles. What has to be unpacked stays in a cache: 512 KiB of fp32 for each of four
 # tensors. Of planes that lie as they step only the gradient is copied, and long tiles spare threads their meetings.
@@ -74,14 +76,63 @@ def step_state(
             first=start + piece.start,
             key=moments.chance_key(seed, unit.index, piece.count),
         )
-        part, grad = planes.cut(piece.start, piece.stop), gradient[piece.start : piece.stop]
-        done = rule.step_native(update, part, grad) if native.available() else 0
-        plain = part.master_low is None and part.moments == "fp32"
-        length = _PLAIN_TILE_ELEMENTS if plain else _TILE_ELEMENTS
-        for first in range(done, part.numel, length):
-            stop = min(first + length, part.numel)
-            tile, at = part.cut(first, stop), update.first + first
-            _step_tile(rule, update, tile, grad[first:stop], at)
+        step_piece(rule, update, planes.cut(piece.start, piece.stop), gradient[piece.start : piece.stop])
+
+
+def step_piece(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor) -> None:
+    """Step parameters that touch and step alike, whole or up to a multiple of 16 elements; see `step_state`."""
+    done = rule.step_native(update, planes, gradient) if native.available() else 0
+    plain = planes.master_low is None and planes.moments == "fp32"
+    length = _PLAIN_TILE_ELEMENTS if plain else _TILE_ELEMENTS
+    for first in range(done, planes.numel, length):
+        stop = min(first + length, planes.numel)
+        _step_tile(rule, update, planes.cut(first, stop), gradient[first:stop], update.first + first)
+
+
+@torch.no_grad()
+def step_whole(
+    rule: WholeRule,
+    unit: UnitSpec,
+    planes: Mapping[str, Tensor],
+    scratches: Sequence[Tensor],
+    *,
+    step: Mapping[str, int],
+    lr: float,
+    clip_coefficient: Tensor | None = None,
+    skip: AbstractSet[str] = frozenset(),
+    rounds: bool = True,
+    seed: int = 0,
+) -> None:
+    """Step all parameters of a unit in place; frozen and skipped ones keep what they have. The gradient is spent.
+
+    Args:
+        rule: the optimizer.
+        unit: whose parameters they are.
+        planes: of the whole unit, by name, gradient included: fp32 or bf16.
+        scratches: as many, and as long, as `StateLayout` says, fp32; what they hold is lost.
+        step: how often each parameter has been stepped, this step included.
+        lr: learning rate of parameters whose factor is 1.
+        clip_coefficient: factor of the gradient; None for 1.
+        skip: names of parameters that got no gradient.
+        rounds: whether weights beside a separate master are made of it.
+        seed: of the chances by which moments of fewer bits are rounded.
+    """
+    if MASTER in planes and not rounds:  # then it steps as weights that are their own masters
+        planes = {name: planes[MASTER if name == WEIGHTS else name] for name in planes if name != MASTER}
+    seen = {factor: {t.name: t for t in factored(unit, factor).tensors} for factor in rule.factors}
+    for tensor in unit.tensors:
+        if not tensor.trainable or tensor.name in skip or not tensor.numel:
+            continue
+        update = Update(
+            lr=lr * tensor.lr_scale,
+            count=step[tensor.name],
+            decay=tensor.decay,
+            clip=1.0 if clip_coefficient is None else float(clip_coefficient),
+            first=tensor.offset,
+            key=moments.chance_key(seed, unit.index, step[tensor.name]),
+        )
+        has = {factor: tensors[tensor.name] for factor, tensors in seen.items() if tensor.name in tensors}
+        rule.step_parameter(WholeParameter(tensor, planes, scratches, has), update)
 
 
 def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor, first: int) -> None:
@@ -93,20 +144,20 @@ def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: 
     elif master is None:
         master = planes.weights
     exact = planes.moments == "fp32"
-    state = _unpacked(planes)
+    state = unpacked(planes)
     clipped = gradient.to(torch.float32, copy=True)
     if update.clip != 1.0:
         clipped *= update.clip
     rule.update(update, master, clipped, state, exact=exact)
     if not exact:
-        _pack(planes, state, moments.chances(first, update.key, planes.numel))
+        pack(planes, state, moments.chances(first, update.key, planes.numel))
     if planes.master_low is not None:
         split_master(master, planes.weights, planes.master_low, planes.master_ties)
     elif planes.master is not None:
         planes.weights.copy_(master)
 
 
-def _unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
+def unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
     """Return the moments in fp32: the planes themselves where they are."""
     found = []
     for plane, scales, form in _moments(planes):
@@ -117,7 +168,7 @@ def _unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
+def pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
     """Keep moments: the first goes by the lower 16 bits of the chances, the second by the upper ones."""
     kept = zip(state, _moments(planes), moments.halves(chance), strict=False)
     for values, (plane, scales, form), part in kept:

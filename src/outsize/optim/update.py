@@ -1,11 +1,12 @@
 """One update of neighbouring parameters, as an optimizer is told of it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from outsize.optim.planes import StatePlanes
+from outsize.optim.factors import Factor
+from outsize.optim.planes import StatePlanes, WholeParameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +52,15 @@ class UpdateRule(Protocol):
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
         """Step planes with a C kernel; return how many elements, from the first on, it has stepped: perhaps none."""
+
+
+@runtime_checkable
+class WholeRule(Protocol):
+    """How an optimizer that looks at whole parameters updates them, one after the other."""
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """Factors that it keeps of some parameters."""
+
+    def step_parameter(self, parameter: WholeParameter, update: Update) -> None:
+        """Step a parameter in place; its gradient is spent, and not clipped before."""

@@ -10,6 +10,7 @@ notes of it, as the heartbeat of a run has it.
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -17,6 +18,8 @@ from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.native.library import available
 from outsize.optim.adamw import PlaneAdamW
+from outsize.optim.factors import muon_matrices, newton_schulz_flops
+from outsize.optim.muon import orthogonal
 from outsize.optim.optimizer_spec import State, StateLayout, masters_for
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
@@ -71,6 +74,17 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
     return Measurement.of(
         (spec.num_trainable / took for took in seconds[1:]), f"{how}, {layout.dtype} compute{masters}"
     )
+
+
+def measure_products(effort: Effort, units: Sequence[UnitSpec]) -> Measurement:
+    """Return FLOPs per second of Muon's products on a matrix of ``units``, the largest that the effort has room for."""
+    sides = sorted((tensor.shape for unit in units for tensor in muon_matrices(unit)), key=prod)
+    shape = next((each for each in reversed(sides) if 4 * prod(each) <= effort.plane_bytes), sides[0])
+    update, scratch = torch.randn(shape), torch.zeros(shape)
+    work = newton_schulz_flops(pack_unit(0, "probe", "block", [("matrix", shape, True, True)]), 1)
+    seconds = sample(lambda: orthogonal(update, scratch, 1), **effort.sampling())
+    how = f"an iteration on {shape[0]} x {shape[1]}, {torch.get_num_threads()} threads"
+    return Measurement.of((work / took for took in seconds), how)
 
 
 def _layout(state: State) -> StateLayout:

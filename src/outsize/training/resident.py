@@ -1,12 +1,12 @@
 """The reference: plain PyTorch training of the same model on the same batches, everything in memory.
 
 Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`, `SGD` or
-`Adafactor`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over microbatches. It shares
-no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and fp16 the model computes
-in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
-microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The gradient of a weight that
-several modules share (tied embeddings) is summed module by module, each over all of a round, in the order in which
-a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
+`Adafactor`, `Muon` beside `AdamW`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over
+microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and
+fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
+chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The
+gradient of a weight that several modules share (tied embeddings) is summed module by module, each over all of a round,
+in the order in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
 """
 
 import contextlib
@@ -20,8 +20,10 @@ from outsize.accelerators import is_accelerator, module_of, torch_name
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.optim.decay_groups import parameter_groups
+from outsize.optim.factors import muon_matrices
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
@@ -75,8 +77,7 @@ class ResidentTrainer:
                     parameter.register_post_accumulate_grad_hook(self._adder(name))  # type: ignore[no-untyped-call]
         self._sums: dict[str, Tensor] = {}
         self._late: dict[str, dict[int, list[Tensor]]] = {}
-        groups = parameter_groups(split.spec, masters, config.optimizer.weight_decay)
-        self._optimizer = _optimizer_of(config.optimizer, groups)
+        self._optimizers = _optimizers_of(config.optimizer, split.spec, masters)
         self._scale = LossScale(enabled="fp16" in split.spec.dtypes)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
@@ -162,14 +163,16 @@ class ResidentTrainer:
                 self.masters[name].grad = kept.mul_(coefficient).to(self.masters[name].device)
             finite &= bool(torch.isfinite(norm))
         if finite:
-            for settings in self._optimizer.param_groups:
-                settings["lr"] = lr * settings["lr_scale"]
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                for settings in optimizer.param_groups:
+                    settings["lr"] = lr * settings["lr_scale"]
+                optimizer.step()
             with torch.no_grad():
                 for name in names:
                     if self.masters[name] is not self._parameters[name]:
                         self._parameters[name].copy_(self.masters[name])
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         self._scale.update(not finite)
 
     def _clipped_together(self, names: list[str]) -> list[list[str]]:
@@ -186,10 +189,30 @@ class ResidentTrainer:
         return gradient.bfloat16().float() if rounded else gradient
 
 
+def _optimizers_of(
+    optimizer: OptimizerConfig, spec: ModelSpec, masters: dict[str, Tensor]
+) -> list[torch.optim.Optimizer]:
+    if optimizer.name != "muon":
+        return [_optimizer_of(optimizer, parameter_groups(spec, masters, optimizer.weight_decay))]
+    names = {tensor.name for unit in spec.units for tensor in muon_matrices(unit)}
+    matrices = {name: master for name, master in masters.items() if name in names}
+    others = {name: master for name, master in masters.items() if name not in names}
+    muon = torch.optim.Muon(
+        parameter_groups(spec, matrices, optimizer.weight_decay),
+        lr=optimizer.lr,
+        momentum=optimizer.momentum,
+        nesterov=optimizer.nesterov,
+        ns_steps=optimizer.ns_steps,
+        adjust_lr_fn=optimizer.adjust_lr_fn,
+    )
+    rest = parameter_groups(spec, others, optimizer.weight_decay)
+    return [muon, _optimizer_of(optimizer, rest)] if rest else [muon]
+
+
 def _optimizer_of(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if optimizer.name == "lion":
         return PlainLion(groups, lr=optimizer.lr, betas=optimizer.betas)
-    if optimizer.name == "adamw":
+    if optimizer.name in ("adamw", "muon"):
         return torch.optim.AdamW(
             groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
         )

@@ -1,6 +1,7 @@
 """What the model returned for each microbatch, joined to what it would have returned for the batch.
 
-Tensors are joined leaf by leaf, as soon as each microbatch has them, so that logits lie in one place only:
+Tensors are joined leaf by leaf, as soon as each microbatch has them, so that logits lie in one place only, of several
+devices on that which comes first:
 
 * a number (the loss, an auxiliary loss): weighted as in `wrapped.batching` and added;
 * a tensor whose first dimension is the rows of its microbatch, or a multiple of them (router logits, one per token):
@@ -13,6 +14,7 @@ and not even these where the backward runs the forward of a microbatch again.
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,41 +32,44 @@ class _Leaf:
     """A leaf of the output: its value for each microbatch, without history, and where its graphs begin.
 
     Attributes:
-        edges: by microbatch; None where there is no history, or its forward is run again.
+        edges: by microbatch; none where there is no history, or its forward is run again.
         tracked: whether a gradient of the joined value has somewhere to go.
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
-        self._values: list[Any] = []
+        self._values: dict[int, Any] = {}
         self._room: Tensor | None = (
             None  # for the rows of all microbatches, as long as they are in proportion
         )
         self._lengths: list[int] | None = None
-        self.edges: list[Any] = []
+        self.edges: dict[int, Any] = {}
         self._differs = False
         self.tracked = False
 
-    def add(self, value: Any, *, again: bool) -> None:
-        """Take the value of the next microbatch, whose forward may be run ``again``."""
+    def add(self, microbatch: int, value: Any, *, again: bool) -> None:
+        """Take the value of a microbatch, whose forward may be run ``again``."""
         edge = _edge_of(value)
         self._differs = self._differs or edge is not None
-        self.edges.append(None if again else edge)
-        value = value.detach() if isinstance(value, Tensor) else value
+        if edge is not None and not again:
+            self.edges[microbatch] = edge
+        if isinstance(value, Tensor):
+            before = next(iter(self._values.values()), value)
+            value = value.detach().to(before.device if isinstance(before, Tensor) else value.device)
         if not self._values:
-            self._room = self._make_room(value)
-        place = self._place_of(value)
+            self._room = self._make_room(microbatch, value)
+        place = self._place_of(microbatch, value)
         if place is None:
             self._room = None
-        self._values.append(value if place is None else place.copy_(value))
+        self._values[microbatch] = value if place is None else place.copy_(value)
 
     def join(self, divisors: tuple[float, ...], take: Callable[[Any], None]) -> Any:
         """Return what the batch has here, and forget what microbatches had, of which `take` is told first."""
-        values, room = self._values, self._room
+        values, room = [self._values[microbatch] for microbatch in range(len(self._sizes))], self._room
         for value in values:
             take(value)
         first = values[0]
-        self._values, self._room = [], None
+        self._values, self._room = {}, None
         if room is not None or len(values) == 1:
             has_rows = isinstance(first, Tensor) and first.dim() > 0
             self._lengths = [len(value) for value in values] if has_rows else None
@@ -85,25 +90,25 @@ class _Leaf:
             return list(torch.split(gradient, self._lengths)) if len(self._lengths) > 1 else [gradient]
         return [None if math.isinf(divisor) else gradient / divisor for divisor in divisors]
 
-    def _make_room(self, value: Any) -> Tensor | None:
+    def _make_room(self, microbatch: int, value: Any) -> Tensor | None:
         if len(self._sizes) == 1 or not isinstance(value, Tensor) or not value.dim():
             return None
-        multiple, remainder = divmod(len(value), self._sizes[0])
+        multiple, remainder = divmod(len(value), self._sizes[microbatch])
         return None if remainder else value.new_empty((multiple * sum(self._sizes), *value.shape[1:]))
 
-    def _place_of(self, value: Any) -> Tensor | None:
-        """The rows of the next microbatch, where ``value`` is as many as it should be."""
-        room, at = self._room, len(self._values)
+    def _place_of(self, microbatch: int, value: Any) -> Tensor | None:
+        """The rows of a microbatch, where ``value`` is as many as it should be."""
+        room = self._room
         if room is None or not isinstance(value, Tensor) or not value.dim():
             return None
         multiple = len(room) // sum(self._sizes)
-        start = multiple * sum(self._sizes[:at])
-        place = room[start : start + multiple * self._sizes[at]]
+        start = multiple * sum(self._sizes[:microbatch])
+        place = room[start : start + multiple * self._sizes[microbatch]]
         return place if (place.shape, place.dtype) == (value.shape, value.dtype) else None
 
 
 class Joined:
-    """The output of a batch; `add` what the model returned for each microbatch, in order, then `end`.
+    """The output of a batch; `add` what the model returned for each microbatch, then `end`.
 
     Attributes:
         leaves: its flattened values, without history, when it has ended.
@@ -117,24 +122,28 @@ class Joined:
         self._columns: list[_Leaf] = []
         self._tracked: dict[int, _Leaf] = {}
         self.leaves: list[Any] = []
+        self._adding = threading.Lock()
 
-    def add(self, output: Any, *, again: bool = False) -> None:
-        """Take what the model returned for the next microbatch, whose forward may be run ``again`` for its backward.
+    def add(self, microbatch: int, output: Any, *, again: bool = False) -> None:
+        """Take what the model returned for a microbatch, whose forward may be run ``again`` for its backward.
+
+        Several threads may do so at a time.
 
         Raises:
             ModelError: it has another form than that of the one before.
         """
         leaves, structure = _flat(output)
-        if self._structure is None:
-            self._namespace = _shell(output) if _is_namespace(output) else None
-            self._structure = structure
-            self._columns = [_Leaf(self._sizes) for _ in leaves]
-        if structure != self._structure:
-            raise ModelError(
-                "the model returned outputs of another form for each microbatch; set microbatches=1"
-            )
-        for column, leaf in zip(self._columns, leaves, strict=True):
-            column.add(leaf, again=again)
+        with self._adding:
+            if self._structure is None:
+                self._namespace = _shell(output) if _is_namespace(output) else None
+                self._structure = structure
+                self._columns = [_Leaf(self._sizes) for _ in leaves]
+            if structure != self._structure:
+                raise ModelError(
+                    "the model returned outputs of another form for each microbatch; set microbatches=1"
+                )
+            for column, leaf in zip(self._columns, leaves, strict=True):
+                column.add(microbatch, leaf, again=again)
 
     def end(self, take: Callable[[Any], None]) -> None:
         """Join what all microbatches have.
@@ -180,19 +189,19 @@ class Roots:
 
     Args:
         dealt: gradients of each differentiable leaf of the output, by microbatch.
-        edges: of the same leaves where graphs wait for their backward, else None.
+        edges: of the same leaves, of microbatches whose graph waits for its backward.
     """
 
     def __init__(
-        self, dealt: Mapping[int, Sequence[Tensor | None]], edges: Mapping[int, Sequence[Any]]
+        self, dealt: Mapping[int, Sequence[Tensor | None]], edges: Mapping[int, Mapping[int, Any]]
     ) -> None:
         self._dealt = dealt
         self._edges = edges
 
     def waiting(self) -> dict[int, MicrobatchRoots]:
         """Return those of microbatches whose graph waits."""
-        count = max((len(edges) for edges in self._edges.values()), default=0)
-        found = {m: self._of(m, {p: edges[m] for p, edges in self._edges.items()}) for m in range(count)}
+        waiting = set().union(*self._edges.values())
+        found = {m: self._of(m, {p: edges.get(m) for p, edges in self._edges.items()}) for m in waiting}
         return {microbatch: roots for microbatch, roots in found.items() if roots[0]}
 
     def again(self, microbatch: int, output: Any) -> MicrobatchRoots:
@@ -202,8 +211,8 @@ class Roots:
 
     def _of(self, microbatch: int, edges: Mapping[int, Any]) -> MicrobatchRoots:
         pairs = [(edges[position], parts[microbatch]) for position, parts in self._dealt.items()]
-        found = [(edge, part) for edge, part in pairs if edge is not None and part is not None]
-        return [edge for edge, _ in found], [part for _, part in found]
+        found = [(start, part) for start, part in pairs if start is not None and part is not None]
+        return [edge for (edge, _), _ in found], [part.to(device) for (_, device), part in found]
 
 
 def _flat(output: Any) -> tuple[list[Any], Any]:
@@ -212,9 +221,9 @@ def _flat(output: Any) -> tuple[list[Any], Any]:
 
 
 def _edge_of(value: Any) -> Any:
-    """Return where the graph of a leaf begins; None where it has no history."""
+    """Return where the graph of a leaf begins, and on which device; None where it has no history."""
     tracked = isinstance(value, Tensor) and value.requires_grad
-    return torch.autograd.graph.get_gradient_edge(value) if tracked else None
+    return (torch.autograd.graph.get_gradient_edge(value), value.device) if tracked else None
 
 
 def _is_namespace(output: Any) -> bool:

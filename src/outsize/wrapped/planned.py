@@ -35,7 +35,6 @@ from outsize.runtime.engine.plan_scratch import extent_bytes
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.context import slots_used
 from outsize.runtime.ops.gradient_ops import count_times_home
-from outsize.runtime.ops.handover_ops import FetchCounts, count_fetches
 from outsize.runtime.trial.measured import Measured
 from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import describe_machine
@@ -56,22 +55,18 @@ class Programs:
 
     Attributes:
         passes: of a step.
-        in_a_round: microbatches of the first round.
         warm_slots: of a forward, and the backward behind it.
         cold_slots: of a backward that comes later.
         following_slots: of the forward of later rounds.
         inference_slots: of a forward that no backward follows.
-        inference_fetches: inputs fetched in it.
         times_home: gradients that a backward brings home.
     """
 
     passes: Passes
-    in_a_round: int
     warm_slots: Mapping[Any, Mapping[int, int]]
     cold_slots: Mapping[Any, Mapping[int, int]]
     following_slots: Mapping[Any, Mapping[int, int]]
     inference_slots: Mapping[Any, Mapping[int, int]]
-    inference_fetches: FetchCounts
     times_home: Mapping[int, int]
 
 
@@ -211,18 +206,19 @@ class Planned:
         )
         return Session(parts, machine, memory, store)
 
-    def _move_in(self, model: nn.Module, fill: Fill) -> None:
-        """Make a home for the parameters that ``model`` has now, and move them there."""
-        dtype, self._apart = dtype_and_parts(model, *self._codecs)
-        parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
+    def _move_in(self, model: nn.Module, fill: Fill, *, at_once: bool = False) -> None:
+        """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
+        dtype, apart = dtype_and_parts(model, *self._codecs)
+        parts = split(model, dtype, apart=apart, with_head=self._with_head is not False)
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
-            parameters = HomeParameters(parts, session.home, fill, state)
+            parameters = HomeParameters(parts, session.home, fill, state, at_once=at_once)
             stack.pop_all()
         if parameters.errors:
             _log.info("frozen weights are encoded: %s", summary(parameters.errors))
         self.split, self.state, self.session, self.parameters = parts, state, session, parameters
+        self._apart = apart
         self._ids = tuple(id(p) for p in model.parameters())
         self._flags = tuple(p.requires_grad for p in model.parameters())
         self._known, self._needed = [], {}
@@ -233,7 +229,7 @@ class Planned:
 
         Raises:
             ConfigError: there are gradients or optimizer state, which would be left behind.
-            BudgetExceededError: the new home does not fit its tier; the old one stays as it was.
+            BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
         former, session, named = self.parameters, self.session, self.parameters.named
         if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
@@ -270,7 +266,7 @@ class Planned:
         session.leave()
         try:
             with _training(model, flags):
-                self._move_in(model, fill)
+                self._move_in(model, fill, at_once=True)
         except BaseException:
             session.enter()
             raise
@@ -451,12 +447,10 @@ class Planned:
             cold = [slots_used(program) for program in (passes.cold_backward, lean(passes.cold_backward))]
             self._programs[count] = Programs(
                 passes,
-                layout.round_size,
                 warm[0] | warm[1],
                 cold[0] | cold[1],
                 slots_used(passes.following),
                 slots_used(passes.inference),
-                count_fetches(passes.inference),
                 count_times_home(passes.backward),
             )
         return self._programs[count]

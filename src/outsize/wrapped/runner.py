@@ -13,11 +13,10 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
 from outsize.wrapped.inferring import Inferring
-from outsize.wrapped.outputs import Joined, MicrobatchRoots, Roots
+from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.planned import Programs
 
@@ -98,7 +97,6 @@ class Runner(Inferring):
             ambient=autocast.enter,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
-            fetches=None if keeps else programs.inference_fetches,
             times_home=programs.times_home,
             deliver=joined.add,
         )
@@ -178,8 +176,14 @@ class Runner(Inferring):
         program = programs.passes.backward if warm else programs.passes.cold_backward
         program = step_parts.lean(program) if lean else program
         context.slots = programs.warm_slots if warm else programs.cold_slots
-        context.output_gradients = roots.waiting()
-        context.deliver = _delivery(programs.in_a_round, roots, context.output_gradients)
+        gradients = context.output_gradients = roots.waiting()
+
+        def deliver(microbatch: int, output: Any) -> None:
+            found = roots.again(microbatch, output)
+            if found[0]:
+                gradients[microbatch] = found
+
+        context.deliver = deliver
         context.touched = dict(held)
         try:
             going_on = {unit for unit, positions in held.items() if positions}
@@ -249,6 +253,8 @@ class Runner(Inferring):
                 engine.follow()
                 engine.submit(program, context)
                 engine.settle()
+            if self.records is None:
+                engine.take_timeline()  # nobody asks for what lanes note of each op
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
@@ -310,18 +316,3 @@ def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:
     """Whether there is such a forward, and its backward may still come."""
     found = passage() if passage is not None else None
     return found is not None and found.pending
-
-
-def _delivery(
-    first: int, roots: Roots, output_gradients: dict[int, MicrobatchRoots]
-) -> Callable[[Any], None]:
-    """Return what takes the outputs of the microbatches that run forward again, in order from ``first`` on."""
-    numbers = count(first)
-
-    def deliver(output: Any) -> None:
-        microbatch = next(numbers)
-        found = roots.again(microbatch, output)
-        if found[0]:
-            output_gradients[microbatch] = found
-
-    return deliver

@@ -191,7 +191,7 @@ def make_plan(
     shapes: Sequence[BatchShape],
     state: StateLayout,
 ) -> Plan:
-    """Plan a step that is cut, within the machine's budgets: on one worker in the largest rounds that fit.
+    """Plan a step that is cut, within the machine's budgets, in the largest rounds that fit.
 
     All rounds but the first go forward twice, and nothing here knows rates by which a smaller round that keeps more
     could be found to be faster.
@@ -225,12 +225,14 @@ def make_plan(
     def planned(size: int) -> Plan:
         copies = held_copies(microbatches, size, scored=scored, in_fp32=in_fp32)
         held = measured.held_bytes + -(-copies * measured.output_bytes // size)
+        if size < microbatches:  # later rounds go forward while the first one waits
+            waiting = max(measured.boundary_bytes) if machine.num_workers == 1 else 0
+            held += measured.held_bytes + waiting
         named = replace(options, round_microbatches=None if size == microbatches else size)
         return plan_with_heap(split, machine, measured, named, held)[0]
 
     failures: list[InfeasiblePlanError] = []
-    smaller = smaller_rounds(microbatches) if machine.num_workers == 1 else ()
-    for size in (microbatches, *smaller):
+    for size in (microbatches, *smaller_rounds(microbatches)):
         try:
             return planned(size)
         except InfeasiblePlanError as error:

@@ -106,7 +106,7 @@ class PlanFlags:
         Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
     ] = "global"
     optimizer: Annotated[
-        Optimizer, typer.Option(help="AdamW with two moments, SGD or Lion with one, or Adafactor.")
+        Optimizer, typer.Option(help="AdamW with two moments, SGD or Lion with one, Adafactor, or Muon.")
     ] = "adamw"
     optimizer_state: Annotated[
         Moments, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")

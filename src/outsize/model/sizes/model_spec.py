@@ -46,6 +46,7 @@ class TensorSpec:
         trainable: whether it receives a gradient and steps.
         decay: factor of weight decay; 0 where it does not apply.
         lr_scale: factor of the learning rate.
+        muon: whether Muon may step it, where it is a matrix of a block.
     """
 
     name: str
@@ -54,6 +55,7 @@ class TensorSpec:
     trainable: bool = True
     decay: float = 1.0
     lr_scale: float = 1.0
+    muon: bool = True
 
     @property
     def numel(self) -> int:

@@ -51,20 +51,27 @@ class _Turn:
 def build_staged(layout: StepLayout) -> Program:
     """Return the program of a step that is dealt out in stages, before steps and tiles are inserted."""
     if layout.cut:
-        forward, backward = staged_passes(layout)
-        return Program(forward.ops + backward.ops)
-    return _built(_turns(layout), layout)
+        return Program(staged_forward(layout, range(1)).ops + staged_backward(layout).ops)
+    return _built(_visits(layout), layout)
 
 
-def staged_passes(layout: StepLayout) -> tuple[Program, Program]:
-    """Return the forward and the backward of a step that is cut; the one leaves nothing in slots for the other."""
-    turns = _turns(layout)
-    forwards = [turn for turn in turns if turn.visit.forward]
-    backwards = [turn for turn in turns if turn.visit.backward]
-    return _built(forwards, layout), _built(backwards, layout)
+def staged_forward(layout: StepLayout, rounds: range) -> Program:
+    """Return the forwards of ``rounds`` of a step that is cut; they leave nothing in slots."""
+    return _built([visit for visit in _visits(layout) if visit.forward and visit.round in rounds], layout)
 
 
-def _built(turns: list[_Turn], layout: StepLayout) -> Program:
+def staged_backward(layout: StepLayout) -> Program:
+    """Return what follows the forward of the first round of a step that is cut, whatever lies in slots."""
+    return _built([visit for visit in _visits(layout) if visit.backward or visit.round], layout)
+
+
+def _visits(layout: StepLayout) -> list[Visit]:
+    assert layout.stages is not None
+    return list(visits_of(layout.stages, layout.num_microbatches, layout.num_workers, apart=layout.cut))
+
+
+def _built(visits: list[Visit], layout: StepLayout) -> Program:
+    turns = _turns(visits, layout)
     ops: list[Op] = []
     last_of_worker = {turn.visit.worker: turn for turn in turns}
     begun: set[int] = set()
@@ -90,16 +97,17 @@ def _built(turns: list[_Turn], layout: StepLayout) -> Program:
     return Program(tuple(ops))
 
 
-def _turns(layout: StepLayout) -> list[_Turn]:
+def _turns(visits: list[Visit], layout: StepLayout) -> list[_Turn]:
     """Return the visits with their slots: each worker's visits use its halves by turns."""
-    assert layout.stages is not None
+    stages = layout.stages
+    assert stages is not None
     visits_begun: defaultdict[int, int] = defaultdict(int)
     backwards_begun: defaultdict[int, int] = defaultdict(int)
     turns = []
-    for visit in visits_of(layout.stages, layout.num_microbatches, layout.num_workers, apart=layout.cut):
+    for visit in visits:
         weights = [u for u in range(*visit.units) if layout.weight_bytes[u]]
         trained = [u for u in range(*visit.units) if layout.trainable[u] and visit.backward]
-        stages, worker = layout.stages, visit.worker
+        worker = visit.worker
         slot_half, sum_half = visits_begun[worker] % stages.slot_halves, backwards_begun[worker]
         slots = _half(weights, layout.weight_bytes, layout.slot_bytes, stages.slot_halves, slot_half)
         sums = _half(

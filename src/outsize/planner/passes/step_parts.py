@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, v_cycle
-from outsize.planner.passes.stage_passes import staged_passes
+from outsize.planner.passes.stage_passes import staged_backward, staged_forward
 from outsize.planner.passes.tiles import insert_disk
 from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.program.program import Program
@@ -92,18 +92,24 @@ def _forward_alone(forwards: Sequence[Op], layout: StepLayout) -> Program:
 
 def _cut_stages(layout: StepLayout) -> Passes:
     """Return the passes of several workers, on which nothing waits in slots for a backward."""
-    forward, backward = (insert_disk(program, layout) for program in staged_passes(layout))
-    ran = {(op.unit, op.microbatch, op.worker) for op in forward if op.kind in FORWARD_KINDS}
-    # What goes below is handed over to another worker, or else waits for the backward of the one that has run it.
-    handed = (op for op in _lean(forward.ops) if op.kind is not Kind.SAVE or _place(op) not in ran)
+    forward, backward = staged_forward(layout, range(1)), insert_disk(staged_backward(layout), layout)
     return Passes(
-        forward=forward,
-        lean_forward=lean(forward),
-        following=Program(()),
+        forward=insert_disk(forward, layout),
+        lean_forward=insert_disk(lean(forward), layout),
+        following=_staged_alone(layout, range(1, layout.num_rounds)),
         backward=backward,
         cold_backward=backward,
-        inference=Program(tuple(handed)),
+        inference=_staged_alone(layout, range(layout.num_rounds)),
     )
+
+
+def _staged_alone(layout: StepLayout, rounds: range) -> Program:
+    """Return the forwards of ``rounds`` by several workers; nothing is kept."""
+    ops = _lean(staged_forward(layout, rounds).ops)
+    ran = {_place(op) for op in ops if op.kind is Kind.FORWARD}
+    # What goes below is handed over to another worker, or else waits for the backward of the one that has run it.
+    handed = (op for op in ops if op.kind is not Kind.SAVE or _place(op) not in ran)
+    return insert_disk(Program(tuple(handed)), layout)
 
 
 def _place(op: Op) -> tuple[int | None, int | None, int | None]:

@@ -158,8 +158,8 @@ class StepLayout:
             )
 
     def _check_stages(self) -> None:
-        if self.cut and (self.clip or (self.stages is not None and self.num_rounds > 1)):
-            raise ValueError("a step that is cut goes with no clipping, and its stages take one round")
+        if self.cut and self.clip:
+            raise ValueError("a step that is cut goes with no clipping")
         if self.stages is not None and self.round_microbatches is not None:
             raise ValueError("stages say themselves how many microbatches a round has")
         if self.num_workers < 1 or (self.num_workers > 1 and self.stages is None):

@@ -186,7 +186,7 @@ class Sizing:
         on_disk = self.options.home == "disk"
         least = min(LEAST_TILE_ELEMENTS if on_disk else LEAST_RING_ELEMENTS, self.largest_trainable)
         least = align_up(least, self.state.quantum if on_disk else PLANE_ELEMENTS)
-        if self.state.factored:
+        if self.state.whole:
             least = self.state.whole_tile(self.largest_trainable)
         tile_elements = self.options.tile_elements or least
         return Knobs(
@@ -195,7 +195,7 @@ class Sizing:
             num_kept=0,
             tile_elements=tile_elements if self._has_tiles else 0,
             num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
-            num_tile_buffers=1 if self.state.factored else NUM_TILE_BUFFERS,
+            num_tile_buffers=1 if self.state.whole else NUM_TILE_BUFFERS,
         )
 
     def layout(self, knobs: Knobs) -> StepLayout:

@@ -76,7 +76,8 @@ def num_handed_over(layout: StepLayout) -> int:
 
     Forward stages save the inputs of all their units that a backward needs, and what comes out at their end; backward
     stages send the gradient of what came in, of each microbatch one at a time. Where all of that goes from device to
-    device, only the former. In a step that is cut the stage that turns around is a forward stage, too.
+    device, only the former. In a step that is cut the stage that turns around is a forward stage, too; and what later
+    rounds hand over lies there beside what the first has saved.
     """
     stages, bottom = layout.stages, layout.first_backward
     assert stages is not None
@@ -85,7 +86,7 @@ def num_handed_over(layout: StepLayout) -> int:
         kept = (max(0, end - max(first, bottom, 1)) for first, end in stages.forward)
         return layout.microbatches_at_once * (sum(kept) + turning + layout.cut)
     inputs = sum(max(0, end - max(first + 1, bottom)) + 1 for first, end in stages.forward)
-    gradient = stages.backward[0][0] > bottom
+    gradient = stages.backward[0][0] > bottom or (layout.cut and layout.num_rounds > 1)
     return layout.microbatches_at_once * (inputs + turning + gradient)
 
 

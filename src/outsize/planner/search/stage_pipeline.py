@@ -24,14 +24,12 @@ def round_sizes_of(options: PlanOptions, demand: Demand) -> tuple[int, ...]:
     """Return the microbatches of a round that may be chosen from, the most last.
 
     Each round reads all weights, and with a home on disk sums of gradients too, and of a rest with several users all
-    wait for its sum: there a round is as large as memory lets it. A step that is cut runs all forwards before the first
-    backward.
+    wait for its sum: there a round is as large as memory lets it. So it is in a step that is cut, where later rounds
+    run forward twice.
     """
     most = options.microbatches
-    if options.cut:
-        return (most,)
-    if options.round_microbatches is not None:
-        return (min(options.round_microbatches, most),)
+    if options.round_microbatches is not None or options.cut:
+        return (min(options.round_microbatches or most, most),)
     if is_large(options, demand):
         return tuple(sorted({-(-most // 2**halvings) for halvings in range(most.bit_length() + 1)}))
     return usual_round_sizes(most, options.num_workers)

@@ -232,10 +232,10 @@ class _Pricing:
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
             pace = FACTORED_PACE if self.state.factored else STEP_PACE[self.state.moments]
-            bytes_each = self.state.step_bytes / pace
-            return Cost(
-                seconds=self._encode_s(op), amount=round(bytes_each * self._elements(op)), through=through
-            )
+            stepped = self.model.units[unit]
+            moved = self.state.step_bytes_of(stepped, self._elements(op)) / pace
+            products_s = self.state.step_flops_of(stepped) / self.machine.host.products.value
+            return Cost(seconds=self._encode_s(op) + products_s, amount=round(moved), through=through)
         if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
             return self._exchange(op)
         if op.kind in (Kind.READ, Kind.WRITE):

@@ -37,7 +37,7 @@ from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of
 from outsize.runtime.ops.gradient_ops import GradientOps
-from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
+from outsize.runtime.ops.handover_ops import HandoverOps
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
@@ -210,7 +210,6 @@ class Engine:
             microbatches=microbatches,
             keeps=False,
             slots=slots_used(program),
-            fetches=count_fetches(program),
         )
         former = self._last
         self.submit(program, context)

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outsize.optim.adafactor import Adafactor
-from outsize.optim.update import UpdateRule
+from outsize.optim.update import UpdateRule, WholeRule
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.commit_ops import Describe
 from outsize.runtime.ops.gradient_ops import GradientObserver
@@ -29,7 +28,7 @@ class EngineSettings:
         describe: what a home that commits is told of each step.
     """
 
-    optimizer: UpdateRule | Adafactor
+    optimizer: UpdateRule | WholeRule
     max_grad_norm: float
     skip_nonfinite: bool = False
     chunk_tokens: int | None = None

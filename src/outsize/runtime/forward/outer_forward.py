@@ -7,6 +7,7 @@ for this worker: with the rest as it lies in this worker's slot, behind what its
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -146,8 +147,11 @@ class OuterForward:
     def _parameter(self, run: "StagedRun", position: int, view: Tensor) -> nn.Parameter:
         tensor = self._rest.all_tensors[position]
         parameter = nn.Parameter(view, requires_grad=tensor.trainable)
+        passage = weakref.ref(run)  # whose graph holds the parameter, which the collector does not see
 
         def add(parameter: Tensor) -> None:
+            run = passage()
+            assert run is not None
             sums = self._sums[run.pulled_by]
             if not sums.is_open(self._rest.index):
                 raise ModelError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split_masters import join_master
 from outsize.planner.program.ops import Op
@@ -168,14 +169,14 @@ class StoreOps:
     def _items(self, unit: UnitSpec, plane: str, numel: int) -> int:
         """Items of ``numel`` elements of a plane, whole sectors where it has items for groups of them."""
         made = self._optimizer.state.planes.get(plane)
-        if made is None or not unit.trainable or made.factor is not None:
+        if made is None or not unit.trainable:
             return numel
         return made.items(numel)
 
     def _numel(self, unit: UnitSpec, plane: str) -> int:
-        """Elements of a plane; its items where it holds factors, which are asked for by themselves."""
+        """Elements of a plane: those of the factors where it holds these, which are asked for by themselves."""
         made = self._optimizer.state.planes.get(plane)
-        return unit.numel if made is None or made.factor is None else made.items_of(unit)
+        return unit.numel if made is None or made.factor is None else factored(unit, made.factor).numel
 
     def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""

@@ -92,7 +92,7 @@ class ComputeOps:
         with self._naming(op), self._device.computing():
             run.forward(unit, self._forwards[unit], graph=self._settings.graph_in_forward and context.keeps)
             self._finish_if_cut(op, context, run)
-        if unit < self._settings.first_backward or not context.keeps or context.again:
+        if unit < self._settings.first_backward or context.alone:
             run.drop(unit)
 
     def forward_keep(self, op: Op, context: StepContext) -> None:
@@ -121,8 +121,11 @@ class ComputeOps:
     def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:
         """In a step that is cut the model ends behind its last unit, and the caller gets what it returns."""
         if self._cut and op.unit == len(self._forwards) - 1:
-            context.deliver(run.finish(op.unit))
+            assert op.microbatch is not None
+            context.deliver(op.microbatch, run.finish(op.unit))
             self._runs.discard(run)  # from here on it is the context's
+            if context.alone:
+                run.close()
 
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """FB: the last unit, the loss, and the backward of both; where nothing is kept, the loss alone."""

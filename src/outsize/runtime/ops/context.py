@@ -65,9 +65,9 @@ class StepContext:
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         again: whether that backward will run this forward again, so that nothing is kept of it either.
         slots: see `slots_used`, where the program is not the plan's own.
-        fetches: how often the input of each unit for each microbatch is fetched, likewise.
         times_home: how often the gradient of each unit comes home, likewise.
-        deliver: called with what the model returned for each microbatch, in order, where the step is cut.
+        deliver: called with each microbatch's number and what the model returned for it, where the step is cut; by
+            several workers in any order, and at a time.
         output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
         moved: bytes that the step's ops have moved so far, by lane and what they crossed: the lane's link, or
             ``disk:read`` and ``disk:write``; each lane writes its own entries.
@@ -100,11 +100,15 @@ class StepContext:
     keeps: bool = True
     again: bool = False
     slots: Mapping[Op, Mapping[int, int]] | None = None
-    fetches: Mapping[tuple[int | None, int | None], int] | None = None
     times_home: Mapping[int, int] | None = None
-    deliver: Callable[[Any], None] = lambda _: None
+    deliver: Callable[[int, Any], None] = lambda *_: None
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
     moved: dict[tuple[str, str], Moved] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing that runs now is kept for a backward."""
+        return self.again or not self.keeps
 
     def bytes_moved(self) -> dict[str, Moved]:
         """Return what has moved so far, by what it crossed: ``up:w0``, ``net:reduce`` or ``disk:read``."""

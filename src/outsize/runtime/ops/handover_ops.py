@@ -78,9 +78,8 @@ class HandoverOps(OffloadOps):
         """FETCH: a copy of the input comes up."""
         unit, run = _find(op, context)
         key = (op.unit, op.microbatch)
-        context.fetched[key] += 1
-        fetches = self._fetches[context.program] if context.fetches is None else context.fetches
-        last = context.fetched[key] == fetches[key]
+        context.fetched[key] += not context.alone
+        last = context.alone or context.fetched[key] == self._fetches[context.program][key]
         run.replace_input(unit, self._take(op, "input", context, keep=not last))
         if last:
             run.below.discard(unit)
@@ -154,9 +153,9 @@ class HandoverOps(OffloadOps):
         for index, (storage, dtype) in enumerate(zip(storages, dtypes or repeat(torch.uint8), strict=False)):
             content = bytes_of(storage)
             sent, parcel = pack(codec, content, dtype)
+            self._under_way.add((*place, index))
             with self._device.link(sent.nbytes):
                 self._scratch.put((*place, index), sent)
-            self._under_way.add((*place, index))
             parcels.append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
 

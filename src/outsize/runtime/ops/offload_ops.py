@@ -93,11 +93,12 @@ class OffloadOps:
         held = run.held(key[1])
         if held is None or key not in self._away:
             return
-        room, sizes = self._away.pop(key)
+        room, sizes = self._away[key]
         device = self._device.torch_device
         contents = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         with self._device.link(sum(sizes)):
             room.take_all(key, contents)
+        del self._away[key]  # what fails before this can be forgotten
         self.up = self.up.and_then(sum(sizes), sum(sizes))
         for content in contents:
             self._device.hold(content, f"compute:w{op.worker}")

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
-from outsize.optim.adafactor import Adafactor, step_whole
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
 from outsize.optim.planes import StatePlanes
-from outsize.optim.step import step_state
-from outsize.optim.update import UpdateRule
+from outsize.optim.step import step_state, step_whole
+from outsize.optim.update import UpdateRule, WholeRule
 from outsize.planner.program.ops import Op
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.link_codecs import EncodedWeights
@@ -67,7 +66,7 @@ class OptimizerOps:
         self,
         spec: ModelSpec,
         home: HostHome | DiskHome,
-        settings: UpdateRule | Adafactor,
+        settings: UpdateRule | WholeRule,
         memory: StepMemory = StepMemory(),
         encoded: EncodedWeights | None = None,
         *,
@@ -188,7 +187,7 @@ class OptimizerOps:
             self._count(unit, context)
         rounds = rounds and self._master != WEIGHTS
         coefficient, skip = context.coefficient_of(unit.index), _untouched(unit, context)
-        if isinstance(self._settings, Adafactor):
+        if isinstance(self._settings, WholeRule):
             step_whole(
                 self._settings,
                 unit,
@@ -199,6 +198,7 @@ class OptimizerOps:
                 clip_coefficient=coefficient,
                 skip=skip,
                 rounds=rounds,
+                seed=self._seed,
             )
             return
         step_state(

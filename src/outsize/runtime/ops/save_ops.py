@@ -52,9 +52,9 @@ class ActivationOps(OffloadOps):
             content = bytes_on(storage, self._device.torch_device)
             sent, parcel = pack(self._codec, content, dtype)
             assert self._scratch is not None
+            self._sizes[key].append(parcel)
             with self._device.link(sent.nbytes):
                 self._scratch.put((*key, index), sent)
-            self._sizes[key].append(parcel)
             self.down = self.down.and_then(sent.nbytes, content.nbytes)
             del content
             storage.resize_(0)
@@ -62,7 +62,7 @@ class ActivationOps(OffloadOps):
     def fetch(self, op: Op, context: StepContext) -> None:
         """FETCH: scratch → device, into the storages that were emptied."""
         key, _, storages = self._storages(op, context)
-        for index, (storage, parcel) in enumerate(zip(storages, self._sizes.pop(key), strict=True)):
+        for index, (storage, parcel) in enumerate(zip(storages, self._sizes[key], strict=True)):
             storage.resize_(parcel.num_bytes)
             content = bytes_on(storage, self._device.torch_device)
             arrived = room_for(parcel, content)
@@ -72,6 +72,7 @@ class ActivationOps(OffloadOps):
             unpack(self._codec, parcel, arrived, content)
             self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
             self._device.hold(content, f"compute:w{op.worker}")
+        del self._sizes[key]  # what fails before this can be forgotten
 
     def forget(self, number: int) -> None:
         """Free what was saved for the step of that number and will not be fetched."""

@@ -29,7 +29,7 @@ from outsize.probing.disk_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort, within_memory
 from outsize.probing.host_probe import measure_dram
 from outsize.probing.link import measure_links
-from outsize.probing.optimizer_probe import measure_adamw
+from outsize.probing.optimizer_probe import measure_adamw, measure_products
 from outsize.runtime.device.device_group import device_names
 from outsize.session.job.device_peers import measured_peers, peers_of
 from outsize.session.job.prepare import Job
@@ -87,6 +87,7 @@ def lane_rates(
     uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
     pace.meet("optimizer")
     adamw = _adamw(effort, state, units)
+    products = _figure(measure_products(effort, units), "products") if state.newton_schulz else None
     pace.meet("disk")
     return Machine(
         name=machine.device,
@@ -97,6 +98,7 @@ def lane_rates(
             bytes_per_s=triad,
             cores=psutil.cpu_count(logical=False) or 1,
             adamw_params_per_s=adamw,
+            flops_per_s=products,
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
         # Also those that this plan has no room for: another one, with a codec, may.
@@ -106,7 +108,7 @@ def lane_rates(
 
 def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
     """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
-    kept = replace(state, num_moments=2, factored=False)
+    kept = replace(state, num_moments=2, factored=False, newton_schulz=0)
     found = _figure(measure_adamw(effort, kept, units), "AdamW")
     moved = kept.step_bytes / STEP_PACE[kept.moments]
     return replace(found, value=found.value * moved / ADAMW_BYTES)

@@ -13,6 +13,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.factors import muon_matrices
 from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for, num_moments_of
 from outsize.planner.predict.question import Question
 from outsize.planner.search.sizing import PlanOptions
@@ -171,10 +172,11 @@ def state_layout(
             gradients=optimizer.gradients,
             num_moments=num_moments,
             factored=optimizer.name == "adafactor",
+            newton_schulz=optimizer.ns_steps if optimizer.name == "muon" else 0,
         )
 
     found = layout(masters)
-    if found.factored:
+    if found.whole:
         _check_whole(config, spec, num_ranks)
     if optimizer.masters == "auto" and found.exact and tile % found.quantum:
         found = layout("separate")  # whose tiles may be smaller
@@ -204,20 +206,25 @@ def _round_of(config: Config) -> int | None:
 
 
 def _check_whole(config: Config, spec: ModelSpec, num_ranks: int) -> None:
-    """Check that nothing cuts units into parts, where the optimizer steps whole parameters.
+    """Check that nothing cuts units into parts, where the optimizer steps whole parameters, and that Muon has some.
 
     Raises:
         ConfigError: something does.
     """
+    name = config.optimizer.name
+    if name == "muon" and not any(True for unit in spec.units for _ in muon_matrices(unit)):
+        raise ConfigError(
+            "optimizer.name: muon steps matrices of blocks, and none of those trains here; use adamw"
+        )
     if num_ranks > 1:
         raise ConfigError(
-            "optimizer.name: adafactor steps whole parameters, and ranks share each by its elements; use a single "
+            f"optimizer.name: {name} steps whole parameters, and ranks share each by its elements; use a single "
             "process, or lion or adamw with optimizer.state=int8"
         )
     tile = config.memory.tile_elements
     largest = max((unit.numel for unit in spec.units if unit.trainable), default=0)
     if tile is not None and tile < largest:
         raise ConfigError(
-            f"memory.tile_elements: adafactor steps whole parameters, and the largest unit has {largest} elements, "
+            f"memory.tile_elements: {name} steps whole parameters, and the largest unit has {largest} elements, "
             f"more than {tile}; leave it out"
         )

@@ -9,15 +9,17 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
 from outsize.optim.lion import Lion
 from outsize.optim.momentum_kernel import form_of_torch
+from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.sgd import SGD
+from outsize.optim.update import UpdateRule, WholeRule
 from outsize.planner.search.sizing import gradients_at_home
 from outsize.runtime.device.device_group import device_names
 from outsize.session.job.job_options import clip_of, named_transport, state_layout
 from outsize.session.job.machine import choose_device
 
 
-def rule_of(optimizer: OptimizerConfig) -> PlaneAdamW | SGD | Lion | Adafactor:
+def rule_of(optimizer: OptimizerConfig) -> UpdateRule | WholeRule:
     """Return how a parameter steps; the learning rate comes with each step."""
     if optimizer.name == "sgd":
         return SGD(
@@ -35,7 +37,17 @@ def rule_of(optimizer: OptimizerConfig) -> PlaneAdamW | SGD | Lion | Adafactor:
             d=optimizer.d,
             weight_decay=optimizer.weight_decay,
         )
-    return PlaneAdamW(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+    adamw = PlaneAdamW(betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
+    if optimizer.name == "muon":
+        return Muon(
+            momentum=optimizer.momentum,
+            nesterov=optimizer.nesterov,
+            ns_steps=optimizer.ns_steps,
+            adjust_lr_fn=optimizer.adjust_lr_fn,
+            weight_decay=optimizer.weight_decay,
+            adamw=adamw,
+        )
+    return adamw
 
 
 def max_norm_of(config: Config) -> float:
