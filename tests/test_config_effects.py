@@ -10,6 +10,7 @@ from outsize.config.without_effect import NO_EFFECT
 
 ONE, SEVERAL = Surroundings(), Surroundings(num_processes=4)
 DDP = "parallel.mode=ddp"
+DPO = "train.objective=dpo"
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.0")
 # By key: a value that is not the default; then where it has no effect, each way in which that can be.
 CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
@@ -19,14 +20,28 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             (["data.format=messages"], ONE),
             ([], Surroundings(container="text")),
             ([], Surroundings(container="tokens")),
+            ([DPO], ONE),
         ],
     ),
+    "data.train_on": ("last", [([], Surroundings(container="text")), ([DPO], ONE)]),
+    **{
+        key: (value, [([DPO], ONE)])
+        for key, value in {
+            "data.format": "messages",
+            "data.pack": "none",
+            "data.prefetch": "3",
+            "train.loss": "model",
+            "train.on_stall": "report",
+        }.items()
+    },
+    "train.beta": ("0.2", [([], ONE), (["train.objective=reward"], ONE)]),
+    "train.temperature": ("0.2", [([], ONE), ([DPO], ONE)]),
+    "train.teacher": ("large", [([], ONE), ([DPO], ONE)]),
     **{
         f"data.{key}": (value, [([], Surroundings(container=kind)) for kind in ("text", "tokens")])
         for key, value in {
             "columns": "{prompt: question}",
             "roles": "{agent: assistant}",
-            "train_on": "last",
             "template": "chatml",
             "max_bad_records": "3",
         }.items()
@@ -39,13 +54,13 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "optimizer.min_lr": ("1e-6", [(["optimizer.schedule=linear"], ONE)]),
     "optimizer.decay_ratio": ("0.2", [([], ONE)]),
     "optimizer.restarts": ("3", [([], ONE)]),
-    "data.workers": ("2", [(["data.prefetch=1"], ONE)]),
+    "data.workers": ("2", [(["data.prefetch=1"], ONE), ([DPO], ONE)]),
     "data.glob": ("a*", [([], Surroundings(one_file=True))]),
     "train.head_chunk_tokens": (
         "64",
-        [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DDP], SEVERAL)],
+        [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DDP], SEVERAL), ([DPO], ONE)],
     ),
-    "train.round_microbatches": ("4", [(["train.microbatches=4"], ONE), ([DDP], SEVERAL)]),
+    "train.round_microbatches": ("4", [(["train.microbatches=4"], ONE), ([DDP], SEVERAL), ([DPO], ONE)]),
     "train.save_every": ("100", [([], ONE)]),
     "train.save_total_limit": (
         "5",
@@ -56,9 +71,9 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         ],
     ),
     "train.resume": ("auto", [([], ONE)]),
-    "train.profile_steps": ("1", [(["train.steps=2"], ONE)]),
-    "train.stall_factor": ("20.0", [(["train.on_stall=ignore"], ONE)]),
-    "train.stall_floor_s": ("20.0", [(["train.on_stall=ignore"], ONE)]),
+    "train.profile_steps": ("1", [(["train.steps=2"], ONE), ([DPO], ONE)]),
+    "train.stall_factor": ("20.0", [(["train.on_stall=ignore"], ONE), ([DPO], ONE)]),
+    "train.stall_floor_s": ("20.0", [(["train.on_stall=ignore"], ONE), ([DPO], ONE)]),
     **{
         f"lora.{key}": (value, [([], ONE)])
         for key, value in {
@@ -88,7 +103,12 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "optimizer.state": ("int8", [([*SGD], ONE)]),
     "optimizer.masters": (
         "separate",
-        [(["model.dtype=fp32"], ONE), (["model.dtype=fp16"], ONE), ([], Surroundings(dtype="fp32"))],
+        [
+            (["model.dtype=fp32"], ONE),
+            (["model.dtype=fp16"], ONE),
+            ([], Surroundings(dtype="fp32")),
+            ([DPO], ONE),
+        ],
     ),
     "memory.host_memory": ("1GiB", [([DDP], SEVERAL)]),
     "memory.home": ("disk", [([DDP], SEVERAL)]),
@@ -98,8 +118,9 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             value,
             [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
         )
-        for key, value in {"disk_memory": "1GiB", "store_dir": "/mnt", "commits": "none"}.items()
+        for key, value in {"disk_memory": "1GiB", "store_dir": "/mnt"}.items()
     },
+    "memory.commits": ("none", [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DPO], ONE)]),
     **{
         f"memory.{key}": (
             value,
@@ -117,7 +138,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         "4096",
         [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
     ),
-    "memory.numa": ("off", [([], Surroundings(num_numa_nodes=1))]),
+    "memory.numa": ("off", [([], Surroundings(num_numa_nodes=1)), ([DPO], ONE)]),
     "memory.link_gb_per_s": (
         "4.0",
         [(["memory.device=cpu"], ONE), (["memory.device=emulated", DDP], SEVERAL)],
@@ -130,7 +151,10 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "parallel.timeout_s": ("5.0", [([], ONE)]),
     "parallel.gradients": ("bf16", [([], ONE), ([DDP], SEVERAL)]),
     "parallel.weights": ("delta", [([], ONE), ([DDP], SEVERAL)]),
-    "parallel.handover": ("host", [([], ONE), (["memory.device=emulated:1"], ONE)]),
+    "parallel.handover": (
+        "host",
+        [([], ONE), (["memory.device=emulated:1"], ONE), (["memory.device=emulated:2", DPO], ONE)],
+    ),
     "parallel.ddp_bucket_mib": ("5.0", [([], ONE), ([], SEVERAL)]),
     "parallel.ddp_static_graph": ("true", [([], ONE), ([], SEVERAL)]),
     "parallel.ddp_find_unused": ("true", [([], ONE), ([], SEVERAL)]),
@@ -144,6 +168,9 @@ USED: dict[str, tuple[list[str], Surroundings]] = {
     "data.text_field": (["data.format=text"], Surroundings(container="json")),
     "data.glob": ([], Surroundings(one_file=False)),
     **{f"eval.{key}": (["eval.split=0.1"], ONE) for key in ("every", "sequences", "keep_best", "patience")},
+    "train.beta": ([DPO], ONE),
+    "train.temperature": (["train.objective=embed"], ONE),
+    "train.teacher": (["train.objective=distill"], ONE),
     "optimizer.decay_ratio": (["optimizer.schedule=wsd"], ONE),
     "optimizer.restarts": (["optimizer.schedule=cosine_restarts"], ONE),
     "train.head_chunk_tokens": ([], Surroundings(chunks_loss=True)),

@@ -6,6 +6,8 @@ They stand apart so that ``--help`` can list them without loading the configurat
 from typing import Literal
 
 Method = Literal["full", "lora"]
+# What a model is to learn.
+Objective = Literal["sft", "dpo", "orpo", "kto", "reward", "classify", "embed", "distill"]
 Home = Literal["auto", "host", "disk"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["auto", ComputeDtype]

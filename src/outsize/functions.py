@@ -33,9 +33,10 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed; what was saved before stays.
     """
-    from outsize.training.run import train as train_run
+    from outsize.objectives.recipes import training_of
 
-    return train_run(config_of(run), progress=progress, announce=announce)
+    config = config_of(run)
+    return training_of(config)(config, progress=progress, announce=announce)
 
 
 def verify(run: Run, *, announce: Announce = lambda _: None) -> "VerifyResult":

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import zoo
 from bad_input.world import WEIGHTS, World, command, make_model, names_below, run_well
 from outsize.errors import CheckpointError, ConfigError, DataError, InfeasiblePlanError, ModelError
 from outsize.training.run import plan, train
-from support import save_model
 
 
 def remove_weights(model: Path) -> None:
@@ -114,15 +111,6 @@ def test_no_such_model(world: World) -> None:
 def test_a_model_that_calls_a_unit_twice_is_refused(world: World) -> None:
     model = make_model(world.root / "albert", "albert")
     world.fails(ModelError, "call each of their units once per forward, in order", model={"path": str(model)})
-
-
-def test_an_encoder_decoder_is_refused(world: World) -> None:
-    config = T5Config(
-        vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    with torch.random.fork_rng():
-        model = save_model(T5ForConditionalGeneration(config), world.root / "t5")
-    world.fails(ModelError, "t5 is an encoder-decoder", model={"path": str(model)})
 
 
 def test_a_frozen_model_is_refused(world: World) -> None:

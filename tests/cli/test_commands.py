@@ -88,12 +88,15 @@ class Backend:
 
 @pytest.fixture
 def backend(monkeypatch):
-    """Modules of `outsize.training` and `outsize.checkpoint` that need no model and no torch."""
+    """Modules of `outsize.training`, `objectives` and `checkpoint` that need no model and no torch."""
     import outsize.checkpoint
+    import outsize.objectives
     import outsize.training
 
     fake = Backend()
+    recipes = {"training_of": lambda config: fake.train, "objective_of": lambda config: None}
     parts = (
+        (outsize.objectives, "recipes", recipes),
         (outsize.training, "run", {"train": fake.train, "foresee": fake.foresee}),
         (outsize.training, "verify", {"verify": fake.verify}),
         (outsize.checkpoint, "export", {"export": fake.export}),

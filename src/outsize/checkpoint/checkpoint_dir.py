@@ -6,6 +6,7 @@
     ├── latest                    the name of the newest complete checkpoint
     ├── best                      the name of the one with the least loss, where a run is evaluated
     ├── step-00000100/            complete: it got this name after all its files were on the disk
+    ├── checkpoint-150/           of the Hugging Face ``Trainer``, where that trains
     └── step-00000200.partial/    on its way in, or on its way out; whoever comes next removes it
 
 A checkpoint counts once ``latest`` names it, and ``latest`` is written when nothing of it can be lost any more. One is
@@ -24,7 +25,7 @@ CHECKPOINTS = "checkpoints"
 STATE = "trainer_state.json"
 LATEST, BEST = "latest", "best"
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})|checkpoint-(\d+)")
 _SHOWN_CHARS = 80
 # What a process that was killed may leave; nothing else is ever removed as litter.
 _LITTER = re.compile(r"\.?step-\d{8,}\.partial.*|latest\.partial")
@@ -66,14 +67,23 @@ def best(run_dir: Path) -> Path | None:
     return directory if _NAME.fullmatch(name) and (directory / STATE).is_file() else None
 
 
-def set_best(run_dir: Path, step: int) -> None:
-    """Name the checkpoint after ``step`` steps the best one; it may still be on its way.
+def set_latest(directory: Path) -> None:
+    """Name a checkpoint the newest complete one: all of its files are on the disk by then.
+
+    Raises:
+        OSError: as the system says.
+    """
+    files.write_whole(directory.parent / LATEST, directory.name + "\n", durable=True)
+
+
+def set_best(run_dir: Path, name: str) -> None:
+    """Name a checkpoint the best one; it may still be on its way.
 
     Raises:
         OSError: as the system says.
     """
     make_durable(run_dir / CHECKPOINTS)
-    files.write_whole(run_dir / CHECKPOINTS / BEST, name_of(step) + "\n", durable=True)
+    files.write_whole(run_dir / CHECKPOINTS / BEST, name + "\n", durable=True)
 
 
 def make_durable(path: Path) -> None:
@@ -144,7 +154,7 @@ def _remove(directory: Path) -> None:
 
 def _step(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
+    return int(match[1] or match[2]) if match else -1
 
 
 def _made_by(run: str, path: Path) -> bool:

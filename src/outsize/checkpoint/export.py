@@ -4,10 +4,11 @@ from pathlib import Path
 
 from outsize import files
 from outsize.checkpoint import merge as merging
-from outsize.checkpoint.checkpoint_dir import STATE, latest
+from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.files.checkpoint_files import INDEX
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.checkpoint.files.joined_shards import join_shards
+from outsize.checkpoint.trainer_checkpoint import KEPT
 from outsize.errors import CheckpointError
 
 
@@ -34,7 +35,7 @@ def export(
         return merging.merge(source, target, trust_remote_code)
     with new_directory(target) as partial:
         shards = sorted(source.glob("model-*.safetensors"))
-        taken = {STATE, INDEX, *(shard.name for shard in shards)} if shards else {STATE}
+        taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
         for path in source.iterdir():
             if path.is_file() and path.name not in taken:
                 files.copy(path, partial / path.name)

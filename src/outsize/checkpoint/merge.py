@@ -15,6 +15,7 @@ from outsize.checkpoint.checkpoint_state import read_state
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
+from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.adapters import ADAPTER_WEIGHTS, Adapters, AdapterSource, put_in, stored_config
 from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
@@ -40,6 +41,10 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
             f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
         )
     config = stored_config(checkpoint)
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise ModelError(
+            f"{checkpoint} holds adapters of a model for {config.task_type}; merge them with PEFT's merge_and_unload"
+        )
     path = config.base_model_name_or_path
     hf_config = unquantised(load_hf_config(path, trust_remote_code))
     dtype = _dtype_of(checkpoint, hf_config)
@@ -61,7 +66,7 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
 
 def _dtype_of(checkpoint: Path, hf_config: Any) -> str:
     """Return in which dtype a run has computed; of adapters without the state of a run that of their model."""
-    if (checkpoint / STATE).is_file():
+    if (checkpoint / STATE).is_file() and not is_trainers(checkpoint):
         return str(read_state(checkpoint)["dtype"])
     own = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
     return next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == own), "fp32")

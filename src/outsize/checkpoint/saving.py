@@ -29,12 +29,12 @@ from outsize.checkpoint import feedback
 from outsize.checkpoint.adapter_writer import AdapterWriter
 from outsize.checkpoint.checkpoint_dir import (
     CHECKPOINTS,
-    LATEST,
     STATE,
     make_durable,
     name_of,
     remove_litter,
     remove_old,
+    set_latest,
     take_place,
 )
 from outsize.checkpoint.checkpoint_state import (
@@ -224,7 +224,7 @@ class Saving:
         if self.cancelled:
             raise _CancelledError
         take_place(staging, self._final)
-        files.write_whole(self._checkpoints / LATEST, self._final.name + "\n", durable=True)
+        set_latest(self._final)
         self.path = self._final
         if self._limit is not None:
             remove_old(self._checkpoints, self._final, self._limit, self._state["run"])

@@ -33,6 +33,8 @@ from outsize.optim.optimizer_spec import EXP_AVG, EXP_AVG_SQ
 from outsize.session.run_state import Position
 
 OPTIMIZER, SCHEDULER, STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
+# All that such a checkpoint holds besides the model.
+KEPT = (OPTIMIZER, SCHEDULER, STATE, "rng_state.pth", "training_args.bin")
 STEP = "step"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)

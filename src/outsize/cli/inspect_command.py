@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outsize.config import Config
 
 _BAR_CHARS = 40
+_MOST_LABELS = 20
 
 
 def inspect(
@@ -73,12 +74,36 @@ def _runs_of_equals(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], d
 @partial(with_run_options, has_dry_run=False)
 def data(config: "Config", output: Output) -> None:
     """Show what would be trained: documents, their lengths, what is cut, and the first one as the model sees it."""
+    from outsize.objectives.objective_data import preview
+    from outsize.objectives.recipes import RECIPES, objective_of
     from outsize.training import run_data
 
     told: list[str] = []
+    objective = objective_of(config)
+    if objective is not None and RECIPES[objective].fields:
+        found = preview(config, objective, told.append)
+        output.emit(found)
+        output.print_result("\n".join([*told, *_records(found)]))
+        return
     found = run_data.preview(config, told.append)
     output.emit(found)
     output.print_result("\n".join([*told, "", *_lengths(found), *_sequences(found), *_loader(found)]))
+
+
+def _records(found: dict[str, Any]) -> list[str]:
+    """Return what records with fields of their own hold."""
+    rows = [("field", "most tokens", "mean", "longer than data.seq_len")]
+    rows += [
+        (name, f"{tokens['most']:,}", f"{tokens['mean']:.1f}", f"{tokens['num_longer']:,}")
+        for name, tokens in found["tokens"].items()
+    ]
+    labels = [f"label {label}: {count:,} records" for label, count in found["labels"].items()]
+    return [
+        *(f"first {name}: {value}" for name, value in found["first"].items()),
+        *columns(rows),
+        *labels[:_MOST_LABELS],
+        f"{found['num_records']:,} records, {found['steps_per_epoch']:,.1f} steps per epoch",
+    ]
 
 
 def _lengths(found: dict[str, Any]) -> list[str]:

@@ -34,17 +34,18 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
 
     with Interrupt() as starting:
         starting.doing = "torch and transformers were loaded"
-        from outsize.training import run
+        from outsize.objectives.recipes import training_of
 
+        train_run = training_of(config)
     if dry_run:
         print_plan(config, output)
         return
     place = launched()
     if place is not None and place.rank > 0:  # rank 0 speaks for all
-        run.train(config)
+        train_run(config)
         return
     with Progress(output.console, verbose=verbose) as progress:
-        result = run.train(config, progress=progress.update, announce=progress.say)
+        result = train_run(config, progress=progress.update, announce=progress.say)
     output.emit(result.to_dict())
     output.print_result(_summary(result))
     if result.steps < result.num_steps and not result.stopped_early:

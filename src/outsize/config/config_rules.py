@@ -8,6 +8,13 @@ if TYPE_CHECKING:
     from outsize.config.schema import Config
 
 
+# What a trainer of another library does as by default.
+_DEFAULT_ALONE = (
+    *("data.window", "data.weight", "train.loss_function", "train.neftune_noise_alpha", "train.on_nonfinite"),
+    *("optimizer.name", "optimizer.layer_decay", "optimizer.groups", "optimizer.gradients"),
+)
+
+
 def contradictions(config: "Config") -> list[str]:
     """Return one line ``key: what is wrong, and what to try`` for every combination that cannot be."""
     rules = (
@@ -22,6 +29,7 @@ def contradictions(config: "Config") -> list[str]:
         _packing,
         _window,
         _loss,
+        _objective,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -50,6 +58,36 @@ def _loss(config: "Config") -> list[str]:
             "train.loss: chunked is a loss by itself, and train.loss_function another; leave one of the two out"
         ]
     return []
+
+
+def _objective(config: "Config") -> list[str]:
+    objective = config.train.objective
+    if objective == "sft":
+        return []
+    found = refused_by_trainers(config, f"with train.objective={objective}")
+    if objective == "distill" and config.train.teacher is None:
+        found.append("train.teacher: train.objective=distill learns from another model; name it")
+    return found
+
+
+def refused_by_trainers(config: "Config", where: str) -> list[str]:
+    """Return one line for every setting that a trainer of another library cannot follow.
+
+    Args:
+        config: of the run.
+        where: when that is, for the lines.
+    """
+    found = []
+    for key in _DEFAULT_ALONE:
+        section, _, name = key.partition(".")
+        values = getattr(config, section)
+        if getattr(values, name) != type(values).model_fields[name].default:
+            found.append(f"{key}: {where} it has no other value than by default; leave it out")
+    if config.optimizer.clip == "unit":
+        found.append(f"optimizer.clip: {where} it is global or none")
+    if config.model.dtype == "fp16":
+        found.append(f"model.dtype: {where} losses are not scaled, as fp16 needs; use bf16 or fp32")
+    return found
 
 
 def _warmup(config: "Config") -> list[str]:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import Method
+from outsize.choices import Method, Objective
 from outsize.config.section import PathText, Section
 
 
@@ -15,6 +15,28 @@ class TrainConfig(Section):
         default="full",
         description="full: all parameters that model.freeze does not name; lora: adapters beside a frozen model, see "
         "section lora.",
+    )
+    objective: Objective = Field(
+        default="sft",
+        description="What is learnt. sft: the tokens that follow; dpo, orpo: to prefer the chosen of two answers; kto: "
+        "to prefer answers marked good; reward: to score answers; classify: the class of a text; embed: vectors of "
+        "texts that belong together; distill: what train.teacher predicts. All but sft go by trainers of TRL or "
+        "transformers, see docs/objectives.md.",
+    )
+    beta: float | None = Field(
+        default=None,
+        ge=0,
+        description="dpo, kto: how strongly the model is held to what it was; orpo: weight of the preference; distill: "
+        "share of the teacher in the loss. null is 0.1, of distill 0.5.",
+    )
+    temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="embed: what similarities are divided by; distill: what the logits of both models are. null is "
+        "0.05, of distill 1.",
+    )
+    teacher: PathText | None = Field(
+        default=None, description="distill: directory or hub id of the model that is learnt from."
     )
     steps: int = Field(
         default=100, ge=1, description="Optimizer steps in all, those before a resume included."

@@ -84,6 +84,9 @@ class _Case:
     def has_no_min_lr(self) -> bool:
         return self.schedule not in ("cosine", "wsd")
 
+    def learns(self, *objectives: str) -> bool:
+        return self.config.train.objective in objectives
+
     def saves_once(self) -> bool:
         """Whether the checkpoint at the end is the only one; a run that goes on may find others."""
         train = self.config.train
@@ -115,6 +118,11 @@ _NO_RECORDS: Final[_Row] = (
         lambda case: case.around.container in ("text", "tokens") and not case.config.data.more,
     ),
 )
+# What trainers of other libraries go without, and what they need not know of records with fields of their own.
+_TRAINERS: Final[_Row] = (("train.objective is not sft", lambda case: not case.learns("sft")),)
+_FIELDS: Final[_Row] = (
+    ("records of train.objective have fields of their own", lambda case: not case.learns("sft", "distill")),
+)
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
@@ -137,16 +145,21 @@ _OPTIMIZER: Final[Mapping[str, _Row]] = {
             lambda case: case.config.optimizer.name == "sgd" and not case.config.optimizer.momentum,
         ),
     ),
-    "masters": (("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),),
+    "masters": (
+        ("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),
+        *_TRAINERS,
+    ),
 }
 
 NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("model.path", "model.dtype", "model.attention", "model.freeze"), _ALWAYS),
     "model.trust_remote_code": _ALWAYS,
-    **dict.fromkeys(("data.path", "data.format", "data.seq_len", "data.pack"), _ALWAYS),
-    **dict.fromkeys(("data.prefetch", "data.window"), _ALWAYS),
+    **dict.fromkeys(("data.path", "data.seq_len", "data.window"), _ALWAYS),
+    **dict.fromkeys(("data.format", "data.pack"), _FIELDS),
+    "data.prefetch": _TRAINERS,
     "data.workers": (
         ("data.prefetch has one batch made at a time", lambda case: case.config.data.prefetch == 1),
+        *_TRAINERS,
     ),
     "data.text_field": (
         (
@@ -154,8 +167,10 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
             lambda case: case.config.data.format not in ("auto", "text"),
         ),
         *_NO_RECORDS,
+        *_FIELDS,
     ),
-    **dict.fromkeys(("data.columns", "data.roles", "data.train_on", "data.template"), _NO_RECORDS),
+    **dict.fromkeys(("data.columns", "data.roles", "data.template"), _NO_RECORDS),
+    "data.train_on": (*_NO_RECORDS, *_FIELDS),
     "data.max_bad_records": _NO_RECORDS,
     **dict.fromkeys(("data.more", "data.weight"), _ALWAYS),
     "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
@@ -169,8 +184,21 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
             ),
         ),
         *_REPLICATED,
+        *_TRAINERS,
     ),
-    **dict.fromkeys(("train.seed", "train.run_dir", "train.loss", "train.mlp_parts"), _ALWAYS),
+    "train.objective": _ALWAYS,
+    "train.beta": (
+        (
+            "train.objective has no such weight",
+            lambda case: not case.learns("dpo", "orpo", "kto", "distill"),
+        ),
+    ),
+    "train.temperature": (
+        ("train.objective has no temperature", lambda case: not case.learns("embed", "distill")),
+    ),
+    "train.teacher": (("train.objective is not distill", lambda case: not case.learns("distill")),),
+    "train.loss": _TRAINERS,
+    **dict.fromkeys(("train.seed", "train.run_dir", "train.mlp_parts"), _ALWAYS),
     **dict.fromkeys(("train.neftune_noise_alpha", "train.loss_function"), _ALWAYS),
     **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
     "train.head_chunk_tokens": (
@@ -178,6 +206,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
         ("train.loss_function is given", lambda case: case.config.train.loss_function is not None),
         ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
         *_REPLICATED,
+        *_TRAINERS,
     ),
     "train.save_every": (
         (
@@ -194,9 +223,10 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     ),
     "train.profile_steps": (
         ("the first two steps are not recorded", lambda case: case.config.train.steps <= 2),
+        *_TRAINERS,
     ),
-    "train.on_stall": _ALWAYS,
-    **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), _NO_STALL),
+    "train.on_stall": _TRAINERS,
+    **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), (*_NO_STALL, *_TRAINERS)),
     **dict.fromkeys(("eval.data", "eval.split"), _ALWAYS),
     **dict.fromkeys(("eval.every", "eval.sequences", "eval.keep_best", "eval.patience"), _NO_EVALUATION),
     **dict.fromkeys(("lora.r", "lora.lora_alpha", "lora.lora_dropout", "lora.target_modules"), _FULL),
@@ -207,13 +237,17 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     **{f"optimizer.{key}": row for key, row in _OPTIMIZER.items()},
     **dict.fromkeys(("memory.device", "memory.device_memory"), _ALWAYS),
     **dict.fromkeys(("memory.home", "memory.host_memory", "memory.activations"), _REPLICATED),
-    **dict.fromkeys(("memory.disk_memory", "memory.store_dir", "memory.commits"), _HOST_HOME),
+    **dict.fromkeys(("memory.disk_memory", "memory.store_dir"), _HOST_HOME),
+    "memory.commits": (*_HOST_HOME, *_TRAINERS),
     **dict.fromkeys(("memory.slots", "memory.prefetch", "memory.offload"), _STAGES),
     "memory.tile_elements": (
         ("the home is in host memory", lambda case: case.home == "host" and case.has_global_norm()),
         *_REPLICATED,
     ),
-    "memory.numa": (("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),),
+    "memory.numa": (
+        ("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),
+        *_TRAINERS,
+    ),
     "memory.link_gb_per_s": (
         ("only emulated devices have a throttled link", lambda case: not case.is_emulated()),
         *_REPLICATED,
@@ -238,6 +272,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     "parallel.handover": (
         ("one device hands nothing over", lambda case: not case.has_several_workers()),
         *_REPLICATED,
+        *_TRAINERS,
     ),
     **dict.fromkeys(("parallel.ddp_bucket_mib", "parallel.ddp_static_graph"), _ONLY_DDP),
     **dict.fromkeys(("parallel.ddp_find_unused", "parallel.ddp_compress"), _ONLY_DDP),

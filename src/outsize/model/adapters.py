@@ -37,11 +37,13 @@ class Adapters:
         config: PEFT's `LoraConfig`.
         names: of each trained parameter, by its name in the model: its name in a file of adapters.
         initial: what those begin with that are not weights of the model, by name in the model.
+        around: PEFT's model around the model.
     """
 
     config: Any
     names: Mapping[str, str]
     initial: Mapping[str, Tensor]
+    around: nn.Module
 
     def apart(self, model: nn.Module, dtype: str, base_codec: str = "raw", table_codec: str = "raw") -> Apart:
         """Return in which frozen part of its unit a parameter lies: all but what trains."""
@@ -159,7 +161,7 @@ def put_in(model: nn.Module, config: Any, seed: int, *, trains: bool = True) -> 
     missing = trained.keys() - names.keys()
     if missing:
         raise ConfigError(f"lora: PEFT trains {sorted(missing)[0]} and does not save it; leave it out")
-    return Adapters(config, {name: names[name] for name in trained}, initial)
+    return Adapters(config, {name: names[name] for name in trained}, initial, adapted)
 
 
 def linear_layers(model: nn.Module) -> str:

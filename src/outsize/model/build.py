@@ -10,13 +10,13 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
@@ -104,7 +104,7 @@ def build_skeleton(
     dtype: str = "fp32",
     attention: str = "auto",
     trust_remote_code: bool = False,
-    head: bool = True,
+    auto: str | None = None,
     frozen: bool = False,
 ) -> nn.Module:
     """Return the model of ``hf_config`` in training mode: parameters on the meta device, buffers real.
@@ -115,12 +115,13 @@ def build_skeleton(
     checkpoint stores hold their initial values until `CheckpointReader.load_buffers`.
 
     Args:
-        hf_config: what to build; decoders become causal, encoders masked language models.
+        hf_config: what to build.
         dtype: dtype of the parameters, ``fp32``, ``bf16`` or ``fp16``.
         attention: ``auto`` (sdpa where the architecture has it, else eager) or a name that transformers
             knows.
         trust_remote_code: whether code that comes with the model may run.
-        head: False leaves the head out: the model that ends in hidden states.
+        auto: class of transformers that builds it, e.g. ``AutoModel`` for one that ends in hidden states; None makes
+            decoders causal, and encoders masked language models.
         frozen: whether its own weights do not train, so that a quantised checkpoint will do
             (`checkpoint.files.quantised`).
 
@@ -133,14 +134,18 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if attention != "auto":
         options["attn_implementation"] = attention
-    factory = _factory(config) if head else _headless()
+    factory = _factory(config) if auto is None else _class_of(auto).from_config
     try:
         with _parameters_on_meta():
             model: nn.Module = factory(config, **options)
     except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+        known = (
+            f"transformers has {auto} for other architectures"
+            if auto
+            else "attention=eager works for every one"
+        )
         raise ModelError(
-            f"cannot build a {config.model_type} model with attention={attention!r}: {error}; "
-            "attention=eager works for every architecture"
+            f"cannot build a {config.model_type} model with attention={attention!r}: {error}; {known}"
         ) from error
     _finish(model, DTYPES[dtype])
     logger.info("%s: attention %s", type(model).__name__, cast(Any, model).config._attn_implementation)
@@ -177,7 +182,9 @@ def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
     from transformers.models.auto import modeling_auto
 
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.model_type} is an encoder-decoder; outsize trains decoders and encoders")
+        raise ModelError(
+            f"{config.model_type} is an encoder-decoder, which outsize train takes for sft alone"
+        )
     remote = getattr(config, "auto_map", None) or {}
     causal = (
         config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -199,10 +206,30 @@ def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
     return cast(Callable[..., nn.Module], auto.from_config)
 
 
-def _headless() -> Callable[..., nn.Module]:
-    from transformers import AutoModel
+def _class_of(auto: str) -> Any:
+    import transformers
 
-    return cast(Callable[..., nn.Module], AutoModel.from_config)
+    return getattr(transformers, auto)
+
+
+def initial_values(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return what parameters of a skeleton begin with, drawn as the model draws them; the skeleton stays one.
+
+    Args:
+        model: of transformers.
+        names: of the parameters, a new head's, say.
+    """
+    values = {}
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        module = model.get_submodule(path)
+        skeletons = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, p in skeletons.items():
+            module._parameters[name] = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype))
+        with torch.no_grad():
+            cast(Any, model)._init_weights(module)
+        values.update({f"{path}.{name}": module._parameters[name] for name in skeletons})
+        module._parameters.update(skeletons)
+    return {name: cast(Tensor, values[name]).detach() for name in names}
 
 
 def _is_named_causal(config: "PretrainedConfig") -> bool:

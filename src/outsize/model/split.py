@@ -195,6 +195,17 @@ def _inside(places: tuple[tuple[nn.Module, str], ...], unit: nn.Module) -> bool:
     return all(id(module) in members for module, _ in places)
 
 
+def frozen_by(model: nn.Module, patterns: tuple[str, ...], *, everything: bool = False) -> list[nn.Parameter]:
+    """Return the parameters whose names fit one of ``patterns``, or all.
+
+    Raises:
+        ModelError: a pattern matches nothing.
+    """
+    named = dict(model.named_parameters())
+    _check_patterns(patterns, named)
+    return [p for n, p in named.items() if everything or any(fnmatch(n, pattern) for pattern in patterns)]
+
+
 def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
     known = list(names)
     for pattern in patterns:

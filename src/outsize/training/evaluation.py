@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outsize import files
-from outsize.checkpoint.checkpoint_dir import set_best
+from outsize.checkpoint.checkpoint_dir import name_of, set_best
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
@@ -117,7 +117,7 @@ class Evaluations:
         try:
             files.write_whole(path, "".join(json.dumps(asdict(each)) + "\n" for each in self.records))
             if self._config.eval.keep_best and self.best is record:
-                set_best(self._run_dir, step)
+                set_best(self._run_dir, name_of(step))
         except OSError as error:
             raise explain(error, f"write {path}") from error
         return record

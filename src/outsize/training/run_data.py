@@ -164,6 +164,18 @@ class _Files:
     hf_config: Any
 
 
+def files_of(config: Config) -> ModelFiles:
+    """Return what is read of a run's model where its weights are not.
+
+    Raises:
+        OutsizeError: there is no such model.
+    """
+    return _Files(
+        locate_checkpoint(config.model.path),
+        load_hf_config(config.model.path, config.model.trust_remote_code),
+    )
+
+
 def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
     """Return what a run would train on, tokenised into its run directory if it has one; reads no weights.
 
@@ -178,10 +190,7 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
         OutsizeError: what would keep the data from being used.
     """
     config = config.model_copy(update={"data": config.data.model_copy(update={"window": None})})
-    files = _Files(
-        locate_checkpoint(config.model.path),
-        load_hf_config(config.model.path, config.model.trust_remote_code),
-    )
+    files = files_of(config)
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir
         directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))

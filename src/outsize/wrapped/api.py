@@ -1,10 +1,13 @@
 """`outsize.wrap`, `outsize.load` and `outsize.unwrap`."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
@@ -12,9 +15,9 @@ from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightS
 from outsize.choices import Dtype, Home, Moments
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
-from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.sizes.model_spec import TensorSpec
-from outsize.model.split import split
+from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
 from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
@@ -22,6 +25,8 @@ from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
+
+_log = logging.getLogger(__name__)
 
 
 def wrap(
@@ -136,16 +141,94 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         mlp_parts=mlp_parts,
     )
     base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
-    config = load_hf_config(base, trust_remote_code)
-    wanted = choose_dtype(dtype, choose_device(settings.memory.device))
     frozen = not trainable or settings.codecs != ("raw", "raw")
-    model = build_skeleton(config, wanted, attention, trust_remote_code, head != "none", frozen)
-    fill = _from_checkpoint(model, locate_checkpoint(base), adapters)
-    if frozen:
-        model.requires_grad_(False)
+    built = Built(dtype, attention, trust_remote_code, "AutoModel" if head == "none" else None, frozen)
+    model = open_wrapped(base, settings, built, adapters)
     if not trainable:
         model.eval()
-    return _recorded(_attach(model, settings, fill), run_dir, _discard)
+    return _recorded(model, run_dir, _discard)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """How the model of a checkpoint is built.
+
+    Attributes:
+        dtype: see `load`, as for the next two.
+        attention: see there.
+        trust_remote_code: see there.
+        auto: class of transformers that builds it, see `build_skeleton`.
+        frozen: whether none of it trains.
+        changes: what its config says otherwise than the checkpoint's.
+        freeze: glob patterns of parameters that do not train.
+        lora: PEFT's configuration of adapters that do, begun by the seed of torch's generator; None for none.
+        may_lack: whether a head that the checkpoint lacks begins anew, drawn from torch's generator.
+        empty: whether weights are left as they are, zeros, for a plan alone.
+    """
+
+    dtype: Dtype = "auto"
+    attention: str = "auto"
+    trust_remote_code: bool = False
+    auto: str | None = None
+    frozen: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    freeze: tuple[str, ...] = ()
+    lora: Any = None
+    may_lack: bool = False
+    empty: bool = False
+
+
+def open_wrapped(name: str, settings: WrapSettings, built: Built, adapters: Path | None = None) -> nn.Module:
+    """Return the model of a checkpoint, wrapped, or PEFT's model around it; see `load`.
+
+    Args:
+        name: path or hub id.
+        settings: how it is streamed.
+        built: how it is built.
+        adapters: directory of adapters to put in; None for none.
+
+    Raises:
+        OutsizeError: as `load`.
+    """
+    config = load_hf_config(name, built.trust_remote_code)
+    config.update(dict(built.changes))
+    dtype = choose_dtype(built.dtype, choose_device(settings.memory.device))
+    model = build_skeleton(config, dtype, built.attention, built.trust_remote_code, built.auto, built.frozen)
+    source: WeightSource = _Stored(locate_checkpoint(name), model, may_lack=built.may_lack)
+    if adapters is not None:
+        source = AdapterSource(source, put_in(model, stored_config(adapters), 0, trains=False), adapters)
+    for parameter in frozen_by(model, built.freeze, everything=built.frozen):
+        parameter.requires_grad_(False)
+    around = None
+    if built.lora is not None:
+        found = put_in(model, built.lora, torch.initial_seed())
+        source, around = AdapterSource(source, found), found.around
+
+    def fill(tensor: TensorSpec, into: Tensor) -> None:
+        if not built.empty:
+            source.read(tensor.name, 0, tensor.numel, into)
+
+    _attach(model, settings, fill)
+    return model if around is None else around
+
+
+class _Stored(CheckpointReader):
+    """A checkpoint, and what of a model it may lack; gives a model without weights all else that it has."""
+
+    def __init__(self, directory: Path, model: nn.Module, *, may_lack: bool) -> None:
+        super().__init__(directory, model, may_lack=may_lack)
+        self._begun = initial_values(model, self.lacking)
+        if self._begun:
+            _log.info("not in %s, and begun anew: %s", directory, ", ".join(self._begun))
+        self.load_buffers(model)
+        take_generation_config(model, directory)
+
+    def read(self, name: str, start: int, stop: int, into: Tensor) -> None:
+        """See `WeightSource.read`."""
+        if name in self._begun:
+            into.view(-1).copy_(self._begun[name].reshape(-1)[start:stop])
+        else:
+            super().read(name, start, stop, into)
 
 
 def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
@@ -158,21 +241,6 @@ def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
             "outsize.load takes adapters with trainable=False; to train them use PeftModel.from_pretrained, then wrap"
         )
     return base, Path(name).expanduser()
-
-
-def _from_checkpoint(model: nn.Module, directory: Path, adapters: Path | None) -> Fill:
-    """Give a model without weights all else that its checkpoint has, and adapters; return what reads its weights."""
-    reader = CheckpointReader(directory, model)
-    reader.load_buffers(model)
-    take_generation_config(model, directory)
-    source: WeightSource = reader
-    if adapters is not None:
-        source = AdapterSource(reader, put_in(model, stored_config(adapters), 0, trains=False), adapters)
-
-    def fill(tensor: TensorSpec, into: Tensor) -> None:
-        source.read(tensor.name, 0, tensor.numel, into)
-
-    return fill
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from outsize.config import Config
 from outsize.config.train_section import TrainConfig
 from outsize.hardware.gpus import import_nvml
 from outsize.model.sizes.model_spec import ModelSpec
@@ -77,6 +79,21 @@ class _Passes:
             engine.give_up(error)
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a loop that is a run.
+
+    Attributes:
+        config: of the run, which says whether it goes on with what its directory holds.
+        num_steps: that were done before.
+        complete: called with the record of each step; returns it with what the loop knows besides.
+    """
+
+    config: Config
+    num_steps: int
+    complete: Callable[[StepRecord], StepRecord]
+
+
 class LoopRecords:
     """Writes the run directory of a wrapped model; closed with the model.
 
@@ -85,20 +102,26 @@ class LoopRecords:
         session: of the model.
         model: the model.
         dtype: in which it computes.
+        known: of the loop; None where nothing is.
 
     Raises:
         ConfigError: the directory holds a run.
         StorageError: it cannot be written.
     """
 
-    def __init__(self, run_dir: Path, session: Session, model: nn.Module, dtype: str) -> None:
+    def __init__(
+        self, run_dir: Path, session: Session, model: nn.Module, dtype: str, known: Known | None = None
+    ) -> None:
         self._run_dir, self._dtype = run_dir, dtype
+        self._complete: Callable[[StepRecord], StepRecord] = (
+            known.complete if known else lambda record: record
+        )
         # Weakly: what closes the records of a model that is dropped must not keep the model.
         self._session, self._model = weakref.ref(session), weakref.ref(model)
         self._passes = _Passes()
         self._accounts: Accounts | None = None
         self._unwritten: tuple[StepRecord, StepOutcome] | None = None
-        self._number = 0
+        self._first = self._number = known.num_steps if known else 0
         self._began_s = time.perf_counter()
         # Of the step under way:
         self._asked_s: float | None = None
@@ -111,7 +134,7 @@ class LoopRecords:
         self._events: list[Event] = []
         train = TrainConfig()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(claimed(run_dir))
+            stack.enter_context(claimed(run_dir, known.config if known else None))
             self._heartbeat = stack.enter_context(Heartbeat(run_dir))
             stack.callback(self._write_line)
             self._watchdog = stack.enter_context(
@@ -156,6 +179,14 @@ class LoopRecords:
         )
         facts = describe(model, spec, machine, self._dtype, None, peak)
         write_json(self._run_dir / "run.json", {**facts, "num_ranks": 1})
+
+    def begin(self) -> None:
+        """Forget what was done so far: the first step begins now."""
+        session = self._session()
+        if session is not None and session.engine is not None:
+            session.engine.take_timeline()
+        self._began_s, self._loss = time.perf_counter(), None
+        self._forget()
 
     def leaving(self, engine: Engine) -> None:
         """Take what an engine knows of the step under way, before it is closed."""
@@ -208,11 +239,17 @@ class LoopRecords:
         timeline = Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
         self._watchdog.step_ended(outcome.seconds)
         self._write_line()
-        self._unwritten = accounts.record(outcome, timeline, 0, {}), outcome
-        if outcome.number == TIMELINE_STEP:
+        self._unwritten = self._complete(accounts.record(outcome, timeline, 0, {})), outcome
+        if outcome.number - self._first == TIMELINE_STEP:
             write_json(self._run_dir / "timeline.json", to_chrome(timeline))
         self._number, self._began_s = self._number + 1, ended_s
         self._forget()
+
+    def measured(self, loss: float, perplexity: float | None) -> None:
+        """Take what an evaluation after the step that is known last has found."""
+        if self._unwritten is not None:
+            record, outcome = self._unwritten
+            self._unwritten = replace(record, eval_loss=loss, eval_perplexity=perplexity), outcome
 
     def close(self) -> None:
         """Write what is known, and watch no longer; idempotent."""

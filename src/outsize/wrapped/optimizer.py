@@ -104,7 +104,8 @@ class AdamW(torch.optim.Optimizer):
         """
         self._runner.settle()
         updates = self._runner.updates
-        moments = {plane: dict(self._values(plane)) for plane in self._planes()}
+        planes = self._planes() if any(updates.values()) else ()
+        moments = {plane: dict(self._values(plane)) for plane in planes}
         self.state.clear()
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -43,7 +43,7 @@ from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.loop_records import LoopRecords
+from outsize.wrapped.loop_records import Known, LoopRecords
 from outsize.wrapped.parameters import Fill, HomeParameters
 
 _log = logging.getLogger(__name__)
@@ -138,12 +138,17 @@ class Planned:
     def _engine(self) -> Engine | None:
         return self.session.engine
 
-    def record(self, run_dir: Path) -> None:
+    def record(self, run_dir: Path, known: Known | None = None) -> None:
         """Write a run directory from now on, see `LoopRecords`."""
         model = self._check()
-        self.records = LoopRecords(run_dir, self.session, model, self.split.spec.compute_dtype)
+        self.records = LoopRecords(run_dir, self.session, model, self.split.spec.compute_dtype, known)
         # Not at exit: `close` ends the lanes first, and what they move until then belongs to the last line.
         weakref.finalize(self, self.records.close).atexit = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of now; None before the first call."""
+        return self._plan
 
     def settle(self) -> None:
         """Return when no step is under way, so that weights and state at home are those after the last one."""

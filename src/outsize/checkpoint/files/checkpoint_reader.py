@@ -56,6 +56,7 @@ class CheckpointReader:
     Attributes:
         directory: the checkpoint.
         unexpected: names of stored tensors that the model has no use for.
+        lacking: names of parameters that are not stored, where such may be.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class CheckpointReader:
         directory: str | os.PathLike[str],
         model_skeleton: nn.Module,
         tied: Sequence[Sequence[str]] | None = None,
+        *,
+        may_lack: bool = False,
     ) -> None:
         """Check headers, names and shapes; reads no weights but tied ones that are stored twice.
 
@@ -70,6 +73,7 @@ class CheckpointReader:
             directory: the checkpoint.
             model_skeleton: the model.
             tied: all names of each parameter, see `tied_names`; None asks the model.
+            may_lack: whether what belongs to no layer, such as a head, may be missing.
 
         Raises:
             CheckpointError: a file is missing or truncated, or tensors are missing or of another shape.
@@ -80,8 +84,8 @@ class CheckpointReader:
         self._shapes = {n: tuple(p.shape) for n, p in model_skeleton.named_parameters(remove_duplicate=False)}
         self._converted: tuple[tuple[str, int | None], dict[str, Tensor]] | None = None
         self._check_shapes()
-        self._stored_name = self._resolve(
-            model_skeleton, tied_names(model_skeleton) if tied is None else tied
+        self._stored_name, self.lacking = self._resolve(
+            model_skeleton, tied_names(model_skeleton) if tied is None else tied, may_lack
         )
         self.unexpected = _without_ignored(model_skeleton, self._map.unexpected)
         if self.unexpected:
@@ -160,8 +164,10 @@ class CheckpointReader:
                     "use the full-precision checkpoint"
                 )
 
-    def _resolve(self, model: nn.Module, tied: Sequence[Sequence[str]]) -> dict[str, str]:
-        """Return the name under which each parameter is stored; for tied ones, any of its names will do."""
+    def _resolve(
+        self, model: nn.Module, tied: Sequence[Sequence[str]], may_lack: bool
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the name under which each parameter is stored, for tied ones any of its names; and what may lack."""
         resolved, missing = {}, []
         for names in tied:
             present = [name for name in names if name in self._map.shapes]
@@ -170,13 +176,14 @@ class CheckpointReader:
                 continue
             self._check_tied(present)
             resolved.update(dict.fromkeys(names, present[0]))
-        if missing:
+        lacking = tuple(name for name in missing if may_lack and not _OF_A_LAYER.search(name))
+        if len(missing) > len(lacking):
             unused = f"; there but not used: {_some(self._map.unexpected)}" if self._map.unexpected else ""
             raise CheckpointError(
                 f"{self.directory} lacks {len(missing)} tensors of {type(model).__name__}: {_some(missing)}"
                 f"{unused}; weights and config.json do not belong together, or the download is not complete"
             )
-        return resolved
+        return resolved, lacking
 
     def _check_tied(self, names: Sequence[str]) -> None:
         """Raise if one tied parameter is stored under several names with different values."""
@@ -194,6 +201,7 @@ class CheckpointReader:
                     )
 
 
+_OF_A_LAYER = re.compile(r"\.\d+\.")
 _TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -110,7 +110,7 @@ def _prompt_completion(record: Record, where: str, roles: Mapping[str, str]) -> 
     """Return a prompt and its completion: two texts, or the two parts of a conversation."""
     parts = [record["prompt"], record["completion"]]
     if any(isinstance(part, list) for part in parts):
-        asked, given = (_read_messages(record, name, where, roles) for name in ("prompt", "completion"))
+        asked, given = (read_messages(record, name, where, roles) for name in ("prompt", "completion"))
         return _conversation([*asked, *given], record, where, first=len(asked))
     prompt = _string(record, "prompt", where)
     return Document(where, prompt + _string(record, "completion", where), trained_from=len(prompt))
@@ -137,7 +137,7 @@ def _alpaca(record: Record, where: str, _: Mapping[str, str]) -> Document:
 
 
 def _messages(record: Record, where: str, roles: Mapping[str, str]) -> Document:
-    return _conversation(_read_messages(record, "messages", where, roles), record, where)
+    return _conversation(read_messages(record, "messages", where, roles), record, where)
 
 
 def _sharegpt(record: Record, where: str, roles: Mapping[str, str]) -> Document:
@@ -156,7 +156,12 @@ def _conversation(messages: list[dict[str, Any]], record: Record, where: str, fi
     return Document(where, messages=messages, turns=turns, tools=record.get("tools") or None)
 
 
-def _read_messages(record: Record, field: str, where: str, roles: Mapping[str, str]) -> list[dict[str, Any]]:
+def read_messages(record: Record, field: str, where: str, roles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the messages of a field, their roles those that chat templates know, their content text.
+
+    Raises:
+        DataError: the field is no list of messages, or a speaker is not known.
+    """
     return [
         {
             **message,

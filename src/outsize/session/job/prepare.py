@@ -134,7 +134,7 @@ def prepare(
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
     """
     group = group or SingleGroup()
-    check_shares(config, group.size)
+    _check_asked(config, group.size)
     dtype = choose_dtype(config.model.dtype, choose_device(config.memory.device))
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
@@ -295,6 +295,15 @@ def _described(model: nn.Module, spec: ModelSpec, adapters: Adapters | None, dty
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
         f"{trained}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
     )
+
+
+def _check_asked(config: Config, num_ranks: int) -> None:
+    check_shares(config, num_ranks)
+    if config.train.objective != "sft":
+        raise ConfigError(
+            f"train.objective: {config.train.objective} is for outsize train (and its --dry-run) alone, which has a "
+            "trainer of another library do it"
+        )
 
 
 def check_shares(config: Config, num_ranks: int) -> None:

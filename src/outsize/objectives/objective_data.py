@@ -1,0 +1,254 @@
+"""From the records of an objective to what its trainer takes: rows, and what makes a batch of them."""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.config import Config
+from outsize.data.chat import ChatTemplate
+from outsize.data.packed_dataset import PackedDataset
+from outsize.errors import DataError
+from outsize.objectives.objective_records import Classes, Row, read_rows
+from outsize.objectives.recipes import RECIPES, Recipe
+from outsize.training.run_data import ModelFiles, files_of, load_tokenizer, open_dataset
+
+Collate = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a trainer is given of the data.
+
+    Attributes:
+        tokenizer: of the model, with a token for padding.
+        rows: that train.
+        measured: that the model is measured on; None for none.
+        collate: makes a batch of rows; None where the trainer itself does.
+        changes: what the model's config says of the data.
+    """
+
+    tokenizer: Any
+    rows: Any
+    measured: Any = None
+    collate: Collate | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def prepare_data(
+    config: Config,
+    objective: str,
+    recipe: Recipe,
+    files: ModelFiles,
+    place: tuple[ExitStack, Path],
+    announce: Callable[[str], None],
+) -> Prepared:
+    """Read the data of a run.
+
+    Args:
+        config: of the run.
+        objective: of the run.
+        recipe: of the objective.
+        files: of the model.
+        place: what is entered in whatever stays open, and the run's directory.
+        announce: told what the data are.
+
+    Raises:
+        OutsizeError: they cannot be used.
+    """
+    tokenizer = load_tokenizer(files, config.model.trust_remote_code)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise DataError(
+            f"the tokenizer in {files.directory} has neither a pad nor an EOS token; give it a pad_token"
+        )
+    if not recipe.fields:
+        return _packed(config, files, tokenizer, place, announce)
+    rows = read_rows(config, objective, recipe, announce)
+    measured = read_rows(config, objective, recipe, announce, measured=True) if config.eval.on else None
+    announce(
+        f"{config.data.path}: {len(rows):,} records with {', '.join(rows[0])}"
+        + ("" if measured is None else f", {len(measured):,} to measure on")
+    )
+    if recipe.by_trl:
+        if any(isinstance(value, list) for value in rows[0].values()):
+            tokenizer.chat_template = ChatTemplate(tokenizer, config.data.template).text
+        return _of_trl(tokenizer, rows, measured, recipe)
+    return _encoded(config, objective, files, tokenizer, (rows, measured), announce)
+
+
+def _of_trl(tokenizer: Any, rows: list[Row], measured: list[Row] | None, recipe: Recipe) -> Prepared:
+    made: Any = importlib.import_module("datasets").Dataset
+    changes = {"num_labels": 1} if recipe.task == "SEQ_CLS" else {}
+    return Prepared(
+        tokenizer=tokenizer,
+        rows=made.from_list(rows),
+        measured=None if measured is None else made.from_list(measured),
+        changes=changes,
+    )
+
+
+def _encoded(
+    config: Config,
+    objective: str,
+    files: ModelFiles,
+    tokenizer: Any,
+    found: tuple[list[Row], list[Row] | None],
+    announce: Callable[[str], None],
+) -> Prepared:
+    """Return records whose texts are tokens, cut to as many as a sequence has."""
+    from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
+
+    num_cut, seq_len = 0, config.data.seq_len
+
+    def tokens(text: str, **how: Any) -> list[int]:
+        nonlocal num_cut
+        ids: list[int] = tokenizer(text, **how)["input_ids"]
+        num_cut += len(ids) > seq_len
+        return ids[:seq_len]
+
+    changes: dict[str, Any] = {}
+    collate: Any
+    if objective == "classify":
+        classes = Classes([row["label"] for row in found[0]], _known_classes(files))
+        changes, collate = classes.changes, DataCollatorWithPadding(tokenizer)
+        made = [
+            [{"input_ids": tokens(row["text"]), "labels": classes.number(row["label"])} for row in rows or ()]
+            for rows in found
+        ]
+    elif objective == "embed":
+        collate = PairCollator(tokenizer)
+        made = [
+            [{f"{name}_ids": tokens(text) for name, text in row.items()} for row in rows or ()]
+            for rows in found
+        ]
+    else:
+        collate = DataCollatorForSeq2Seq(tokenizer)
+        made = [
+            [
+                {
+                    "input_ids": tokens(row["prompt"]),
+                    "labels": _ended(tokens(row["completion"], add_special_tokens=False), tokenizer, seq_len),
+                }
+                for row in rows or ()
+            ]
+            for rows in found
+        ]
+    if num_cut:
+        announce(f"{num_cut:,} texts are longer than data.seq_len ({seq_len}) and cut")
+    rows, measured = made
+    return Prepared(
+        tokenizer=tokenizer,
+        rows=rows,
+        measured=None if found[1] is None else measured,
+        collate=collate,
+        changes=changes,
+    )
+
+
+def _ended(ids: list[int], tokenizer: Any, seq_len: int) -> list[int]:
+    """Return tokens that a decoder is to write, and the one that ends them."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [*ids[: seq_len - len(end)], *end]
+
+
+def _known_classes(files: ModelFiles) -> dict[str, int]:
+    """Return the classes that a model has learnt already."""
+    kinds = getattr(files.hf_config, "architectures", None) or ()
+    return (
+        dict(files.hf_config.label2id)
+        if any(kind.endswith("SequenceClassification") for kind in kinds)
+        else {}
+    )
+
+
+class PairCollator:
+    """Pads texts that belong together to one batch: the anchors first, then the positives."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Return a batch of twice as many texts as there are ``rows``."""
+        ids = [row[name] for name in ("anchor_ids", "positive_ids") for row in rows]
+        return dict(self._tokenizer.pad({"input_ids": ids}, return_tensors="pt"))
+
+
+class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """The sequences of an epoch, each by its number."""
+
+    def __init__(self, dataset: PackedDataset, most: int | None = None) -> None:
+        self._dataset = dataset
+        self._num_rows = min(dataset.num_sequences, most or dataset.num_sequences)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {name: value[0] for name, value in self._dataset.sequences(int(number), 1).inputs.items()}
+
+
+def _stacked(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch of sequences, of which those without padding have no mask."""
+    whole = torch.ones_like(rows[0]["input_ids"])
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: torch.stack([row.get(name, whole) for row in rows]) for name in names}
+
+
+def _packed(
+    config: Config,
+    files: ModelFiles,
+    tokenizer: Any,
+    place: tuple[ExitStack, Path],
+    announce: Callable[[str], None],
+) -> Prepared:
+    """Return the sequences that sft would train."""
+    stack, run_dir = place
+    dataset = stack.enter_context(open_dataset(config, files, run_dir, announce))
+    measured = None
+    if config.eval.on:
+        held = stack.enter_context(open_dataset(config, files, run_dir, announce, measured=True))
+        measured = PackedRows(held, config.eval.sequences)
+    return Prepared(tokenizer=tokenizer, rows=PackedRows(dataset), measured=measured, collate=_stacked)
+
+
+def preview(config: Config, objective: str, announce: Callable[[str], None]) -> dict[str, Any]:
+    """Return what the records of an objective hold; reads no weights.
+
+    Returns:
+        Their number, the first of them, how often there is each label, and by field the tokens of its texts: the most,
+        the mean, and how many are longer than `data.seq_len`.
+
+    Raises:
+        OutsizeError: what would keep the data from being used.
+    """
+    recipe = RECIPES[objective]
+    tokenizer = load_tokenizer(files_of(config), config.model.trust_remote_code)
+    rows = read_rows(config, objective, recipe, announce)
+    lengths: dict[str, list[int]] = {}
+    for row in rows:
+        for name, value in row.items():
+            text = "".join(part["content"] for part in value) if isinstance(value, list) else value
+            if name != "label":
+                lengths.setdefault(name, []).append(len(tokenizer(text)["input_ids"]))
+    return {
+        "objective": objective,
+        "num_records": len(rows),
+        "first": rows[0],
+        "labels": dict(Counter(str(row["label"]) for row in rows if "label" in row)),
+        "tokens": {
+            name: {
+                "most": max(found),
+                "mean": sum(found) / len(found),
+                "num_longer": sum(length > config.data.seq_len for length in found),
+            }
+            for name, found in lengths.items()
+        },
+        "steps_per_epoch": len(rows) / config.sequences_per_step,
+    }

@@ -1,0 +1,166 @@
+"""Records with fields of their own: pairs of answers, marked answers, texts of a class, texts that belong together."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outsize.config import Config
+from outsize.data.reading.corpus import Corpus, Tolerance
+from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.formats import read_messages, renamed
+from outsize.data.reading.record_reader import Record, read_records
+from outsize.errors import ConfigError, DataError
+from outsize.objectives.recipes import Recipe
+from outsize.training.run_data import corpora_of
+
+Row = dict[str, Any]
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def read_rows(
+    config: Config, objective: str, recipe: Recipe, announce: Callable[[str], None], *, measured: bool = False
+) -> list[Row]:
+    """Return the records of a run as its trainer wants them, in the order of the files.
+
+    Args:
+        config: of the run.
+        objective: of the run.
+        recipe: names the fields.
+        announce: told what was left out.
+        measured: return what the model is measured on, and not what it is trained on.
+
+    Raises:
+        DataError: there are none, or one that is not such a record.
+        ConfigError: sources are weighted.
+    """
+    if any(source.weight != 1 for source in config.data.more):
+        raise ConfigError(f"data.more: weight: with train.objective={objective} all sources count once")
+    rows: list[Row] = []
+    for corpus in corpora_of(config, measured=measured):
+        rows += _of_source(corpus, objective, recipe, config.train.seed, announce)
+    kinds = {tuple(sorted((name, type(value) is list) for name, value in row.items())) for row in rows}
+    if len(kinds) > 1 and recipe.by_trl:
+        raise DataError(
+            f"{config.data.path}: some records have texts where others have messages, or other fields; all records of "
+            "a run have one form"
+        )
+    if not rows:
+        raise DataError(f"{config.data.path}: no records for train.objective={objective}")
+    return rows[: config.eval.sequences] if measured else rows
+
+
+def _of_source(
+    corpus: Corpus, objective: str, recipe: Recipe, seed: int, announce: Callable[[str], None]
+) -> list[Row]:
+    sources = find_sources(Path(corpus.path), corpus.glob)
+    if sources.container in ("text", "tokens"):
+        raise DataError(
+            f"{corpus.path}: train.objective={objective} takes records with {_listed(recipe.fields)}, and text files "
+            "hold none; try JSONL, CSV or Parquet"
+        )
+    bad, rows = Tolerance(corpus.max_bad_records), []
+    for file in sources.files:
+        for number, record in read_records(
+            file.path, sources.container or "json", lambda _: None, bad.forgive
+        ):
+            where = f"{file.path}:{number}"
+            try:
+                rows.append(
+                    _row(renamed(record, corpus.columns, where), objective, recipe, corpus.roles, where)
+                )
+            except DataError as error:
+                bad.forgive(error)
+    if bad.count:
+        announce(f"{corpus.path}: {bad.count} malformed records left out; the first: {bad.messages[0]}")
+    if not corpus.split:
+        return rows
+    held = set(random.Random(seed).sample(range(len(rows)), round(corpus.split * len(rows))))
+    return [row for number, row in enumerate(rows) if (number in held) == corpus.held]
+
+
+def _row(record: Record, objective: str, recipe: Recipe, roles: Mapping[str, str], where: str) -> Row:
+    missing = [name for name in recipe.fields if record.get(name) is None]
+    if missing:
+        raise DataError(
+            f"{where}: train.objective={objective} takes records with {_listed(recipe.fields)}, and found "
+            f"{_listed(record)}; data.columns maps other names, e.g. {{{missing[0]}: theirs}}"
+        )
+    names = (*recipe.fields, *(name for name in recipe.optional if record.get(name) is not None))
+    return {name: _value(record, name, objective, recipe, roles, where) for name in names}
+
+
+def _value(
+    record: Record, name: str, objective: str, recipe: Recipe, roles: Mapping[str, str], where: str
+) -> Any:
+    value = record[name]
+    if name == "label":
+        if objective == "kto":
+            return _truth(value, where)
+        if isinstance(value, (str, int, float)):
+            return value
+        raise DataError(f"{where}: field 'label' is a name or a number, not {type(value).__name__}")
+    if isinstance(value, str):
+        return value
+    if not recipe.by_trl:
+        raise DataError(f"{where}: field {name!r} must be a string, found {type(value).__name__}")
+    messages = read_messages(record, name, where, roles)
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _truth(value: Any, where: str) -> bool:
+    found = _TRUTHS.get(str(value).lower())
+    if found is None:
+        raise DataError(f"{where}: field 'label' of train.objective=kto is true or false, not {value!r}")
+    return found
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(repr(name) for name in names) or "nothing"
+
+
+class Classes:
+    """The labels of a data set as numbers: of classes, or as they are where they are measures.
+
+    Args:
+        labels: all there are.
+        known: number of each name, of a model that has learnt them already.
+
+    Attributes:
+        changes: what the model's config says of them.
+    """
+
+    def __init__(self, labels: Sequence[Any], known: Mapping[str, int]) -> None:
+        kinds = {type(label) for label in labels}
+        self._are_measures = float in kinds and kinds <= {int, float}
+        self.changes: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
+        if self._are_measures:
+            return
+        if {str(label) for label in labels} <= set(known):
+            self._numbers = dict(known)
+        else:
+            numeric = all(isinstance(label, int) for label in labels)
+            names = sorted(set(labels)) if numeric else sorted({str(label) for label in labels})
+            self._numbers = {str(name): number for number, name in enumerate(names)}
+        if len(self._numbers) < 2:
+            raise DataError(
+                f"all records have the label {labels[0]!r}; train.objective=classify takes several"
+            )
+        self.changes = {
+            "num_labels": len(self._numbers),
+            "id2label": {number: name for name, number in self._numbers.items()},
+            "label2id": self._numbers,
+            "problem_type": "single_label_classification",
+        }
+
+    def number(self, label: Any) -> int | float:
+        """Return what the model is given for a label.
+
+        Raises:
+            DataError: no record that trains has it.
+        """
+        if self._are_measures:
+            return float(label)
+        if str(label) not in self._numbers:
+            raise DataError(f"the label {label!r} of eval is that of no record that trains")
+        return self._numbers[str(label)]

@@ -1,0 +1,346 @@
+"""A run by a trainer of another library, from its configuration to its result.
+
+1. Records are read, and models opened, streamed, in the run's own directory.
+2. The trainer is made, with what the configuration says.
+3. One forward of the longest record, in a whole batch, has the step planned: what does not fit is known before the
+   first step, and the plan serves all that follow.
+4. The trainer trains. Heartbeat, plan and timeline are those of `outsize.wrap`; checkpoints are the trainer's.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from outsize.accelerators import index_of, is_accelerator, module_of
+from outsize.checkpoint import run_checkpoint
+from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
+from outsize.config import Config, dump_config, load_config
+from outsize.errors import ConfigError, DataError, OutsizeError
+from outsize.group.launched import launched
+from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
+from outsize.objectives.objective_models import Models, open_models, streamed
+from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
+from outsize.planner.search.step_plan import Plan
+from outsize.runtime.device.device_group import device_names
+from outsize.session.job.machine import choose_device
+from outsize.session.job.prepare import check_length
+from outsize.session.torch_state import borrowed_torch
+from outsize.telemetry.writers import Writers, open_writers
+from outsize.training.interrupt import Interrupt
+from outsize.training.loop import Progress
+from outsize.training.metrics.heartbeat import HEARTBEAT, write_whole
+from outsize.training.metrics.run_records import TrainResult
+from outsize.training.metrics.step_metrics import peak_rss_bytes
+from outsize.training.run_data import files_of
+from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed
+from outsize.wrapped.loop_records import Known
+from outsize.wrapped.module import is_wrapped, runner_of
+
+Announce = Callable[[str], None]
+# What a run that goes on has to have in common with the run so far.
+_THE_SAME = ("model.path", "data.path", "data.seq_len", "train.objective", "train.method", "train.seed")
+
+
+def train(
+    config: Config, *, progress: Progress | None = None, announce: Announce = lambda _: None
+) -> TrainResult:
+    """Train as ``config`` says, by a trainer over a streamed model; see `outsize.training.run.train`.
+
+    Raises:
+        OutsizeError: the run cannot start, or a step failed. What was saved before stays.
+    """
+    objective = objective_of(config)
+    assert objective is not None
+    with Interrupt(announce) as interrupt:
+        interrupt.doing = "records were read and models opened"
+        return _train(config, objective, interrupt, progress, announce)
+
+
+def foresee(config: Config, announce: Announce = lambda _: None) -> dict[str, Plan]:
+    """Return the plans of a run by a trainer, by model, without starting it: weights are left as they are, zeros.
+
+    Raises:
+        OutsizeError: what would keep the run from starting.
+    """
+    objective = objective_of(config)
+    assert objective is not None
+    with contextlib.ExitStack() as stack:
+        trainer, models = _opened(stack, config, objective, choose_run_dir(config), announce)
+        _rehearse(trainer)
+        return {name: plan for name, model in models.named() if (plan := runner_of(model).plan) is not None}
+
+
+def _train(
+    config: Config, objective: str, interrupt: Interrupt, progress: Progress | None, announce: Announce
+) -> TrainResult:
+    from outsize.objectives.objective_trainer import Following
+
+    run_dir = choose_run_dir(config)
+    resumed = run_checkpoint.find(config.train.resume, run_dir)
+    config = as_before(config, run_dir, resumed)
+    _check_goes_on(config, run_dir)
+    done = 0 if resumed is None else run_checkpoint.position_of(resumed).step
+    if config.train.epochs is None and done >= config.train.steps:
+        announce(f"{resumed} has {done} of {config.train.steps} steps: nothing is left to do")
+        return _result(run_dir, done, {"steps": done, "num_steps": config.train.steps, "budget_bytes": 0})
+    with claimed(run_dir, config):  # by the records of the model, later on
+        pass
+    following = Following(config, interrupt, announce, progress, RECIPES[objective].has_perplexity)
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_litter, run_dir / CHECKPOINTS)
+        known = Known(config, done, following.complete)
+        trainer, models = _opened(stack, config, objective, run_dir, announce, known)
+        following.trainer = trainer
+        following.steps_per_epoch = math.ceil(len(trainer.train_dataset) / config.sequences_per_step)
+        named = open_writers(
+            config.telemetry.writers, run_dir, config.telemetry.project, config.model_dump(mode="json")
+        )
+        following.writers = stack.enter_context(Writers(named, config.telemetry.every, announce))
+        trainer.add_callback(following)
+        write_whole(run_dir / CONFIG_FILE, dump_config(config))
+        _rehearse(trainer)
+        interrupt.finish = lambda: (
+            "the run ends after the step under way, and saves; a second one stops it at once"
+        )
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+        told = {
+            "steps": trainer.state.global_step,
+            "num_steps": trainer.state.max_steps,
+            "eval_loss": following.eval_loss,
+            "stopped_early": following.stopped_early,
+            "budget_bytes": sum(runner_of(m).session.machine.device_bytes for _, m in models.named()),
+        }
+    return _result(run_dir, done, told)
+
+
+def _opened(
+    stack: contextlib.ExitStack,
+    config: Config,
+    objective: str,
+    run_dir: Path,
+    announce: Announce,
+    known: Known | None = None,
+) -> tuple[Any, Models]:
+    """Return the trainer of a run, and its models, without weights where there is no loop that is ``known``."""
+    recipe = RECIPES[objective]
+    place = launched()
+    if place is not None and place.size > 1:
+        raise ConfigError(f"train.objective={objective} trains in one process; start it without torchrun")
+    kinds = imported(recipe.trainer, objective), imported(recipe.arguments, objective)
+    device = choose_device(config.memory.device)
+    deterministic = config.train.deterministic and known is not None
+    stack.enter_context(borrowed_torch(deterministic=deterministic, device=device))
+    stack.enter_context(_quiet())
+    for note in config.notes():
+        announce(f"note: {note}")
+    files = files_of(config)
+    check_length(config, files.hf_config)
+    own_dir = run_dir if known else Path(stack.enter_context(TemporaryDirectory(prefix="outsize-")))
+    data = prepare_data(config, objective, recipe, files, (stack, own_dir), announce)
+    torch.manual_seed(config.train.seed)
+    models = open_models(stack, config, recipe, data.changes, run_dir, empty=known is None)
+    if known is not None and is_wrapped(streamed(models.trained)):
+        runner_of(streamed(models.trained)).record(run_dir, known)
+    models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
+    with _refused_as_configuration(objective):
+        arguments = _arguments(config, objective, recipe, kinds[1], own_dir)
+        trainer = _trainer(config, recipe, kinds[0], arguments, data, models)
+    left, there = len(trainer.train_dataset), len(data.rows)
+    if not left:
+        raise DataError(
+            f"{config.data.path}: no record is trained: all are too long for data.seq_len; raise it"
+        )
+    if left < there:
+        announce(f"{there - left:,} of {there:,} records are left out: too long for data.seq_len")
+    return trainer, models
+
+
+def _trainer(
+    config: Config, recipe: Recipe, kind: type, arguments: Any, data: Prepared, models: Models
+) -> Any:
+    from transformers import PrinterCallback, ProgressCallback
+
+    from outsize.objectives.objective_trainer import by_config
+
+    more: dict[str, Any] = {} if data.collate is None else {"data_collator": data.collate}
+    model = models.trained
+    if recipe.compares:
+        more["ref_model"] = models.frozen
+    with contextlib.ExitStack() as stack:
+        if recipe.compares and models.adapters is not None:
+            # TRL compares with the model without its adapters only if it was TRL that put them there.
+            model, more["peft_config"] = streamed(model), models.adapters
+            put_there = sys.modules[kind.__module__]
+            stack.enter_context(patch.object(put_there, "get_peft_model", lambda *_, **__: models.trained))
+        made = by_config(kind)(
+            model=model,
+            args=arguments,
+            train_dataset=data.rows,
+            eval_dataset=data.measured,
+            processing_class=data.tokenizer,
+            **more,
+        )
+    for callback in (PrinterCallback, ProgressCallback):  # stdout is for the result
+        made.remove_callback(callback)
+    own = {"beta": config.train.beta, "temperature": config.train.temperature, "teacher": models.frozen}
+    for name, value in {} if recipe.by_trl else own.items():
+        if value is not None:
+            setattr(made, name, value)
+    made.config = config
+    return made
+
+
+def _arguments(config: Config, objective: str, recipe: Recipe, kind: Any, run_dir: Path) -> Any:
+    train, optimizer = config.train, config.optimizer
+    device = device_names(choose_device(config.memory.device))[0]
+    if is_accelerator(device):
+        module_of(device).set_device(index_of(device))
+    settings: dict[str, Any] = {
+        "output_dir": str(run_dir / CHECKPOINTS),
+        "per_device_train_batch_size": config.sequences_per_step,
+        "per_device_eval_batch_size": config.sequences_per_step,
+        "learning_rate": optimizer.lr,
+        "max_grad_norm": 0.0 if optimizer.clip == "none" else optimizer.max_grad_norm,
+        "seed": train.seed % 2**32,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "save_total_limit": train.save_total_limit,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": not is_accelerator(device),
+        "dataloader_pin_memory": is_accelerator(device),
+        "prediction_loss_only": True,
+    }
+    settings |= {"max_steps": train.steps} if train.epochs is None else {"num_train_epochs": train.epochs}
+    if recipe.by_trl:
+        settings |= {"max_length": config.data.seq_len, "gradient_checkpointing": False}
+        settings |= {} if train.beta is None or objective == "reward" else {"beta": train.beta}
+    else:
+        settings |= {"remove_unused_columns": False}
+        settings |= {"label_names": ["input_ids"]} if objective == "embed" else {}
+    arguments = kind(**settings)
+    if arguments.device is not None:  # asking sets what follows
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # one device computes, whichever else there are
+    return arguments
+
+
+def _rehearse(trainer: Any) -> None:
+    """Have a step planned for the longest record, in a whole batch, and forget what came of it."""
+    if not is_wrapped(streamed(trainer.model)):
+        return
+    rows = trainer.train_dataset
+    longest = rows[0] if isinstance(rows, PackedRows) else max(rows, key=_width)
+    count = trainer.args.per_device_train_batch_size
+    trainer.create_optimizer()
+    trainer.model.train()
+    with torch.random.fork_rng(devices=[]), _refused_as_configuration(trainer.config.train.objective):
+        batch = trainer.data_collator([dict(longest) for _ in range(min(count, len(rows)))])
+        trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
+    for kind in ("_metrics", "_stored_metrics"):
+        for told in getattr(trainer, kind, {}).values():
+            told.clear()
+
+
+def _width(row: dict[str, Any]) -> int:
+    """Return the tokens of the longest sequence that a batch has of a record."""
+    named = ((name, value) for name, value in row.items() if name.endswith("ids") or name == "labels")
+    lengths = {name: len(value) for name, value in named if hasattr(value, "__len__")}
+    return lengths.pop("prompt_ids", 0) + max(lengths.values(), default=0)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep off the console what libraries draw, and say of what they will call otherwise one day."""
+    from transformers.utils import logging
+
+    bars: list[tuple[Callable[[], bool], Callable[[], None], Callable[[], None]]] = [
+        (logging.is_progress_bar_enabled, logging.disable_progress_bar, logging.enable_progress_bar)
+    ]
+    with contextlib.suppress(ImportError):
+        sets: Any = importlib.import_module("datasets")
+        bars.append(
+            (
+                lambda: not sets.are_progress_bars_disabled(),
+                sets.disable_progress_bars,
+                sets.enable_progress_bars,
+            )
+        )
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore", FutureWarning)
+        for is_shown, hide, show in bars:
+            if is_shown():
+                hide()
+                stack.callback(show)
+        yield
+
+
+@contextlib.contextmanager
+def _refused_as_configuration(objective: str) -> Iterator[None]:
+    """Raise what a trainer refuses, when it is made or tried, as an error of the configuration."""
+    try:
+        yield
+    except OutsizeError:
+        raise
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
+        raise ConfigError(f"train.objective={objective}: {error}") from error
+
+
+def _check_goes_on(config: Config, run_dir: Path) -> None:
+    """Check that a run goes on with the run that its directory holds.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    path = run_dir / CONFIG_FILE
+    if config.train.resume != "auto" or not path.is_file():
+        return
+    before = load_config(path, environ={})
+    for key in _THE_SAME:
+        section, _, name = key.partition(".")
+        was, now = (getattr(getattr(found, section), name) for found in (before, config))
+        if was != now:
+            raise ConfigError(
+                f"{key}: the run in {run_dir} has {was!r}, and cannot go on with {now!r}; leave it as it was, or "
+                "choose another train.run_dir"
+            )
+
+
+def _result(run_dir: Path, first: int, told: dict[str, Any]) -> TrainResult:
+    """Return what the steps after ``first`` came to, from their lines in the heartbeat."""
+    path = run_dir / HEARTBEAT
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    steps = [line for line in {line["step"]: line for line in lines}.values() if line["step"] > first]
+    seconds = sum(step["seconds"] for step in steps)
+    stalled: dict[str, float] = {}
+    for step in steps:
+        for lane, waited_s in step["stall_s"].items():
+            stalled[lane] = stalled.get(lane, 0.0) + waited_s
+    saved, chosen = latest(run_dir), best(run_dir)
+    final = [step for step in steps if step["loss"] is not None]
+    return TrainResult(
+        **{
+            "loss": final[-1]["loss"] if final else math.nan,
+            "tokens_per_s": sum(step["tokens"] for step in steps) / seconds if seconds else 0.0,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "stall_share": sum(stalled.values()) / seconds if seconds else 0.0,
+            "stall_owner": max(stalled, key=lambda lane: stalled[lane], default=None),
+            "bytes_read": sum(step["bytes_read"] for step in steps),
+            "bytes_written": sum(step["bytes_written"] for step in steps),
+            "run_dir": str(run_dir),
+            "export_dir": None if saved is None else str(saved),
+            "best_dir": None if chosen is None else str(chosen),
+            **told,
+        }
+    )

@@ -1,0 +1,136 @@
+"""What each objective takes: a class that opens the model, fields of records, a trainer; one row for each."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outsize.config import Config
+from outsize.config.config_rules import refused_by_trainers
+from outsize.errors import ConfigError, OutsizeError
+from outsize.model.build import load_hf_config
+from outsize.training.metrics.run_records import TrainResult
+
+SEQ2SEQ: Final = "seq2seq"
+_OWN = "outsize.objectives.own_trainers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How an objective is trained.
+
+    Attributes:
+        auto: class of transformers that opens the model.
+        fields: of a record; none where sequences are those of sft.
+        optional: further fields that a record may have.
+        trainer: ``module:class``.
+        arguments: ``module:class`` of its settings.
+        task: what PEFT calls it.
+        takes_head: whether the forward takes the weight of the head itself, as those of some of TRL's trainers do.
+        compares: whether the model is held to what it was: to itself without adapters, or to a frozen one.
+        has_perplexity: whether the loss is one of tokens.
+    """
+
+    auto: str = "AutoModelForCausalLM"
+    fields: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    trainer: str = "transformers:Trainer"
+    arguments: str = "transformers:TrainingArguments"
+    task: str = "CAUSAL_LM"
+    takes_head: bool = False
+    compares: bool = False
+    has_perplexity: bool = False
+
+    @property
+    def by_trl(self) -> bool:
+        """Whether the trainer is TRL's, which makes tokens of texts itself."""
+        return self.trainer.startswith("trl")
+
+
+_CLASSES: Final[dict[str, Any]] = {"auto": "AutoModelForSequenceClassification", "task": "SEQ_CLS"}
+_PAIRS: Final[dict[str, Any]] = {"fields": ("chosen", "rejected"), "optional": ("prompt",)}
+
+RECIPES: Final[Mapping[str, Recipe]] = {
+    "dpo": Recipe(
+        trainer="trl:DPOTrainer", arguments="trl:DPOConfig", takes_head=True, compares=True, **_PAIRS
+    ),
+    "orpo": Recipe(
+        trainer="trl.experimental.orpo:ORPOTrainer", arguments="trl.experimental.orpo:ORPOConfig", **_PAIRS
+    ),
+    "kto": Recipe(
+        fields=("prompt", "completion", "label"),
+        trainer="trl:KTOTrainer",
+        arguments="trl:KTOConfig",
+        takes_head=True,
+        compares=True,
+    ),
+    "reward": Recipe(trainer="trl:RewardTrainer", arguments="trl:RewardConfig", **_CLASSES, **_PAIRS),
+    "classify": Recipe(fields=("text", "label"), **_CLASSES),
+    "embed": Recipe(
+        auto="AutoModel",
+        fields=("anchor", "positive"),
+        trainer=f"{_OWN}:EmbeddingTrainer",
+        task="FEATURE_EXTRACTION",
+    ),
+    "distill": Recipe(trainer=f"{_OWN}:DistillTrainer", has_perplexity=True),
+    SEQ2SEQ: Recipe(
+        auto="AutoModelForSeq2SeqLM",
+        fields=("prompt", "completion"),
+        task="SEQ_2_SEQ_LM",
+        has_perplexity=True,
+    ),
+}
+
+
+def objective_of(config: Config) -> str | None:
+    """Return the row of `RECIPES` that a run goes by; None where the engine trains it without any.
+
+    Raises:
+        ConfigError: a setting that an encoder-decoder cannot be trained with.
+    """
+    if config.train.objective != "sft":
+        return config.train.objective
+    try:
+        found = load_hf_config(config.model.path, config.model.trust_remote_code)
+    except OutsizeError:  # of which the run itself speaks
+        return None
+    if not getattr(found, "is_encoder_decoder", False):
+        return None
+    refused = refused_by_trainers(
+        config, f"a {found.model_type} goes to a trainer of transformers, and there"
+    )
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return SEQ2SEQ
+
+
+def training_of(config: Config) -> Callable[..., TrainResult]:
+    """Return what trains a run: the engine alone, or a trainer over a streamed model.
+
+    Raises:
+        ConfigError: see `objective_of`.
+    """
+    if objective_of(config) is None:
+        from outsize.training import run
+
+        return run.train
+    from outsize.objectives import objective_run
+
+    return objective_run.train
+
+
+def imported(place: str, objective: str) -> Any:
+    """Return the class at ``module:class``.
+
+    Raises:
+        ConfigError: its library is not installed, or has none.
+    """
+    module, _, name = place.partition(":")
+    library = module.partition(".")[0]
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"train.objective={objective} is trained by {name} of {library}: {error}; install it with: "
+            f"pip install -U {library} datasets"
+        ) from error
