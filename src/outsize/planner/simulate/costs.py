@@ -161,6 +161,11 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
     return cost_of
 
 
+def step_bytes_of(state: StateLayout) -> float:
+    """Return what a step of one element moves, as bytes at the rate of one over fp32 moments."""
+    return state.step_bytes / (FACTORED_PACE if state.factored else STEP_PACE[state.moments])
+
+
 def _wire(source: int, target: int) -> str:
     """Return the name of what carries copies from one GPU to another."""
     return f"peer:w{source}-w{target}"
@@ -231,11 +236,8 @@ class _Pricing:
             return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
-            pace = FACTORED_PACE if self.state.factored else STEP_PACE[self.state.moments]
-            bytes_each = self.state.step_bytes / pace
-            return Cost(
-                seconds=self._encode_s(op), amount=round(bytes_each * self._elements(op)), through=through
-            )
+            amount = round(step_bytes_of(self.state) * self._elements(op))
+            return Cost(seconds=self._encode_s(op), amount=amount, through=through)
         if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
             return self._exchange(op)
         if op.kind in (Kind.READ, Kind.WRITE):
