@@ -10,7 +10,7 @@ fixed order, so the same units give the same cuts.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import inf
+from math import inf, sqrt
 from typing import TypeVar
 
 from outsize.planner.program.stages import Span, Stages, spans_down, spans_up
@@ -26,7 +26,7 @@ from outsize.planner.search.cuts import (
 from outsize.planner.search.step_bound import Least, StepBound
 from outsize.planner.simulate.pipeline import bubble, makespan_s
 from outsize.planner.simulate.stage_times import StageSums
-from outsize.planner.simulate.stage_traffic import StageTraffic
+from outsize.planner.simulate.stage_traffic import StageTraffic, with_shared
 
 # How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
 # best start has one of them, and whatever it leaves goes on to the next.
@@ -34,8 +34,8 @@ NUM_DRAWN = 8
 NUM_CLIMBERS = 4
 # Rounds after which a step mostly repeats itself, and takes no longer to time.
 MANY_ROUNDS = 8
-# Stages of which a look at a cut costs as much as timing a visit of one.
-STAGES_LOOKED_AT = 8
+# What a look at a cut costs, in visits of stages that are timed, and of how many stages it costs one more.
+LOOK_VISITS, STAGES_LOOKED_AT = 12, 8
 
 Fits = Callable[[Span, bool], bool]
 
@@ -110,11 +110,15 @@ class Pipeline:
             return 0.0
         return self.traffic.least_s(num_ups, fused, num_downs, self.num_microbatches, round_size)
 
-    def step_s(self, stages: Stages, may_wait_s: Sequence[float] = ()) -> float:
-        """Return the time of a step; infinity where a worker stands still for longer than it may, see `makespan_s`."""
+    def step_s(self, stages: Stages, limit_s: float = inf, busy_s: Sequence[float] = ()) -> float:
+        """Return the time of a step; infinity where it is seen to be no less than ``limit_s``.
+
+        Of a step for ``limit_s``, ``busy_s`` is what each worker computes at least, and what follows behind it.
+        """
         shared_s = self.shared_s(
             len(stages.forward), stages.backward[0][0], len(stages.backward), stages.round_size
         )
+        alone_s = sqrt(max(0.0, limit_s**2 - shared_s**2)) if limit_s < inf else inf
         seconds = makespan_s(
             self.sums.of(stages),
             self.num_microbatches,
@@ -123,9 +127,9 @@ class Pipeline:
             self.hop_s,
             self.halves,
             overlaps=stages.overlaps,
-            may_wait_s=may_wait_s,
+            may_wait_s=[alone_s - worker_s for worker_s in busy_s],
         )
-        return max(seconds, shared_s)
+        return with_shared(seconds, shared_s)
 
     def least_s(self, round_size: int) -> float:
         """Return seconds that a step takes at least, however it is cut, in rounds of so many microbatches or fewer."""
@@ -219,7 +223,7 @@ class _Search:
         if (timed := cut in self.no_less) and self.no_less[cut] >= limit_s:
             return inf
         if not timed:
-            self.left -= max(1, (len(cut[0]) + len(cut[1])) // STAGES_LOOKED_AT)
+            self.left -= LOOK_VISITS + (len(cut[0]) + len(cut[1])) // STAGES_LOOKED_AT
         least = self.least(*cut) if cut[1] and limit_s < inf else Least(0.0)
         if not cut[1] or least.step_s >= limit_s:
             return inf
@@ -230,7 +234,7 @@ class _Search:
         if not timed:
             rounds = -(-self.pipeline.num_microbatches // cut[2])
             self.left -= stages.num_stages * min(rounds, MANY_ROUNDS)
-        seconds = self.pipeline.step_s(stages, [limit_s - busy_s for busy_s in least.busy_s])
+        seconds = self.pipeline.step_s(stages, limit_s, least.busy_s)
         if seconds < inf:
             self.known[cut] = seconds
         else:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from outsize.planner.program.stages import spans_down, spans_up
 from outsize.planner.search.cuts import Sizes
 from outsize.planner.simulate.stage_times import StageTimes
+from outsize.planner.simulate.stage_traffic import with_shared
 
 if TYPE_CHECKING:
     from outsize.planner.search.partition import Pipeline
@@ -86,7 +87,7 @@ class StepBound:
         again = early + late if len(early) < workers else early
         first = [start - earlier + total for start, earlier, total in zip(begun, again, busy, strict=False)]
         shared_s = self._pipeline.shared_s(num_ups, self._top - backward[0], len(backward), round_size)
-        return Least(max(shared_s, *moved, *first), tuple(busy))
+        return Least(with_shared(max(*moved, *first), shared_s), tuple(busy))
 
     def _dealt(self, count: int, round_size: int) -> tuple[list[tuple[int, tuple[int, int, int]]], int]:
         """Return microbatches, rounds and later rounds by the worker that they begin with, and the last such worker."""
