@@ -22,6 +22,7 @@ def contradictions(config: "Config") -> list[str]:
         _packing,
         _window,
         _loss,
+        _compile,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -50,6 +51,22 @@ def _loss(config: "Config") -> list[str]:
             "train.loss: chunked is a loss by itself, and train.loss_function another; leave one of the two out"
         ]
     return []
+
+
+def _compile(config: "Config") -> list[str]:
+    """What is compiled returns nothing from within; and DDP sends gradients one by one, as a backward makes them."""
+    train, activations = config.train, config.memory.activations
+    refused = {
+        "train.mlp_parts: 1": train.mlp_parts > 1,
+        "parallel.mode: stream": config.parallel.mode == "ddp",
+        "memory.activations: auto": activations.endswith(("-attention", "-products")),
+    }
+    compiles = config.model.compile != "off"
+    return [
+        f"model.compile: blocks goes with {key}; or set it off"
+        for key in refused
+        if compiles and refused[key]
+    ]
 
 
 def _warmup(config: "Config") -> list[str]:

@@ -141,7 +141,7 @@ _OPTIMIZER: Final[Mapping[str, _Row]] = {
 
 NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("model.path", "model.dtype", "model.attention", "model.freeze"), _ALWAYS),
-    "model.trust_remote_code": _ALWAYS,
+    **dict.fromkeys(("model.compile", "model.trust_remote_code"), _ALWAYS),
     **dict.fromkeys(("data.path", "data.format", "data.seq_len", "data.pack"), _ALWAYS),
     **dict.fromkeys(("data.prefetch", "data.window"), _ALWAYS),
     "data.workers": (
