@@ -14,6 +14,7 @@ import zoo
 from outsize.doctor.run_record import read_run
 from outsize.errors import ConfigError, StorageError
 from outsize.reporting.collect import collect
+from outsize.wrapped import loop_records
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.parameters import HomeParameters
 from reference import num_targets
@@ -103,6 +104,35 @@ def test_a_checkpoint_whose_loop_has_no_directory_is_not_read_into_memory(
     with pytest.raises(ConfigError, match="choose another run_dir"):
         outsize.load(tmp_path / "model", **ROOM, home="disk", run_dir=tmp_path)
     assert not read
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_passes_without_a_step_take_no_more_memory_the_more_there_are(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop_records, "MOST_EVENTS", 50)
+    how: dict[str, Any] = {"run_dir": tmp_path / "run"} if recorded else {}
+    with wrapped(zoo.build("llama"), device="emulated:1", **how) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = [streamed_backward(model, BATCHES[number]) for number in (0, 1, 2, 3)]
+        runner = runner_of(model)
+        assert runner._engine.num_noted <= 50  # type: ignore[union-attr]
+        records = runner.records
+        assert (records is not None) == recorded
+        if records is not None:
+            assert (len(records._moved), len(records._events)) == (1, 50)
+        optimizer.step()
+    if recorded:
+        targets = [num_targets(batch, True) for batch in BATCHES]
+        mean = sum(float(loss) * n for loss, n in zip(losses, targets, strict=True)) / sum(targets)
+        assert [(step["loss"], step["bytes_up"] > 0) for step in lines(tmp_path / "run")] == [(mean, True)]
+
+
+def test_what_a_loop_is_told_of_a_stall_names_no_setting(tmp_path: Path):
+    with wrapped(zoo.build("llama"), run_dir=tmp_path) as model:
+        records = runner_of(model).records
+        assert records is not None
+        assert records._watchdog._reason == "more than 600 s"
 
 
 def test_only_passes_are_watched(tmp_path: Path):

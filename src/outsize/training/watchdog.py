@@ -92,6 +92,7 @@ class Watchdog:
 
     Attributes:
         doing: what is watched where that is no step; empty for a step.
+        setting: what says ``floor_s``; empty where nobody can.
         tick_s: seconds between two looks.
         grace_s: seconds that a run has to end after it was given up.
         end_process: ends the process with a status, without leave.
@@ -125,6 +126,7 @@ class Watchdog:
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._links_are_disk = links_are_disk
         self.doing = ""
+        self.setting = "train.stall_floor_s="
         self._step = 0
         self._reported = -1
         self._ended = -1
@@ -146,7 +148,7 @@ class Watchdog:
     def _reason(self) -> str:
         """What the limit is made of."""
         if self.limit_s <= self._floor_s:
-            return f"more than train.stall_floor_s={self._floor_s:g}"
+            return f"more than {self.setting}{self._floor_s:g}{'' if self.setting else ' s'}"
         kind = f"median of {len(self._steps_s)} steps," if self._steps_s else "predicted step,"
         return f"more than {self._factor:g} times the {kind} {format_seconds(self.typical_step_s)}"
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from outsize.training.run_dir import PLAN_FILE, claimed
 from outsize.training.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
+# Ops that a loop remembers, the last ones of a step: it may go forward for as long as it likes.
+MOST_EVENTS = 200_000
 
 
 class _Passes:
@@ -101,7 +103,9 @@ class LoopRecords:
         # Of the step under way:
         self._asked_s: float | None = None
         self._moved: list[Mapping[tuple[str, str], Moved]] = []
-        self._losses: list[tuple[Tensor, int]] = []
+        self._loss: tuple[Tensor, int] | None = None
+        self._loss_sum = 0.0
+        self._scored = 0
         self._tokens = 0
         self._norm: Tensor | None = None
         self._events: list[Event] = []
@@ -124,6 +128,7 @@ class LoopRecords:
             self._sampler = stack.enter_context(GpuSampler(uuids, import_nvml))
             stack.callback(register_optimizer_step_post_hook(_hook(weakref.ref(self))).remove)
             self._stack = stack.pop_all()
+        self._watchdog.setting = ""
         self._watchdog.watch(self._passes, 1)
 
     def planned(self, plan: Plan, spec: ModelSpec, session: Session) -> None:
@@ -155,6 +160,7 @@ class LoopRecords:
     def leaving(self, engine: Engine) -> None:
         """Take what an engine knows of the step under way, before it is closed."""
         self._events += engine.take_timeline().events
+        del self._events[:-MOST_EVENTS]
 
     @contextlib.contextmanager
     def passing(self, engine: Engine, context: StepContext) -> Iterator[None]:
@@ -167,6 +173,8 @@ class LoopRecords:
             yield
         finally:
             self._passes.engine = None
+        self._moved = [{("", crossed): moved for crossed, moved in _sum(self._moved).items()}]
+        self.leaving(engine)
 
     def counts(self, context: StepContext) -> None:
         """Book what the ops of ``context`` move on the step under way."""
@@ -177,7 +185,8 @@ class LoopRecords:
         self._tokens += tokens
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1 and tokens:
-            self._losses.append((loss.detach(), tokens))
+            self._book_loss()  # of a pass before, whose work is done
+            self._loss = loss.detach(), tokens
 
     def clipped(self, norm: Tensor) -> None:
         """Take the norm of all gradients."""
@@ -211,11 +220,10 @@ class LoopRecords:
 
     def _outcome(self, lr: float, ended_s: float) -> StepOutcome:
         asked_s = self._asked_s or ended_s
-        scored = sum(tokens for _, tokens in self._losses)
-        total = sum(float(loss) * tokens for loss, tokens in self._losses)
+        self._book_loss()
         return StepOutcome(
             number=self._number,
-            loss=total / scored if scored else float("nan"),
+            loss=self._loss_sum / self._scored if self._scored else float("nan"),
             gradient_norm=float("nan") if self._norm is None else float(self._norm),
             learning_rate=lr,
             tokens=self._tokens,
@@ -230,7 +238,14 @@ class LoopRecords:
     def _forget(self) -> None:
         """Begin to count anew, for the next step."""
         self._asked_s, self._norm, self._tokens = None, None, 0
-        self._moved, self._losses, self._events = [], [], []
+        self._moved, self._events = [], []
+        self._loss_sum, self._scored = 0.0, 0
+
+    def _book_loss(self) -> None:
+        if self._loss is not None:
+            (loss, tokens), self._loss = self._loss, None
+            self._loss_sum += float(loss) * tokens
+            self._scored += tokens
 
     def _write_line(self) -> None:
         """Write the line of the step that was known last: by now all of its bytes have moved."""
@@ -255,7 +270,7 @@ def _fallbacks(session: "weakref.ref[Session]") -> dict[str, int]:
     return {} if found is None else found.fallbacks()
 
 
-def _sum(counted: tuple[Mapping[tuple[str, str], Moved], ...]) -> dict[str, Moved]:
+def _sum(counted: Iterable[Mapping[tuple[str, str], Moved]]) -> dict[str, Moved]:
     """Return the bytes that all passes of a step have moved so far, by what they crossed."""
     found: dict[str, Moved] = {}
     for moved in counted:
