@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import outsize
 import zoo
+from outsize.errors import StorageError
+from outsize.storage.home import DiskHome, HostHome
 from wrapped.loops import assert_equal, gradients, wrapped
 
 peft = pytest.importorskip("peft")
@@ -185,3 +187,26 @@ def test_a_home_that_cannot_be_moved_stays_as_it_was():
             model(**BATCH)
         model.delete_adapter("large")
         assert torch.equal(model(**BATCH).loss, want)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_a_model_whose_move_has_failed_half_way_is_as_it_was(home: str, monkeypatch: pytest.MonkeyPatch):
+    """For adapters that were added it moves to another home; nothing is let go of before all of it is there."""
+    plain, model = adapted(), adapted()
+    kind = HostHome if home == "host" else DiskHome
+    written, write = [], kind.write
+
+    def fails(self: Any, *given: Any) -> None:
+        written.append(given)
+        if len(written) == 8:
+            raise StorageError("planted")
+        write(self, *given)
+
+    with wrapped(model, home=home):
+        for made in (plain, model):
+            torch.manual_seed(2)
+            made.add_adapter("other", CONFIG)
+        monkeypatch.setattr(kind, "write", fails)
+        with pytest.raises(StorageError, match="planted"):
+            logits_with(model, "other")
+        assert torch.equal(logits_with(model, "other"), logits_with(plain, "other"))

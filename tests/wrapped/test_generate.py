@@ -14,6 +14,7 @@ import outsize
 import zoo
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.split import split
+from outsize.runtime.device.device import EmulatedDevice
 from outsize.wrapped.module import runner_of
 from support import save_model
 from wrapped.loops import ROOM, streamed_backward, wrapped
@@ -55,6 +56,19 @@ def plain(name: str = "llama") -> nn.Module:
 
 def frozen(name: str = "llama") -> nn.Module:
     return plain(name).requires_grad_(False)
+
+
+def test_a_forward_that_finds_no_room_gives_back_what_it_has_opened(monkeypatch: pytest.MonkeyPatch):
+    with wrapped(frozen(), device="emulated:1") as model:
+        closed = []
+        with monkeypatch.context() as patch:
+            patch.setattr("outsize.wrapped.inferring.Source", lambda *given: 1 / 0)
+            close = EmulatedDevice.close
+            patch.setattr(EmulatedDevice, "close", lambda device: closed.append(close(device)))
+            with pytest.raises(ZeroDivisionError):
+                write(model)
+        assert closed
+        assert torch.equal(write(model), write(plain()))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -104,11 +104,13 @@ class Inferring(Planned):
                 assert session is not None
                 return session.open_device()
 
-            with ordinary():
+            with contextlib.ExitStack() as stack, ordinary():
                 device = open_room()
+                stack.callback(device.close)
                 source = Source(
                     self.split.spec, device, self.session.home, self.session.ledger, self.session.pinner
                 )
+                stack.pop_all()  # a session that cannot be opened closes both
             fixed = decoding_bytes(self.split.spec)
             if is_accelerator(self._device):
                 fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())

@@ -42,6 +42,7 @@ class HomeParameters:
         home: where the weights go.
         fill: copies the weights of a tensor into a flat fp32 or compute-dtype tensor.
         state: how a trained unit lies in it.
+        at_once: whether nothing of the model is let go of before all of it is there; else each unit is.
 
     Attributes:
         named: the parameters by name.
@@ -51,7 +52,15 @@ class HomeParameters:
         num_writes: how often `write` has replaced weights, by unit.
     """
 
-    def __init__(self, split: Split, home: HostHome | DiskHome, fill: Fill, state: StateLayout) -> None:
+    def __init__(
+        self,
+        split: Split,
+        home: HostHome | DiskHome,
+        fill: Fill,
+        state: StateLayout,
+        *,
+        at_once: bool = False,
+    ) -> None:
         self._home = home
         self._state = state
         self._spec = split.spec
@@ -64,8 +73,12 @@ class HomeParameters:
         self.errors: dict[str, float] = {}
         self.factors: dict[str, Tensor] = {}
         self.num_writes: Counter[int] = Counter()
-        for unit in split.spec.units:
-            self._adopt(unit, split, fill)
+        units = split.spec.units
+        for group in (units,) if at_once else ((unit,) for unit in units):
+            for unit in group:
+                self._bring(unit, fill)
+            for unit in group:
+                self._adopt(unit, split)
 
     def positions_with_gradient(self, unit: UnitSpec) -> frozenset[int]:
         """Positions of the tensors of ``unit`` that have a gradient now; one that the user put there goes home."""
@@ -236,8 +249,8 @@ class HomeParameters:
         former = self.factors.get(name)
         self.factors[name] = factor if former is None else former * factor
 
-    def _adopt(self, unit: UnitSpec, split: Split, fill: Fill) -> None:
-        """Move the weights of ``unit`` home, and let go of where they were."""
+    def _bring(self, unit: UnitSpec, fill: Fill) -> None:
+        """Copy the weights of ``unit`` home."""
         for plane, tensors in self._members(unit, WEIGHTS):
             with Arena() as arena:
                 flat = self._plane(arena, unit, plane)
@@ -258,6 +271,10 @@ class HomeParameters:
                     decoded = self._plane(arena, unit, plane)
                     self._read(unit, plane, decoded, arena)
                     self.errors |= errors_of(part, flat, decoded)
+
+    def _adopt(self, unit: UnitSpec, split: Split) -> None:
+        """Show the weights of ``unit`` as they lie at home, and let go of where they were."""
+        for plane, tensors in self._members(unit, WEIGHTS):
             for tensor in tensors:
                 places = split.owners[tensor.name]
                 module, attribute = places[0]

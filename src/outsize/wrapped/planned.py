@@ -201,18 +201,19 @@ class Planned:
         )
         return Session(parts, machine, memory, store)
 
-    def _move_in(self, model: nn.Module, fill: Fill) -> None:
-        """Make a home for the parameters that ``model`` has now, and move them there."""
-        dtype, self._apart = dtype_and_parts(model, *self._codecs)
-        parts = split(model, dtype, apart=self._apart, with_head=self._with_head is not False)
+    def _move_in(self, model: nn.Module, fill: Fill, *, at_once: bool = False) -> None:
+        """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
+        dtype, apart = dtype_and_parts(model, *self._codecs)
+        parts = split(model, dtype, apart=apart, with_head=self._with_head is not False)
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
-            parameters = HomeParameters(parts, session.home, fill, state)
+            parameters = HomeParameters(parts, session.home, fill, state, at_once=at_once)
             stack.pop_all()
         if parameters.errors:
             _log.info("frozen weights are encoded: %s", summary(parameters.errors))
         self.split, self.state, self.session, self.parameters = parts, state, session, parameters
+        self._apart = apart
         self._ids = tuple(id(p) for p in model.parameters())
         self._flags = tuple(p.requires_grad for p in model.parameters())
         self._known, self._needed = [], {}
@@ -223,7 +224,7 @@ class Planned:
 
         Raises:
             ConfigError: there are gradients or optimizer state, which would be left behind.
-            BudgetExceededError: the new home does not fit its tier; the old one stays as it was.
+            BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
         former, session, named = self.parameters, self.session, self.parameters.named
         if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
@@ -260,7 +261,7 @@ class Planned:
         session.leave()
         try:
             with _training(model, flags):
-                self._move_in(model, fill)
+                self._move_in(model, fill, at_once=True)
         except BaseException:
             session.enter()
             raise
