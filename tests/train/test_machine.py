@@ -16,9 +16,14 @@ from outsize.session.job.machine import available_ram_bytes, choose_device, choo
 GIB = 2**30
 
 
-def machine_of(root: Path, monkeypatch: pytest.MonkeyPatch, groups: dict[str, object]) -> None:
+def machine_of(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: dict[str, object],
+    free: str = "MemAvailable: 8388608",
+) -> None:
     """Have the process see control groups, by path below ``root``."""
-    ram = {"proc/meminfo": f"MemTotal: {10 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n"}
+    ram = {"proc/meminfo": f"MemTotal: {10 * 2**20} kB\n{free} kB\n"}
     build(root, ram, {name: f"{text}\n" for name, text in groups.items()})
     monkeypatch.setattr(module, "read_host_memory", lambda _: read_host_memory(root))
 
@@ -118,6 +123,13 @@ GROUPS: dict[str, tuple[dict[str, object], float]] = {
         2,
     ),
 }  # fmt: skip
+
+
+def test_what_is_free_and_what_is_cached_stand_for_what_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    machine_of(tmp_path / "machine", monkeypatch, {}, f"MemFree: {2**20} kB\nCached: {2**21}")
+    assert available_ram_bytes() == 3 * GIB
 
 
 @pytest.mark.parametrize("case", GROUPS)

@@ -50,7 +50,8 @@ def read_host_memory(root: Path) -> HostMemory:
     """Return the memory that ``root/proc`` and ``root/sys`` describe."""
     return HostMemory(
         total_bytes=_meminfo(root, "MemTotal"),
-        available_bytes=_meminfo(root, "MemAvailable"),
+        # Kernels before 3.14, and some that stand in for one, do not say what is available.
+        available_bytes=_meminfo(root, "MemAvailable", instead=("MemFree", "Cached")),
         cgroup_limit_bytes=cgroup.memory_limit_bytes(root),
         cgroup_usage_bytes=cgroup.memory_usage_bytes(root),
         cgroup_free_bytes=cgroup.memory_free_bytes(root),
@@ -125,14 +126,15 @@ def refused_pin(root: Path) -> str:
     return f"the driver refused to pin memory: {told}; try {tries}"
 
 
-def _meminfo(root: Path, name: str) -> Fact:
+def _meminfo(root: Path, name: str, instead: tuple[str, ...] = ()) -> Fact:
     path = root / "proc/meminfo"
 
     def read() -> int:
-        match = re.search(rf"^{name}:\s*(\d+) kB", path.read_text(), re.MULTILINE)
-        if match is None:
+        told = dict(re.findall(r"^(\w+):\s*(\d+) kB", path.read_text(), re.MULTILINE))
+        names = (name,) if name in told or not instead else instead
+        if not told.keys() >= {*names}:
             raise ValueError(f"has no {name}")
-        return int(match[1]) * 1024
+        return sum(int(told[each]) for each in names) * 1024
 
     return Fact.of(path, read)
 
