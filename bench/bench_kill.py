@@ -81,6 +81,7 @@ def config_of(root: Path, name: str, home: str, steps: int, optimizer: str = "ad
                 "steps": steps,
                 "tokens_per_step": 4 * SEQ_LEN,
                 "microbatches": 2,
+                "round_microbatches": 1,
                 "run_dir": str(root / name),
                 "resume": "auto",
                 "save_every": SAVE_EVERY[home],

@@ -20,6 +20,7 @@ from test_exactness import compare
 
 COUNT = 4
 LINK = {"device": "emulated:1"}
+FROZEN = ((), ("*layers.0.*",), ("*att*",))
 
 
 def in_rounds(name: str, directory: Path, round_size: int, count: int = COUNT, **sections: Any) -> Any:
@@ -73,13 +74,18 @@ def unit_clipped(directory: Path, round_size: int, sections: dict) -> Any:
 def test_any_combination_is_exact(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     draw = data.draw
     count = draw(st.integers(1, 5))
+    device = draw(st.sampled_from(["cpu", "emulated:1", "emulated:2", "emulated:4"]))
+    several = device[-1] in "24"
+    kept = [choice.value for choice in Choice if not several or choice is not Choice.OFFLOAD]
     memory = {
         "home": draw(st.sampled_from(["host", "disk"])),
-        "device": draw(st.sampled_from(["cpu", "emulated:1"])),
-        "activations": draw(st.sampled_from(["auto", *(choice.value for choice in Choice)])),
-        "offload": draw(st.booleans()),
-        "slots": draw(st.none() | st.integers(1, 4)),
+        "device": device,
+        "activations": draw(st.sampled_from(["auto", *kept])),
     }
+    if not several:
+        memory |= {"offload": draw(st.booleans()), "slots": draw(st.none() | st.integers(1, 4))}
+    coded = {} if device == "cpu" else {"activations": "lossless4"}
+    coded |= {"weights": "lossless4"} if coded and memory["home"] == "host" else {}
     optimizer = {"max_grad_norm": draw(st.sampled_from([0.0, 0.05]))}
     name = draw(st.sampled_from(["llama", "qwen3_moe", "gpt_neox"]))
     in_rounds(
@@ -89,7 +95,8 @@ def test_any_combination_is_exact(tmp_path_factory: pytest.TempPathFactory, data
         count,
         memory=memory,
         optimizer=optimizer,
-        model={"dtype": draw(st.sampled_from(["fp32", "bf16"]))},
+        model={"dtype": draw(st.sampled_from(["fp32", "bf16"])), "freeze": draw(st.sampled_from(FROZEN))},
+        transport=draw(st.sampled_from([{}, coded])),
     )
 
 
@@ -101,11 +108,20 @@ def test_tied_weights_are_summed_use_by_use_in_each_round(device: str, round_siz
     assert (result.equal, result.differing) == (True, [])
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
-@pytest.mark.parametrize("codec", ["raw", "nf4"])
-def test_adapters_are_exact_in_rounds(codec: str, home: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("device", "home", "codec"),
+    [
+        ("emulated:1", "host", "raw"),
+        ("emulated:1", "disk", "raw"),
+        ("emulated:1", "host", "nf4"),
+        ("emulated:2", "disk", "nf4"),
+        ("emulated:2", "host", "raw"),
+    ],
+)
+def test_adapters_are_exact_in_rounds(device: str, home: str, codec: str, tmp_path: Path):
     own = {"method": "lora", "microbatches": 3, "round_microbatches": 1}
-    result = verify(make_run(tmp_path, train=own, lora={"base_codec": codec}, memory={**LINK, "home": home}))
+    memory = {"device": device, "home": home}
+    result = verify(make_run(tmp_path, train=own, lora={"base_codec": codec}, memory=memory))
     assert result.equal, result.differing
 
 
