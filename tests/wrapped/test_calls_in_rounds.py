@@ -93,6 +93,40 @@ def test_several_workers_take_a_call_in_rounds(name: str):
         assert not runner_of(model)._engine._crew.workers[0].activations._under_way  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("trained", ["lm_head", "layers.1", "norm"])
+@pytest.mark.parametrize("device", ["cpu", "emulated:2", "emulated:4"])
+def test_what_trains_alone_does_so_in_rounds(device: str, trained: str):
+    """Where stages hand over little, what later rounds hand over has room beside what the first has saved."""
+
+    def built() -> nn.Module:
+        model = zoo.build("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        return model
+
+    plain = built()
+    want = resident_backward(plain, BATCH, 5)
+    with planned_in(1), wrapped(built(), microbatches=5, device=device) as model:
+        assert torch.equal(streamed_backward(model, BATCH), want)
+        assert_equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_adapters_train_in_rounds_of_several_workers():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+
+    def built() -> nn.Module:
+        torch.manual_seed(1)
+        return peft.get_peft_model(zoo.build("llama"), config)
+
+    plain = built()
+    want = resident_backward(plain, BATCH, 5)
+    with planned_in(2), wrapped(built(), microbatches=5, device="emulated:2") as model:
+        assert torch.equal(streamed_backward(model, BATCH), want)
+        assert_equal(gradients(model), gradients(plain))
+
+
 @pytest.mark.parametrize("device", ["cpu", "emulated:2"])
 def test_a_call_that_is_too_large_for_one_round_goes_in_several(device: str):
     """What fits four rows fits thirty-two, but for what the model returns."""

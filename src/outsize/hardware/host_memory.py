@@ -131,7 +131,7 @@ def _meminfo(root: Path, name: str, instead: tuple[str, ...] = ()) -> Fact:
 
     def read() -> int:
         told = dict(re.findall(r"^(\w+):\s*(\d+) kB", path.read_text(), re.MULTILINE))
-        names = instead if name not in told and told.keys() >= {*instead} else (name,)
+        names = (name,) if name in told or not instead else instead
         if not told.keys() >= {*names}:
             raise ValueError(f"has no {name}")
         return sum(int(told[each]) for each in names) * 1024

@@ -44,7 +44,7 @@ from outsize.training.run_dir import PLAN_FILE, claimed
 from outsize.training.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
-# Ops that a step remembers, the last ones: a loop may go forward for as long as it likes.
+# Ops that a loop remembers, the last ones of a step: it may go forward for as long as it likes.
 MOST_EVENTS = 200_000
 
 

@@ -30,7 +30,7 @@ from outsize.planner.program.program import Program
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.storage.home import HostHome
-from outsize.wrapped import batching, wrap_planning
+from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
@@ -253,8 +253,8 @@ class Runner(Inferring):
                 engine.follow()
                 engine.submit(program, context)
                 engine.settle()
-            if self.records is None:
-                engine.take_timeline()  # nobody asks for what lanes note of each op
+            if engine.num_noted > loop_records.MOST_EVENTS:  # nobody has asked for long
+                engine.take_timeline()
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()

@@ -308,6 +308,11 @@ class Engine:
         events = self._executor.take_events()
         return Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
 
+    @property
+    def num_noted(self) -> int:
+        """Ops that have ended since the last `take_timeline`."""
+        return self._executor.num_noted
+
     def waiting(self) -> dict[str, Waiting]:
         """Return for each lane with unfinished work its first unfinished op."""
         return self._executor.waiting()

@@ -191,6 +191,11 @@ class Executor:
         self._failure = None
         self._closing = False
 
+    @property
+    def num_noted(self) -> int:
+        """Ops that have ended since the last `take_events`, on the device or not yet."""
+        return len(self.events) + len(self._timed)
+
     def take_events(self) -> list[Event]:
         """Return the ops that have ended since the last call, on the device too, and forget them."""
         events, self.events = self.events, []
