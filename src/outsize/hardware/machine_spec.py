@@ -18,8 +18,8 @@ HOST_SHARE = 0.8
 DISK_SHARE = 0.9
 # cuBLAS keeps a workspace for each stream and thread: here for the compute lane's, and autograd's that works for it.
 CUBLAS_BYTES = 2 * 32 * 2**20
-# What a core multiplies in bf16 where nobody has measured it: with AVX-512 alone, 37 GFLOP/s. Instructions for bf16
-# make 100 of them, AMX 850 (a Xeon of 2.6 GHz, matrices of 1,024 and 2,048 squared, oneDNN held to each).
+# What a core multiplies in bf16 where nobody has measured it: with AVX-512 alone, 39 GFLOP/s. Instructions for bf16
+# make 110 of them, AMX 1,150 (a Xeon of 2.6 GHz, matrices of 1,024 and 2,048 squared, oneDNN held to each).
 PRODUCTS_OF_A_CORE = 40e9
 
 
