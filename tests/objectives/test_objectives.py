@@ -192,6 +192,9 @@ def test_an_encoder_decoder_is_trained_by_sft_to_rounding(plainly: Any, tmp_path
     torch.manual_seed(0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     check(plainly, tmp_path, "sft", tolerance=1e-5)
+    said: list[str] = []
+    train(make_run(tmp_path, "sft", "noted", data={"pack": "none"}), announce=said.append)
+    assert "note: data.pack has no effect: records have fields of their own" in said
     text = tiny_run(tmp_path, memory={"home": "host"}, train={"run_dir": str(tmp_path / "text")})
     with pytest.raises(
         DataError, match="takes records with 'prompt', 'completion', and text files hold none"

@@ -24,7 +24,7 @@ import torch
 from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
-from outsize.config import Config, dump_config, load_config
+from outsize.config import Config, Surroundings, dump_config, load_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
 from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
@@ -141,7 +141,7 @@ def _opened(
     deterministic = config.train.deterministic and known is not None
     stack.enter_context(borrowed_torch(deterministic=deterministic, device=device))
     stack.enter_context(_quiet())
-    for note in config.notes():
+    for note in config.notes(Surroundings(device=device, by_trainer=True)):
         announce(f"note: {note}")
     files = files_of(config)
     check_length(config, files.hf_config)
