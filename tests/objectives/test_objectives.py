@@ -249,9 +249,13 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(
         train(config, progress=die)
     assert (tmp_path / "cut/checkpoints/latest").read_text() == "checkpoint-2\n"
     seen = []
+    left = tmp_path / "cut/store/home/of-a-process-that-was-killed.bin"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(b"weights")
     again = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
     result = train(again, progress=lambda record: seen.append((record.step, record.num_steps)))
     assert seen == [(3, 4), (4, 4)]
+    assert not left.exists()
     assert result.steps == 4
     assert losses(config) == losses(whole)
     want = weights(whole)
