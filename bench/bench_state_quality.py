@@ -6,25 +6,29 @@ fp32 state after 1,000 steps, at the end of which the learning rate is zero. How
 run with fp32 state whose first weights differ in their last bits.
 
 Beside them, for the choice of the format, what other 8-bit moments would do: the codes of bitsandbytes and torchao
-(dynamic map, blocks of 256, to nearest), ours to nearest, and ours with 16 octaves for the second moment, not 32. Ten
-minutes of one processor.
+(dynamic map, blocks of 256, to nearest), ours to nearest, and ours with 16 octaves for the second moment, not 32. And
+Muon on matrices of blocks at the same learning rate, with its momentum in each form. A quarter of an hour of one
+processor.
 
     OMP_NUM_THREADS=1 nice python bench/bench_state_quality.py --output bench/results/state_quality.json
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import quality
 import torch
 from quality import SEQ_LEN, SEQUENCES
 from torch import Tensor
 
-from outsize.model.sizes.model_spec import UnitSpec, pack_unit
+from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.optim import moments
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
+from outsize.optim.muon import Muon
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS, GRADIENT, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes
-from outsize.optim.step import step_state
+from outsize.optim.step import step_state, step_whole
+from outsize.storage.home_layout import ITEM_DTYPE
 
 LR, WARMUP = 1e-3, 20
 DYNAMIC_BLOCK = 256
@@ -91,6 +95,43 @@ VARIANTS: dict[str, tuple[str, Rounding | None]] = {
 }
 
 
+MUONS = {"Muon": "fp32", "Muon, bf16": "bf16", "Muon, 8 bits": "int8"}
+# Steps by a number and a learning rate.
+Step = Callable[[int, float], None]
+
+
+def adamw_step(variant: str, unit: UnitSpec, weights: Tensor, gradient: Tensor, seed: int) -> Step:
+    kind, rounding = VARIANTS[variant]
+    state = {name: torch.zeros(unit.numel, dtype=FORMATS[kind]) for name in ("exp_avg", "exp_avg_sq")}
+    if kind == "int8":
+        tops = unit.numel // BLOCK_ELEMENTS
+        state |= {f"{name}_scales": torch.zeros(tops, dtype=torch.uint8) for name in list(state)}
+    planes = StatePlanes(weights=weights, **state)
+
+    def step(number: int, lr: float) -> None:
+        step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=number, lr=lr, seed=seed)
+        if rounding is not None:
+            rounding(planes, number)
+
+    return step
+
+
+def muon_step(variant: str, unit: UnitSpec, weights: Tensor, gradient: Tensor, seed: int) -> Step:
+    """Of matrices of blocks; with the weight decay of the others."""
+    tensors = tuple(replace(tensor, muon=".h." in tensor.name) for tensor in unit.tensors)
+    unit, rule = replace(unit, tensors=tensors), Muon(weight_decay=PlaneAdamW().weight_decay)
+    layout = StateLayout(dtype="fp32", moments=MUONS[variant], newton_schulz=rule.ns_steps)
+    planes = {n: torch.zeros(p.items_of(unit), dtype=ITEM_DTYPE[p.item]) for n, p in layout.planes.items()}
+    planes |= {WEIGHTS: weights, GRADIENT: gradient}
+    scratch = torch.zeros(layout.scratch_elements(ModelSpec(units=(unit,), dtype="fp32")))
+
+    def step(number: int, lr: float) -> None:
+        counts = {tensor.name: number for tensor in tensors}
+        step_whole(rule, unit, planes, [scratch], step=counts, lr=lr, seed=seed)
+
+    return step
+
+
 def flattened(model: torch.nn.Module) -> tuple[UnitSpec, Tensor, Tensor]:
     """Return all parameters as one unit, its weights and its gradient; the model's own become views of them."""
     named = dict(model.named_parameters())
@@ -106,16 +147,11 @@ def flattened(model: torch.nn.Module) -> tuple[UnitSpec, Tensor, Tensor]:
 
 
 def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
-    kind, rounding = VARIANTS[variant]
     model = quality.fresh_model(seed)
     unit, weights, gradient = flattened(model)
     if variant == CONTROL:
         weights *= 1.0 + NUDGE
-    state = {name: torch.zeros(unit.numel, dtype=FORMATS[kind]) for name in ("exp_avg", "exp_avg_sq")}
-    if kind == "int8":
-        tops = unit.numel // BLOCK_ELEMENTS
-        state |= {f"{name}_scales": torch.zeros(tops, dtype=torch.uint8) for name in list(state)}
-    planes = StatePlanes(weights=weights, **state)
+    take = (muon_step if variant in MUONS else adamw_step)(variant, unit, weights, gradient, seed)
     generator = torch.Generator().manual_seed(seed)
     found = []
     for step in range(1, steps + 1):
@@ -126,9 +162,7 @@ def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
         loss.backward()
         found.append(loss.item())
         lr = LR * min(1.0, step / WARMUP) * (1.0 - (step - 1) / steps)
-        step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=step, lr=lr, seed=seed)
-        if rounding is not None:
-            rounding(planes, step)
+        take(step, lr)
     return found
 
 
@@ -140,7 +174,11 @@ def runs(seed: int, steps: int, variants: Sequence[str], corpus: Tensor) -> Iter
 def main() -> None:
     parser = quality.arguments(__doc__)
     parser.add_argument(
-        "--states", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="fp32 among them"
+        "--states",
+        nargs="+",
+        choices=[*VARIANTS, *MUONS],
+        default=[*VARIANTS, *MUONS],
+        help="fp32 among them",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

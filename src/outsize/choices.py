@@ -33,6 +33,8 @@ _Int4Gradients = Literal[
 TransportGradients = Literal[TransportWeights, _Int8Gradients, _Int4Gradients]
 # How stages hand over what they make for the next one.
 Handover = Literal["auto", "host", "peer"]
+# What of a model torch compiles.
+Compile = Literal["off", "blocks"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

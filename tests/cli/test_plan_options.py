@@ -77,6 +77,15 @@ def test_the_largest_models_that_fit_are_larger_and_no_larger(model_dir, capsys)
     assert "the largest of this family that fits" in capsys.readouterr().out
 
 
+def test_the_largest_models_do_not_depend_on_tokens_per_step(model_dir, capsys):
+    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--host-memory", "64MiB", "--home", "host")
+    found = [
+        answer(capsys, *options, "--largest", "--tokens-per-step", 128 * count)["largest"]
+        for count in (32, 1024)
+    ]
+    assert found[0] == found[1]
+
+
 def test_the_search_for_the_largest_ends_at_the_limit():
     found = largest(
         LLAMA, lambda config: config["num_hidden_layers"] if config["num_hidden_layers"] <= 100 else None

@@ -70,8 +70,8 @@ def test_many_cards_are_there_and_no_name_stands_for_two():
         assert card.memory_bytes > 0
         assert card.memory_bytes_per_s > 0
         assert "fp16" in card.peaks
-        assert card.peer in ("none", "pcie", "nvlink", "c2c")
-        assert (card.peer_bytes_per_s > 0) == (card.peer in ("nvlink", "c2c"))
+        assert card.peer in ("none", "pcie", "nvlink", "c2c", "unified")
+        assert (card.peer_bytes_per_s > 0) == (card.peer not in ("none", "pcie"))
     for kind in (
         "2080ti",
         "5090",
@@ -114,6 +114,39 @@ def test_parse_gpus():
     assert two.links[0].up_bytes_per_s.value == pytest.approx(
         parse_gpus("4090").links[0].up_bytes_per_s.value / 2
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("7900xtx", "1x7900xtx"),
+        ("9070 XT", "1x9070xt"),
+        ("2x 7900 xt", "2x7900xt"),
+        ("4090x2", "2x4090"),
+        ("RTX 4090 x 8", "8x4090"),
+        ("Quadro RTX 8000", "1xrtx8000"),
+    ],
+)
+def test_a_letter_of_a_name_is_no_sign_of_a_number(text, name):
+    assert parse_gpus(text).name == name
+
+
+def test_gpus_of_two_kinds_are_refused_with_what_to_plan_instead():
+    with pytest.raises(ConfigError, match="are alike; plan with the slowest"):
+        parse_gpus("4090,3090")
+
+
+@pytest.mark.parametrize("name", ["gb10", "mi300a", "8060s"])
+def test_memory_that_host_and_gpu_share_is_counted_once(name):
+    machine = parse_gpus(name)
+    assert machine.gpus[0].memory_bytes + machine.host.memory_bytes == find_card(name).memory_bytes
+    assert machine.host.bytes_per_s.value < machine.gpus[0].memory_bytes_per_s.value
+
+
+def test_a_superchip_has_its_own_host():
+    machine = parse_gpus("gh200")
+    assert machine.host.memory_bytes == 480 * 2**30
+    assert machine.links[0].up_bytes_per_s.value <= machine.host.bytes_per_s.value
 
 
 def test_an_unknown_name_suggests_near_ones():

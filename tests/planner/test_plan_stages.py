@@ -18,6 +18,7 @@ from outsize.planner.program.stages import Stages, cursor_after, spans_down, spa
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Budgets, PlanOptions
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.discrete import Cost
@@ -138,6 +139,25 @@ def test_one_byte_less_than_the_least_does_not_fit():
     with pytest.raises(InfeasiblePlanError, match="on each device") as raised:
         plan(model(), budgets=Budgets(device=least - 1))
     assert raised.value.short_by == {"device": 1}
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload-attention"])
+@pytest.mark.parametrize(("num_workers", "in_a_round"), [(1, 1), (2, 4), (3, 2)])
+def test_the_search_counts_what_the_program_moves(num_workers, in_a_round, activations):
+    """But for the rest, whose weights each worker has for itself, and whose gradient is that of one unit."""
+    options = replace(HOST, round_microbatches=in_a_round, activations=activations, num_workers=num_workers)
+    spec = model(6)
+    options = replace(options, rates=rates(spec, inf), leaves_unasked=False)
+    needed = replace(demand(spec), rest_users=frozenset({7}))
+    found = plan_stages(spec, needed, ROOMY, options)
+    stages = found.layout.stages
+    clock = clock_of(spec, needed, options, found)
+    _, up, down = clock.traffic.up_and_down(
+        len(stages.forward), stages.backward[0][0], len(stages.backward), 4, stages.round_size
+    )
+    rest, rounds = spec.units[-1].gradient_bytes, found.layout.num_rounds
+    assert up + (num_workers + rounds - 1) * rest == found.traffic.up
+    assert down + rounds * rest == found.traffic.down
 
 
 def test_programs_take_turns_until_the_first_worker_begins_again():

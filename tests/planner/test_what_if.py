@@ -11,10 +11,12 @@ from outsize.hardware.machine_spec import Figure
 from outsize.model.sizes.spec_from_config import read_shape
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict import expectation
+from outsize.planner.predict.decision import decide
 from outsize.planner.predict.prediction import LINK_UP, fastest
 from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
 from outsize.planner.search import step_plan
 from outsize.planner.search.step_plan import Budgets
+from outsize.planner.simulate.stage_traffic import StageTraffic
 from planner.questions import CONFIG, GIB, ask
 
 TIGHT = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
@@ -201,6 +203,36 @@ def test_estimates_rank_changes_as_simulations_do(gpus):
     assert gains[simulated.index(min(simulated))] == pytest.approx(min(gains), abs=0.01)
     for found, gain in zip(told, simulated, strict=True):
         assert found.gain == pytest.approx(gain, abs=0.2 * (1 + gain))
+
+
+def test_stages_are_cut_for_the_host_memory_that_all_gpus_share(monkeypatch):
+    """What leaves two GPUs unasked is more than host memory carries beside everything else, which each link could."""
+    sizes = {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+    }
+    question = ask(
+        "4090",
+        config={**CONFIG, **sizes, "vocab_size": 152064},
+        seq_len=2048,
+        sequences=64,
+        budgets=Budgets(device=21 * GIB, host=400 * GIB),
+        microbatches=16,
+    )
+    question = replace(question, machine=question.machine.with_more_gpus(1))
+    aware = decide(question)
+    monkeypatch.setattr(StageTraffic, "least_s", lambda *_: 0.0)
+    unaware = decide(question)
+    assert unaware.plan.layout.any_leaves
+    assert aware.step_s < 0.95 * unaware.step_s
+    # The clock is near the simulation, and was not.
+    stages = [decision.plan.layout.stages for decision in (aware, unaware)]
+    assert unaware.clock.step_s(stages[1]) < 0.8 * unaware.step_s
+    monkeypatch.undo()
+    for decision, cut in zip((aware, unaware), stages, strict=True):
+        assert decision.clock.step_s(cut) == pytest.approx(decision.step_s, rel=0.15)
 
 
 def test_an_estimate_of_what_cannot_be_says_why():

@@ -32,9 +32,9 @@ def stepped(monkeypatch):
 def test_products_are_timed_on_the_largest_matrix_that_fits():
     sizes = {"small": (32, 16), "large": (256, 512), "huge": (2**10, 2**11)}
     units = [pack_unit(0, "block", "block", [(name, size, True, True) for name, size in sizes.items()])]
-    rate = measure_products(replace(TINY, plane_bytes=MIB), units)
-    assert rate.source.startswith("an iteration on 256 x 512, ")
-    assert "32 x 16" in measure_products(replace(TINY, plane_bytes=64), units).source
+    rate = measure_products(replace(TINY, plane_bytes=MIB), units, 3)
+    assert rate.source.startswith("3 iterations on 256 x 512, ")
+    assert "32 x 16" in measure_products(replace(TINY, plane_bytes=64), units, 1).source
     assert len(rate.samples) == TINY.num_samples_min
 
 

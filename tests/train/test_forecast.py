@@ -115,7 +115,7 @@ def test_products_are_timed_for_an_optimizer_that_has_some(tmp_path):
     times, flops = rates._times(prepared, ALONE)
     machine = lane_rates(prepared, tmp_path / "store", times, flops, ALONE)
     assert machine.host.products.measured
-    assert "an iteration on 32 x 48" in machine.host.products.source
+    assert "5 iterations on 32 x 48" in machine.host.products.source
     assert from_json(machine.to_json()) == machine
     prepared = prepare(make_run(tmp_path), tmp_path, lambda _: None)
     assert lane_rates(prepared, tmp_path / "store", times, flops, ALONE).host.flops_per_s is None

@@ -30,6 +30,7 @@ def contradictions(config: "Config") -> list[str]:
         _window,
         _loss,
         _objective,
+        _compile,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -88,6 +89,22 @@ def refused_by_trainers(config: "Config", where: str) -> list[str]:
     if config.model.dtype == "fp16":
         found.append(f"model.dtype: {where} losses are not scaled, as fp16 needs; use bf16 or fp32")
     return found
+
+
+def _compile(config: "Config") -> list[str]:
+    """What is compiled returns nothing from within; and DDP sends gradients one by one, as a backward makes them."""
+    train, activations = config.train, config.memory.activations
+    refused = {
+        "train.mlp_parts: 1": train.mlp_parts > 1,
+        "parallel.mode: stream": config.parallel.mode == "ddp",
+        "memory.activations: auto": activations.endswith(("-attention", "-products")),
+    }
+    compiles = config.model.compile != "off"
+    return [
+        f"model.compile: blocks goes with {key}; or set it off"
+        for key in refused
+        if compiles and refused[key]
+    ]
 
 
 def _warmup(config: "Config") -> list[str]:

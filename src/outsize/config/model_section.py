@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import Dtype
+from outsize.choices import Compile, Dtype
 from outsize.config.section import PathText, Section
 
 
@@ -22,6 +22,11 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         default="auto",
         description="Attention kernel; auto takes what the model offers, and the choice is logged.",
+    )
+    compile: Compile = Field(
+        default="off",
+        description="Whether torch.compile compiles each kind of block, forward and backward: before the first step, "
+        "and kept for later runs. A kind that it cannot take whole runs as it is, which is told.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Whether Python code that comes with the model directory may run."

@@ -71,10 +71,8 @@ class Gpu:
             ConfigError: there is no figure for that dtype.
         """
         if dtype not in self.peak_flops_per_s:
-            known = ", ".join(self.peak_flops_per_s)
-            raise ConfigError(
-                f"no rate for {dtype} on {self.name}; there is {known}: name one of these (--dtype of `outsize plan`)"
-            )
+            known = " or ".join(name for name in ("bf16", "fp16", "fp32") if name in self.peak_flops_per_s)
+            raise ConfigError(f"no rate for {dtype} on {self.name}; try {known} (--dtype of `outsize plan`)")
         return self.peak_flops_per_s[dtype].value * self.efficiency.value
 
 

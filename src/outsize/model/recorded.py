@@ -43,6 +43,7 @@ def recording(real: Callable[..., Any]) -> Callable[..., Any]:
             outputs = real(*args, **kwargs)
         return outputs, found
 
+    forward.__wrapped__ = real  # type: ignore[attr-defined]
     return forward
 
 

@@ -57,9 +57,9 @@ BLOCK_ELEMENTS = 64
 # is read for its norm and for the sum. A scratch for a split master is written, added to and read again; one for a
 # gradient written and read.
 _FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
-# The same of a matrix by Muon, besides its products: the gradient is clipped, mixed with the momentum, and rounded to
-# bf16, of which the norm is taken; the quotient by it, and the direction that comes out, are read.
-_MUON_BYTES = 32
+# The same of a matrix by Muon: the gradient is clipped and mixed with the momentum, and the direction that comes out of
+# the products is read. What lies between is in their rate.
+_MUON_BYTES = 22
 
 Masters = Literal["separate", "split"]
 Moments = Literal["fp32", "bf16", "int8"]

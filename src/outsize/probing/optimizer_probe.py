@@ -76,14 +76,17 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
     )
 
 
-def measure_products(effort: Effort, units: Sequence[UnitSpec]) -> Measurement:
-    """Return FLOPs per second of Muon's products on a matrix of ``units``, the largest that the effort has room for."""
+def measure_products(effort: Effort, units: Sequence[UnitSpec], iterations: int) -> Measurement:
+    """Return FLOPs per second of so many of Muon's iterations, what goes before them included.
+
+    They are timed on a matrix of ``units``, the largest that the effort has room for.
+    """
     sides = sorted((tensor.shape for unit in units for tensor in muon_matrices(unit)), key=prod)
     shape = next((each for each in reversed(sides) if 4 * prod(each) <= effort.plane_bytes), sides[0])
     update, scratch = torch.randn(shape), torch.zeros(shape)
-    work = newton_schulz_flops(pack_unit(0, "probe", "block", [("matrix", shape, True, True)]), 1)
-    seconds = sample(lambda: orthogonal(update, scratch, 1), **effort.sampling())
-    how = f"an iteration on {shape[0]} x {shape[1]}, {torch.get_num_threads()} threads"
+    work = newton_schulz_flops(pack_unit(0, "probe", "block", [("matrix", shape, True, True)]), iterations)
+    seconds = sample(lambda: orthogonal(update, scratch, iterations), **effort.sampling())
+    how = f"{iterations} iterations on {shape[0]} x {shape[1]}, {torch.get_num_threads()} threads"
     return Measurement.of((work / took for took in seconds), how)
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.choices import Dtype, Home, Moments
+from outsize.choices import Compile, Dtype, Home, Moments
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
+from outsize.model.compiled import compile_blocks, take_eager
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
@@ -43,6 +44,7 @@ def wrap(
     transport: Mapping[str, str] | None = None,
     state: Moments = "fp32",
     mlp_parts: int = 1,
+    compile: Compile = "off",
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -65,6 +67,7 @@ def wrap(
             everything as it is. With one of weights, units that do not train rest encoded.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.
         mlp_parts: parts in which MLPs take the tokens of a microbatch, see the section ``train`` of a run.
+        compile: ``blocks`` compiles each kind of block at the first call of a form, see the section ``model`` of a run.
         run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`. None writes nothing.
         memory: other keys of the section ``memory`` of a run: ``host_memory``, ``disk_memory``, ``activations``, …
 
@@ -73,11 +76,6 @@ def wrap(
         ModelError: a model without a list of blocks, one that trains several dtypes, or one whose MLPs take no parts.
         BudgetExceededError: the home does not fit its tier.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-
-    def fill(tensor: TensorSpec, into: Tensor) -> None:
-        into.copy_(parameters.pop(tensor.name).detach().reshape(-1))
-
     settings = WrapSettings(
         memory=memory_of(wrap, device, device_memory, home, memory),
         microbatches=microbatches,
@@ -87,8 +85,9 @@ def wrap(
         transport=transport_of(transport),
         moments=state,
         mlp_parts=mlp_parts,
+        compile=compile,
     )
-    return _recorded(_attach(model, settings, fill), run_dir)
+    return _recorded(_attach(model, settings, _from_memory(model)), run_dir)
 
 
 def load(  # noqa: D417 - most arguments are those of `wrap`
@@ -109,6 +108,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     transport: Mapping[str, str] | None = None,
     state: Moments = "fp32",
     mlp_parts: int = 1,
+    compile: Compile = "off",
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -120,8 +120,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
         attention: ``auto`` or a name that transformers knows.
         trust_remote_code: whether code that comes with the model may run.
-        trainable: False freezes all of it and puts it into `eval` mode: a home for weights alone, for generation and
-            embeddings.
+        trainable: False freezes all of it, in `eval` mode: a home for weights alone, for generation and embeddings.
         device: see `wrap`, as for all other arguments.
         head: as there, and ``none`` leaves it out: a model that ends in hidden states, for embeddings.
         base_codec: as there; with a codec the model is frozen as a whole, for evaluation and generation.
@@ -139,6 +138,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         transport=transport_of(transport),
         moments=state,
         mlp_parts=mlp_parts,
+        compile=compile,
     )
     base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
@@ -243,6 +243,16 @@ def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
     return base, Path(name).expanduser()
 
 
+def _from_memory(model: nn.Module) -> Fill:
+    """Return what reads the weights that ``model`` has, and lets go of each."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def fill(tensor: TensorSpec, into: Tensor) -> None:
+        into.copy_(parameters.pop(tensor.name).detach().reshape(-1))
+
+    return fill
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Make a wrapped model an ordinary one again, its weights in host memory, and free all that streamed it.
 
@@ -266,6 +276,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     runner.close()
     detach(model)
     take_whole(model)
+    take_eager(model)
     return model
 
 
@@ -294,9 +305,12 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
     if settings.mlp_parts > 1:
         take_in_parts(split(model), settings.mlp_parts)
+    if settings.compile == "blocks":
+        compile_blocks(split(model), _log.warning)
     try:
         attach(model, Runner(model, settings, fill))
     except BaseException:
         take_whole(model)
+        take_eager(model)
         raise
     return model

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from outsize.choices import Home, Moments
+from outsize.choices import Compile, Home, Moments
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
@@ -33,6 +33,7 @@ class WrapSettings:
         transport: codecs on the link.
         moments: what `outsize.AdamW` keeps moments in.
         mlp_parts: parts in which MLPs take the tokens of a microbatch.
+        compile: what torch compiles.
 
     Raises:
         ConfigError: a value that there is not.
@@ -46,6 +47,7 @@ class WrapSettings:
     transport: Transport = field(default_factory=Transport)
     moments: Moments = "fp32"
     mlp_parts: int = 1
+    compile: Compile = "off"
 
     def __post_init__(self) -> None:
         if self.head not in get_args(Head):
@@ -61,6 +63,12 @@ class WrapSettings:
             raise ConfigError(f"microbatches is {self.microbatches}; a batch has at least one part")
         if self.mlp_parts < 1:
             raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
+        if self.compile not in get_args(Compile):
+            raise ConfigError(f"compile={self.compile!r}: it is {' or '.join(get_args(Compile))}")
+        if self.compile != "off" and self.mlp_parts > 1:
+            raise ConfigError(
+                "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
+            )
 
     @property
     def with_head(self) -> bool | None:

@@ -37,8 +37,10 @@ def plan(options: PlanFlags, output: Output) -> None:
     with _uncollected():
         scaled = largest_models(asked) if options.largest else ()
     _write(_files(asked, prediction, options))
-    compared = plan_compare.to_dict(asked, others) if others else {}
-    output.emit({**plan_table.to_dict(asked, prediction, outcomes, helps, scaled), **compared})
+    if output.as_json:
+        compared = plan_compare.to_dict(asked, others) if others else {}
+        output.emit({**plan_table.to_dict(asked, prediction, outcomes, helps, scaled), **compared})
+        return
     show = plan_table.render if options.full else plan_table.render_short
     output.print_result(show(asked, prediction, outcomes, helps, scaled))
     if others:
@@ -107,12 +109,14 @@ def _swept(options: PlanFlags, output: Output) -> None:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no garbage: what planners make has no cycles, and looking takes a third of the time."""
+    """Look for no garbage: what planners make has no cycles, and looking takes a third of the time, or once behind."""
     collects = gc.isenabled()
+    gc.unfreeze()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if collects:
             gc.enable()
 

@@ -8,13 +8,16 @@ from difflib import get_close_matches
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.errors import ConfigError
 from outsize.hardware.cards.gpu_table import Card, find_card
-from outsize.hardware.cards.presets import NVME, machine_of, split_count
+from outsize.hardware.cards.presets import (
+    ADAMW_BYTES,
+    ADAMW_PARAMS_PER_CORE_S,
+    NVME,
+    machine_of,
+    split_count,
+)
 from outsize.hardware.machine_spec import Disk, Figure, Host, Machine
 from outsize.units import parse_bytes
 
-# What an AdamW steps on each core where memory does not bound it, see bench/results/optimizer_2core_2026-11.json.
-ADAMW_PARAMS_PER_CORE_S = 0.9e9
-ADAMW_BYTES = 28
 _SPEC_EXAMPLE = "memory=24GB,tflops=165,gbps=1008,pcie=4x16"
 _SPEC_KEYS = ("memory", "tflops", "gbps", "pcie", "share", "name", "count")
 _HALF = ("bf16", "fp16")

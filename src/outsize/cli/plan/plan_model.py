@@ -138,7 +138,13 @@ def _from_sizes(hf_config: Mapping[str, Any], config: Config, notes: tuple[str, 
         cut = replace(shape, mlp_parts=mlp_parts, trains=adapters is None, experts_train=in_experts)
 
         def workload_of(sequences: int) -> Workload:
-            plain = count_workload(cut, dtype, sequences=sequences, seq_len=config.data.seq_len)
+            plain = count_workload(
+                cut,
+                dtype,
+                sequences=sequences,
+                seq_len=config.data.seq_len,
+                chunk_tokens=config.train.head_chunk_tokens,
+            )
             return plain if adapters is None else adapted_workload(plain, spec)
 
         return workload_of

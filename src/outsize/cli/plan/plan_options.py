@@ -75,6 +75,9 @@ class PlanFlags:
     mlp_parts: Annotated[
         int, typer.Option(help="Parts in which an MLP takes the tokens of a microbatch; less memory.")
     ] = 1
+    head_chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens that the head takes at a time; fewer take less memory.")
+    ] = 512
     home: Annotated[Home, typer.Option(help="Where the training state rests.")] = "auto"
     ram: Annotated[
         str | None,

@@ -31,6 +31,7 @@ _SETTINGS = {
     "data.path": "data",
     "train.microbatches": "microbatches",
     "train.mlp_parts": "mlp_parts",
+    "train.head_chunk_tokens": "head_chunk_tokens",
     "optimizer.max_grad_norm": "max_grad_norm",
     "optimizer.clip": "clip",
     "optimizer.name": "optimizer",
@@ -209,9 +210,9 @@ def in_options(text: str) -> str:
 
     def as_option(found: re.Match[str]) -> str:
         name = _SETTINGS.get(found[1])
-        return found[0] if name is None else f"--{name.replace('_', '-')} {found[2]}"
+        return found[0] if name is None else f"--{name.replace('_', '-')} {found[2] or ''}".rstrip()
 
-    return re.sub(r"\b(\w+\.\w+)=(\w+)", as_option, text)
+    return re.sub(r"\b(\w+\.\w+)(?:=(\w+))?", as_option, text)
 
 
 def _budget(option: str, text: str | None) -> int | None:

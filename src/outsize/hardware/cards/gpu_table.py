@@ -3,7 +3,8 @@
 A row says: name, other names, class, memory in GiB, bandwidth of that memory in GB/s, dense peaks in TFLOP/s by dtype
 (``fp16acc`` is fp16 summed in fp16), PCIe generation and lanes, how it copies to others, and the source. Peaks are
 those of data sheets, without sparsity. How it copies: ``none`` (the driver switches it off), ``pcie``, ``nvlink:R`` at
-R GB/s per direction to each other GPU of a server, or ``c2c:R``, a link of that rate to the host's memory, not PCIe.
+R GB/s per direction to each other GPU of a server, ``c2c:R``, a link of that rate to the host's memory, not PCIe, or
+``unified:R``, the same where both have one memory.
 """
 
 import csv
@@ -40,8 +41,8 @@ class Card:
         peaks: dense FLOP/s, by dtype.
         pcie_generation: of its connector.
         lanes: of its connector.
-        peer: how it copies to others: ``none``, ``pcie``, ``nvlink`` or ``c2c``.
-        peer_bytes_per_s: per direction, of ``nvlink`` to another GPU, of ``c2c`` to the host; 0 otherwise.
+        peer: how it copies to others: ``none``, ``pcie``, ``nvlink``, ``c2c`` or ``unified``.
+        peer_bytes_per_s: per direction, of ``nvlink`` to another GPU, of ``c2c`` and ``unified`` to the host; 0 else.
         source: of its figures.
     """
 

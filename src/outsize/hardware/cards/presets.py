@@ -4,9 +4,10 @@ What is no data sheet's is an assumption until a probe replaces it, and says so.
 """
 
 import re
+from dataclasses import replace
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.gpu_table import GIB, Card, find_card
+from outsize.hardware.cards.gpu_table import GIB, Card, find_card, known_card
 from outsize.hardware.cards.product_rates import Kernels
 from outsize.hardware.machine_spec import Disk, Figure, Host, Link, Machine, Peer
 from outsize.hardware.pcie import theory_bytes_per_s
@@ -19,6 +20,10 @@ PCIE_EFFICIENCY = {
 }
 COPY_LATENCY_S = Figure(value=6e-6, source="assumed: an asynchronous copy costs 5 to 7 us")
 
+# What an AdamW steps on each core where memory does not bound it, see bench/results/optimizer_2core_2026-11.json, and
+# what it moves.
+ADAMW_PARAMS_PER_CORE_S = 0.9e9
+ADAMW_BYTES = 28
 # Of NVLink and its like: half of what data sheets call the total of both directions, between all GPUs of a server.
 NVLINK_EFFICIENCY = 0.8
 
@@ -33,6 +38,14 @@ _SERVER = Host(
     bytes_per_s=Figure(value=250e9, source="assumed: eight channels per socket, two sockets"),
     cores=64,
     adamw_params_per_s=Figure(value=8.9e9, source="assumed: bound by memory, 28 bytes per parameter"),
+)
+_GRACE = Host(
+    memory_bytes=480 * GIB,
+    bytes_per_s=Figure(
+        value=400e9, source="NVIDIA Grace data sheet: LPDDR5X, 500 GB/s; assumed: four fifths"
+    ),
+    cores=72,
+    adamw_params_per_s=Figure(value=14.2e9, source="assumed: bound by memory, 28 bytes per parameter"),
 )
 NVME = Disk(
     capacity_bytes=2 * 10**12,
@@ -77,7 +90,16 @@ def split_count(text: str) -> tuple[int, str]:
     Raises:
         ConfigError: not of this form.
     """
-    match = re.fullmatch(r"\s*(?:([0-9]+)\s*[xX*]\s*)?(\S.*?)\s*", text)
+    if known_card(text) is not None:  # 7900 XT is a name, and no number of them
+        return 1, text.strip()
+    if re.search("[,+]", text):
+        raise ConfigError(
+            f"{text!r}: the GPUs of a machine are alike; plan with the slowest of them, as in 2x3090"
+        )
+    behind = re.fullmatch(r"(.*?)\s*[xX*]\s*([0-9]{1,3})\s*", text)
+    if behind is not None and known_card(behind[1]) is not None:
+        text = f"{behind[2]}x{behind[1]}"
+    match = re.fullmatch(r"\s*(?:([0-9]{1,3})\s*[xX*]\s*)?(\S.*?)\s*", text)
     count = int(match[1] or 1) if match else 0
     if match is None or count < 1:
         raise ConfigError(f"not a number of GPUs: {text!r}; write for example 8x4090 or h100")
@@ -87,7 +109,7 @@ def split_count(text: str) -> tuple[int, str]:
 def machine_of(card: Card, count: int, kernels: Kernels = "eager") -> Machine:
     """Return a machine of ``count`` such cards, with a host that is usual for so many; see `parse_gpus`."""
     is_desktop = count <= 2 and card.is_desktop
-    if card.peer == "c2c":
+    if card.peer in ("c2c", "unified"):
         rate = Figure(
             value=card.peer_bytes_per_s * NVLINK_EFFICIENCY, source=f"{card.source}; assumed: four fifths"
         )
@@ -95,13 +117,32 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager") -> Machine:
         lanes = min(card.lanes, 8) if is_desktop and count == 2 else card.lanes
         rate = pcie_bytes_per_s(card.pcie_generation, lanes)
     link = Link(up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=COPY_LATENCY_S)
+    gpu, host = card.gpu(kernels), _GRACE if card.peer == "c2c" else _DESKTOP if is_desktop else _SERVER
+    if card.peer == "unified":
+        gpu = replace(gpu, memory_bytes=gpu.memory_bytes // 2)
+        host = _sharing(card, host)
     return Machine(
         name=f"{count}x{card.name}",
-        gpus=(card.gpu(kernels),) * count,
+        gpus=(gpu,) * count,
         links=(link,) * count,
-        host=_DESKTOP if is_desktop else _SERVER,
+        host=host,
         disk=NVME,
         peers=_peers(card, count),
+    )
+
+
+def _sharing(card: Card, host: Host) -> Host:
+    """Return the processor of ``host`` in half of the memory of ``card``."""
+    rate = Figure(
+        value=card.memory_bytes_per_s * NVLINK_EFFICIENCY,
+        source=f"{card.source}; assumed: half of the memory for each, four fifths of its rate",
+    )
+    stepped = min(host.cores * ADAMW_PARAMS_PER_CORE_S, rate.value / ADAMW_BYTES)
+    return Host(
+        memory_bytes=card.memory_bytes // 2,
+        bytes_per_s=rate,
+        cores=host.cores,
+        adamw_params_per_s=Figure(value=stepped, source="assumed: bound by memory, 28 bytes per parameter"),
     )
 
 

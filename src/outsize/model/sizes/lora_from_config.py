@@ -118,7 +118,10 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
                 streamed, work.forward_flops, work.attention_flops, adapters, routed, stacks, strict=True
             )
         ),
-        forward_workspace_bytes=_more(work.forward_workspace_bytes, max(sums)),
+        forward_workspace_bytes={
+            **work.forward_workspace_bytes,
+            "block": max(work.forward_workspace_bytes["block"], work.experts_forward_bytes + max(sums)),
+        },
         backward_workspace_bytes=_more(work.backward_workspace_bytes, max(copied) + max(sums)),
     )
 

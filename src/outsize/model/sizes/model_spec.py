@@ -205,6 +205,7 @@ class Workload:
         held_bytes: ids, labels, masks, position tables, held from the first unit to the last.
         saved_bytes: of what each streamed unit's forward makes and its backward needs; 0 for the last.
         gradient_flops: of each streamed unit's backward, without what it recomputes.
+        experts_forward_bytes: the most that experts of a block allocate in a forward that keeps nothing; 0 for none.
         routed_flops: of its forward, those of tokens with the experts that they visit; empty for none.
         again_flops: that its backward computes again whatever is kept, see `model.tiled_mlp`; empty for none.
         attention_bytes: of what each streamed unit's attention returns; empty where it is unknown.
@@ -226,6 +227,7 @@ class Workload:
     products_bytes: tuple[int, ...] = ()
     again_flops: tuple[float, ...] = ()
     routed_flops: tuple[float, ...] = ()
+    experts_forward_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,11 @@ def count_workload(
         again_flops=mlp_flops(shape, sequences, seq_len) if shape.mlp_parts > 1 else (),
         routed_flops=routed_flops(shape, sequences, seq_len) if shape.experts else (),
         boundary_bytes=(tokens * 8, *[boundary] * (shape.layers + 1)),
-        forward_workspace_bytes={"embedding": boundary, "block": tokens * _block_forward(shape, size)},
+        forward_workspace_bytes={
+            "embedding": boundary,
+            "block": tokens * max(_block_forward(shape, size), _experts_forward(shape, size)),
+        },
+        experts_forward_bytes=tokens * _experts_forward(shape, size),
         backward_workspace_bytes={
             "embedding": table + 2 * boundary,
             "block": _backward_workspace(shape, size, tokens),
@@ -101,24 +105,30 @@ def _not_kept(shape: Shape, size: int) -> int:
 
 
 def _block_forward(shape: Shape, size: int) -> int:
-    """Return the bytes per token alive in a forward that keeps nothing.
+    """Return the bytes per token alive in a forward that keeps nothing, experts apart.
 
     In the MLP: gate, up, their product, two residuals. In the attention: queries, output, keys and values for each of
-    their heads and for each head, and what they were made of; or a norm of the queries, in fp32. In experts these of
-    each visit, and copies of the token; besides, what the parts return, and all of them. Adapters of a frozen block
-    have an fp32 copy of what comes into the attention.
+    their heads and for each head, and what they were made of; or a norm of the queries, in fp32. Adapters of a frozen
+    block have an fp32 copy of what comes into the attention.
     """
     width = shape.attention_width
     mlp = 2 * shape.hidden + 3 * _widest_dense(shape) // shape.mlp_parts
     attention = 4 * width + 2 * shape.kv_heads * shape.head_dim + shape.hidden
     norm = size * shape.hidden + (size + 8) * width + 8 * shape.heads if shape.head_norms and size < 4 else 0
-    experts = 0
-    if shape.experts:
-        active, visits = _active(shape), shape.active_experts * shape.hidden
-        inside = max(2 * active + 3 * visits, 3 * active + 2 * visits, 4 * active + visits)
-        experts = size * 3 * shape.hidden + (size * inside + 12 * shape.experts) // shape.mlp_parts
     copy = 0 if shape.trains or size == _FP32 else _FP32 * shape.hidden
-    return max(size * mlp, size * attention + copy, norm, experts)
+    return max(size * mlp, size * attention + copy, norm)
+
+
+def _experts_forward(shape: Shape, size: int) -> int:
+    """Return the same in experts: what an MLP has, of each visit, and copies of the token.
+
+    Besides, what the parts return, and all of them.
+    """
+    if not shape.experts:
+        return 0
+    active, visits = _active(shape), shape.active_experts * shape.hidden
+    inside = max(2 * active + 3 * visits, 3 * active + 2 * visits, 4 * active + visits)
+    return size * 3 * shape.hidden + (size * inside + 12 * shape.experts) // shape.mlp_parts
 
 
 def _block_backward(shape: Shape, size: int) -> int:

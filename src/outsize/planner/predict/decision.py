@@ -27,6 +27,7 @@ from outsize.planner.predict.question import MicrobatchCost, Question, exchange_
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.offload_balance import phases
+from outsize.planner.search.partition import Pipeline
 from outsize.planner.search.plan_stages import (
     estimate_s,
     fits_stages,
@@ -112,6 +113,18 @@ class Decision:
         rates = self.options.rates
         assert rates is not None
         return phases(self.plan.layout, self.microbatch.demand, rates).step_s
+
+    @cached_property
+    def clock(self) -> Pipeline:
+        """The partitioner's, of several devices."""
+        return clock_of(self.question.model, self.microbatch.demand, self.options, self.plan)
+
+    @property
+    def free_bubble(self) -> float:
+        """Share of several devices' time in which they compute nothing, if copies and the optimizer took no time."""
+        stages = self.plan.layout.stages
+        assert stages is not None
+        return self.clock.free_bubble(stages)
 
     @property
     def recomputed(self) -> float:
@@ -206,7 +219,9 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
 
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
-        return best.simulated.bubble <= little if several else best.recomputed <= little
+        if not several:
+            return best.recomputed <= little
+        return best.free_bubble <= little and best.simulated.bubble <= little
 
     return search_cuts(
         cuts if named is None else (named,),
@@ -314,10 +329,9 @@ def _handed_over(decision: Decision) -> Decision:
 
 def _may_gain(best: Decision, microbatches: int) -> bool:
     """Return whether stages of several devices could take a percent less with more microbatches than ``best``."""
-    question, model, stages = best.question, best.question.model, best.plan.layout.stages
+    question, clock, stages = best.question, best.clock, best.plan.layout.stages
     assert stages is not None
-    clock = clock_of(model, best.microbatch.demand, best.options, best.plan)
-    waiting_s = clock.free_bubble(stages) * clock.step_s(stages)
+    waiting_s = best.free_bubble * clock.step_s(stages)
     # Of short rounds, as memory may want them, stages wait for each other throughout.
     short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
     if not short and not may_shorten(waiting_s, best.step_s, best.microbatches, microbatches):

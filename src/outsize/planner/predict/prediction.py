@@ -12,7 +12,6 @@ from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
 from outsize.planner.program.stages import Stages
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Plan, Table
 from outsize.planner.simulate.simulator import Simulation
 from outsize.planner.simulate.timeline import Timeline
@@ -180,7 +179,7 @@ def predict(decision: Decision) -> Prediction:
         interval=_interval(question, tokens_per_s, usage[COMPUTE]),
         mfu=scale * sum(work.forward_flops + work.gradient_flops) / available,
         bubble=simulated.bubble,
-        free_bubble=_free_bubble(decision),
+        free_bubble=None if plan.layout.stages is None else decision.free_bubble,
         stalls=_stalls(simulated.steady, simulated.lanes),
         usage=usage,
         break_even=_break_even(question, plan, work),
@@ -189,14 +188,6 @@ def predict(decision: Decision) -> Prediction:
         simulation=simulated.done,
         assumptions=_assumptions(decision),
     )
-
-
-def _free_bubble(decision: Decision) -> float | None:
-    stages = decision.plan.layout.stages
-    if stages is None:
-        return None
-    model, demand = decision.question.model, decision.microbatch.demand
-    return clock_of(model, demand, decision.options, decision.plan).free_bubble(stages)
 
 
 def _interval(question: Question, tokens_per_s: float, computing: float) -> tuple[float, float]:

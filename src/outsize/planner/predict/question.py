@@ -1,5 +1,6 @@
 """What is to be decided: a model, a machine, a step, what a microbatch takes, and the memory that may be used."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -19,6 +20,7 @@ from outsize.planner.search.sizing import PlanOptions, gradients_at_home
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.gpu_times import unit_times
+from outsize.planner.simulate.stage_traffic import SharedRates
 
 NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
@@ -212,7 +214,14 @@ class Question:
             down_bytes_per_s=min(most, *(link.down_bytes_per_s.value for link in machine.links)),
             home_up_bytes_per_s=inf if disk is None else disk.read_bytes_per_s.value / count,
             home_down_bytes_per_s=inf if disk is None else disk.write_bytes_per_s.value / count,
+            shared=SharedRates(host=machine.host.bytes_per_s.value, uplinks=_uplinks(machine)),
         )
+
+
+def _uplinks(machine: Machine) -> tuple[tuple[float, float], ...]:
+    """Return the rate of each uplink, and the share of the devices that are behind its switch."""
+    behind = Counter(link.switch for link in machine.links)
+    return tuple((rate.value, behind[name] / len(machine.links)) for name, rate in machine.uplinks.items())
 
 
 def in_seconds(demand: Demand, times: UnitTimes) -> Demand:

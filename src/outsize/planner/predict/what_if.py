@@ -77,8 +77,9 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     except (InfeasiblePlanError, ConfigError) as error:
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     faster = _shares(question, changed)
-    waits_s = base.stalls.get(OPTIMIZER_WAIT, 0.0) * base.step_s
-    copies_s = max(0.0, base.step_s - before_s - waits_s)  # what links and host memory that are shared add
+    more_s = max(0.0, base.step_s - before_s)
+    waits_s = min(more_s, base.stalls.get(OPTIMIZER_WAIT, 0.0) * base.step_s)
+    copies_s = more_s - waits_s  # what links and host memory that are shared add
     weights = {kind: base.usage.get(kind, 0.0) for kind in COPIES}
     copies_s *= sum(weights[kind] * faster[kind] for kind in COPIES) / (sum(weights.values()) or 1.0)
     step_s = after_s + waits_s * faster[OPTIMIZER] + copies_s

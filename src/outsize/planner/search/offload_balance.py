@@ -13,7 +13,7 @@ Whatever is not offloaded is kept on the device as far as there is room (`planne
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from outsize.planner.memory.memory_table import Demand
@@ -21,6 +21,7 @@ from outsize.planner.program.activation_policy import OFFLOADED, Kept, bytes_of,
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.recompute_policy import Raise, keep_order, most_kept
 from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.stage_traffic import SharedRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class UnitRates:
         down_bytes_per_s: away from it.
         home_up_bytes_per_s: of the home, towards all workers at once, the share of each.
         home_down_bytes_per_s: towards the home, likewise.
+        shared: of what it shares with other workers.
     """
 
     times: UnitTimes
@@ -40,6 +42,7 @@ class UnitRates:
     down_bytes_per_s: float
     home_up_bytes_per_s: float = inf
     home_down_bytes_per_s: float = inf
+    shared: SharedRates = field(default_factory=SharedRates)
 
     @property
     def load_bytes_per_s(self) -> float:

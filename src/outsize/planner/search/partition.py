@@ -8,9 +8,9 @@ fixed order, so the same units give the same cuts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from math import inf
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import inf, sqrt
 from typing import TypeVar
 
 from outsize.planner.program.stages import Span, Stages, spans_down, spans_up
@@ -23,8 +23,10 @@ from outsize.planner.search.cuts import (
     packed_cut,
     without_first_unit,
 )
-from outsize.planner.search.step_bound import StepBound
-from outsize.planner.simulate.pipeline import bubble, makespan_s, stage_times
+from outsize.planner.search.step_bound import Least, StepBound
+from outsize.planner.simulate.pipeline import bubble, makespan_s
+from outsize.planner.simulate.stage_times import StageSums
+from outsize.planner.simulate.stage_traffic import StageTraffic, with_shared
 
 # How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
 # best start has one of them, and whatever it leaves goes on to the next.
@@ -32,13 +34,13 @@ NUM_DRAWN = 8
 NUM_CLIMBERS = 4
 # Rounds after which a step mostly repeats itself, and takes no longer to time.
 MANY_ROUNDS = 8
-# Stages of which a look at a cut costs as much as timing a visit of one.
-STAGES_LOOKED_AT = 32
+# What a look at a cut costs, in visits of stages that are timed, and of how many stages it costs one more.
+LOOK_VISITS, STAGES_LOOKED_AT = 12, 8
 
 Fits = Callable[[Span, bool], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """What is cut, and for whom.
 
@@ -54,9 +56,11 @@ class Pipeline:
         keeps: whether the stage that turns around recomputes nothing.
         bottom: the lowest unit that runs backward.
         fits: whether a worker can hold the units of a span, forward (False) or backward (True).
-        holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
+        holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one, in the
+            largest rounds.
         halves: sets of slots and of accumulators that a worker has, see `Stages`.
         overlaps: whether rounds of so many microbatches overlap, see there.
+        traffic: of what all workers share; None where they share nothing.
     """
 
     forward_s: tuple[float, ...]
@@ -73,6 +77,7 @@ class Pipeline:
     holds: Callable[[Stages], bool] = lambda stages: True
     halves: tuple[int, int] = (2, 2)
     overlaps: Callable[[int], bool] = lambda size: True
+    traffic: StageTraffic | None = None
 
     def stages(self, forward: Sizes, backward: Sizes, round_size: int) -> Stages:
         """Return the stages of these sizes."""
@@ -87,10 +92,10 @@ class Pipeline:
             overlaps=self.overlaps(round_size),
         )
 
-    def step_s(self, stages: Stages) -> float:
-        """Return the time of a step."""
-        times = stage_times(
-            stages,
+    @cached_property
+    def sums(self) -> StageSums:
+        """What any stage takes."""
+        return StageSums(
             self.forward_s,
             self.backward_s,
             self.weights_s,
@@ -98,15 +103,33 @@ class Pipeline:
             self.recompute_s,
             self.keeps,
         )
-        return makespan_s(
-            times,
+
+    def shared_s(self, num_ups: int, fused: int, num_downs: int, round_size: int) -> float:
+        """Return what a step takes of what all workers share; see `StageTraffic.up_and_down`."""
+        if self.traffic is None:
+            return 0.0
+        return self.traffic.least_s(num_ups, fused, num_downs, self.num_microbatches, round_size)
+
+    def step_s(self, stages: Stages, limit_s: float = inf, busy_s: Sequence[float] = ()) -> float:
+        """Return the time of a step; infinity where it is seen to be no less than ``limit_s``.
+
+        Of a step for ``limit_s``, ``busy_s`` is what each worker computes at least, and what follows behind it.
+        """
+        shared_s = self.shared_s(
+            len(stages.forward), stages.backward[0][0], len(stages.backward), stages.round_size
+        )
+        alone_s = sqrt(max(0.0, limit_s**2 - shared_s**2)) if limit_s < inf else inf
+        seconds = makespan_s(
+            self.sums.of(stages),
             self.num_microbatches,
             stages.round_size,
             self.num_workers,
             self.hop_s,
             self.halves,
             overlaps=stages.overlaps,
+            may_wait_s=[alone_s - worker_s for worker_s in busy_s],
         )
+        return with_shared(seconds, shared_s)
 
     def least_s(self, round_size: int) -> float:
         """Return seconds that a step takes at least, however it is cut, in rounds of so many microbatches or fewer."""
@@ -122,10 +145,8 @@ class Pipeline:
 
     def free_bubble(self, stages: Stages) -> float:
         """Return the share of the workers' time in which they compute nothing though copies take no time."""
-        times = stage_times(
-            stages, self.forward_s, self.backward_s, recompute_s=self.recompute_s, keeps=self.keeps
-        )
-        return bubble(times, self.num_microbatches, stages.round_size, self.num_workers)
+        free = replace(self, weights_s=(), gradients_s=())
+        return bubble(free.sums.of(stages), self.num_microbatches, stages.round_size, self.num_workers)
 
 
 def usual_round_sizes(num_microbatches: int, num_workers: int) -> tuple[int, ...]:
@@ -179,28 +200,45 @@ class _Search:
         self.round_sizes = round_sizes
         self.left = max_visits
         self.top = len(pipeline.forward_s)
+        # Rounds of which the most is under way at once, whatever the stages.
+        self.largest = max(self.round_sizes, key=lambda size: size * (1 + pipeline.overlaps(size)))
         self.fits = cache(pipeline.fits)
         self.allowed = cache(self._allowed)
         # A climb changes one direction at a time.
         self.ups_fit, self.downs_fit = cache(self._ups_fit), cache(self._downs_fit)
         self.cut = cache(self._cut)
-        self.least_s = StepBound(pipeline).least_s
+        self.least = StepBound(pipeline).least
         self.known: dict[_Cut, float] = {}
+        self.no_less: dict[_Cut, float] = {}  # what cuts take at least that waited too long
+
+    def least_s(self, cut: _Cut) -> float:
+        """Return what a step takes at least; infinity where there is no cut."""
+        return self.least(*cut).step_s if cut[1] else inf
 
     def step_s(self, cut: _Cut, limit_s: float = inf) -> float:
         """Return the time of a step, infinity where a cut is not allowed; or what is no less than ``limit_s``."""
         seconds = self.known.get(cut)
-        if seconds is None:
-            self.left -= max(1, (len(cut[0]) + len(cut[1])) // STAGES_LOOKED_AT)
-            if not cut[1] or (limit_s < inf and self.least_s(*cut) >= limit_s):
-                return inf
-            seconds = inf
-            if self.allowed(*cut[:2]):
-                stages = self.pipeline.stages(*cut)
-                rounds = -(-self.pipeline.num_microbatches // cut[2])
-                self.left -= stages.num_stages * min(rounds, MANY_ROUNDS)
-                seconds = self.pipeline.step_s(stages)
+        if seconds is not None:
+            return seconds
+        if (timed := cut in self.no_less) and self.no_less[cut] >= limit_s:
+            return inf
+        if not timed:
+            self.left -= LOOK_VISITS + (len(cut[0]) + len(cut[1])) // STAGES_LOOKED_AT
+        least = self.least(*cut) if cut[1] and limit_s < inf else Least(0.0)
+        if not cut[1] or least.step_s >= limit_s:
+            return inf
+        if not self.allowed(*cut[:2]):
+            self.known[cut] = inf
+            return inf
+        stages = self.pipeline.stages(*cut)
+        if not timed:
+            rounds = -(-self.pipeline.num_microbatches // cut[2])
+            self.left -= stages.num_stages * min(rounds, MANY_ROUNDS)
+        seconds = self.pipeline.step_s(stages, limit_s, least.busy_s)
+        if seconds < inf:
             self.known[cut] = seconds
+        else:
+            self.no_less[cut] = limit_s
         return seconds
 
     def numbers_s(self, numbers: _Numbers, limit_s: float = inf) -> float:
@@ -215,7 +253,7 @@ class _Search:
     ) -> list[tuple[float, _Place]]:
         """Return the `NUM_CLIMBERS` fastest of ``places``, and their time; what cannot be one of them is not timed."""
         found: list[tuple[float, _Place]] = []
-        bounds = ((self.least_s(*cut(place)) if cut(place)[1] else inf, place) for place in places)
+        bounds = ((self.least_s(cut(place)), place) for place in places)
         for least_s, place in sorted(bounds):
             limit_s = found[-1][0] if len(found) == NUM_CLIMBERS else inf
             if least_s >= limit_s:
@@ -329,7 +367,7 @@ class _Search:
             return False
         if not (self.ups_fit(forward) and self.downs_fit(backward)):
             return False
-        return self.pipeline.holds(self.pipeline.stages(forward, backward, 1))
+        return self.pipeline.holds(self.pipeline.stages(forward, backward, self.largest))
 
     def _ups_fit(self, forward: Sizes) -> bool:
         at = 0

@@ -184,13 +184,12 @@ class _Planner:
             return self._pipeline(way, options.stages).step_s(options.stages), options.stages
         pipeline = pipeline_of(self._memory, budget, halves, way)
         sizes = self._round_sizes(way, halves)
-        most, overlaps = max(sizes.items(), key=lambda item: item[0] * (1 + item[1]))
-
-        def holds(stages: Stages) -> bool:
-            largest = replace(stages, round_size=most, overlaps=overlaps)
-            return self._memory.device_bytes(largest, way) <= budget
-
-        pipeline = replace(pipeline, holds=holds, overlaps=lambda size: sizes.get(size, False))
+        on_device = self._memory.on_device(way.keeps, way.away)
+        pipeline = replace(
+            pipeline,
+            holds=lambda stages: sum(on_device(stages).values()) <= budget,
+            overlaps=lambda size: sizes.get(size, False),
+        )
         try:
             stages = partition(pipeline, tuple(sizes), max_visits=max_visits)
         except ValueError:

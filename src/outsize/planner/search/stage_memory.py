@@ -17,7 +17,7 @@ from outsize.planner.program.stages import Span, Stages, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import ARRIVALS, activation_bytes, arrival_bytes, num_handed_over
-from outsize.planner.search.stage_offload import Away, Way, away_in, most_on_its_way
+from outsize.planner.search.stage_offload import Away, away_in, on_its_way
 from outsize.planner.search.stage_room import HostRoom
 from outsize.units import align_up
 
@@ -91,34 +91,37 @@ class StageMemory:
             return max(forward)
         return max(*forward, *both) if span[1] == self._top and not keeps else sum(both)
 
-    @cached_property
-    def _known_workspace(self) -> Callable[[Span, bool, bool], int]:
-        return cache(self.workspace_bytes)
+    def on_device(self, keeps: bool, away: Away) -> Callable[[Stages], dict[str, int]]:
+        """Return what says the bytes on each worker by class, arrivals from other workers apart, of stages.
 
-    def on_device(self, stages: Stages, keeps: bool, away: Away) -> dict[str, int]:
-        """Return the bytes on each worker by class, arrivals from other workers apart.
+        A search asks it about thousands of stages of the same spans.
 
         Args:
-            stages: of the step.
             keeps: whether the stage that turns around keeps what its forwards make.
             away: what leaves of what other forwards keep.
         """
-        spans = [*((span, False) for span in stages.forward), *((span, True) for span in stages.backward)]
-        deepest = max(end - first for (first, end), _ in spans)
-        leaving = most_on_its_way(stages, away, self.demand.kept_bytes) if away else 0
-        return {
-            "weight slots": sum(slots_for(stages, self.weights)),
-            "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
-            "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
-            "workspace": max(self._known_workspace(*span, keeps) for span in spans),
-            "shared": self.demand.shared_bytes
-            * min((1 + stages.overlaps) * stages.round_size, self.options.microbatches),
-            **self.constant,
-        }
 
-    def device_bytes(self, stages: Stages, way: Way) -> int:
-        """Return all bytes on a worker of stages that hand over by way of host memory."""
-        return sum(self.on_device(stages, way.keeps, way.away).values())
+        @cache
+        def needs(span: Span, backward: bool) -> tuple[int, int, int]:
+            leaves = away and not (backward and span[1] == self._top)
+            leaving = on_its_way(span, backward, away, self.demand.kept_bytes) if leaves else 0
+            return span[1] - span[0], leaving, self.workspace_bytes(span, backward, keeps)
+
+        def by_class(stages: Stages) -> dict[str, int]:
+            spans = [needs(span, False) for span in stages.forward]
+            spans += [needs(span, True) for span in stages.backward]
+            deepest, leaving, workspace = map(max, zip(*spans, strict=True))
+            return {
+                "weight slots": sum(slots_for(stages, self.weights)),
+                "gradient accumulators": sum(slots_for(stages, self.gradients, only_backward=True)),
+                "activations": activation_bytes(deepest, self.boundary_bytes) + leaving,
+                "workspace": workspace,
+                "shared": self.demand.shared_bytes
+                * min((1 + stages.overlaps) * stages.round_size, self.options.microbatches),
+                **self.constant,
+            }
+
+        return by_class
 
     def table(self, layout: StepLayout, room: HostRoom) -> dict[str, dict[str, int]]:
         """Return bytes by tier and class; the device's are those of each worker.
@@ -133,7 +136,7 @@ class StageMemory:
         waiting = offload_rooms(layout, self.demand) if layout.kept else {}
         table = {
             "device": {
-                **self.on_device(stages, keeps, away_in(layout)),
+                **self.on_device(keeps, away_in(layout))(stages),
                 ARRIVALS: arrival_bytes(layout, self.boundary_bytes),
             },
             "host": {

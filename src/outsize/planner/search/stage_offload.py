@@ -146,14 +146,8 @@ def away_in(layout: StepLayout) -> Away:
     return {unit: layout.choice(unit, 0) for unit in layout.leavable if layout.choice(unit, 0).leaves}
 
 
-def most_on_its_way(stages: Stages, away: Away, sizes: KeptBytes) -> int:
-    """Return the most that lies on a worker of what leaves: on its way out of a forward, or there for a backward."""
-    going = [on_its_way(span, False, away, sizes) for span in stages.forward]
-    return max([*going, *(on_its_way(span, True, away, sizes) for span in stages.backward[1:])], default=0)
-
-
 def on_its_way(span: Span, backward: bool, away: Away, sizes: KeptBytes) -> int:
-    """Return the same of one stage; before a backward all its units have theirs."""
+    """Return the most that lies on a worker of what leaves: on its way out of a forward, or there for a backward."""
     parts = [bytes_of(away[unit], unit, sizes) for unit in range(*span) if unit in away]
     return sum(parts) if backward else ON_THEIR_WAY * max(parts, default=0)
 

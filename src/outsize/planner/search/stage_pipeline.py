@@ -3,13 +3,17 @@
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.memory.memory_table import Demand
+from outsize.planner.program.activation_policy import bytes_of
 from outsize.planner.program.stages import Span
 from outsize.planner.search.partition import Pipeline, usual_round_sizes
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import spans_that_fit
 from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, away_in, spared
+from outsize.planner.search.stage_room import state_of
 from outsize.planner.search.step_plan import Plan
+from outsize.planner.simulate.costs import step_pace
+from outsize.planner.simulate.stage_traffic import StageTraffic
 
 
 def bottom_of(model: ModelSpec, demand: Demand) -> int:
@@ -45,7 +49,7 @@ def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int],
     model, demand, options, rates = memory.model, memory.demand, memory.options, memory.options.rates
     if rates is None:
         raise ValueError("stages are cut by the rates of a worker")
-    times = rates.times
+    times, state = rates.times, state_of(model, options)
     has_room = spans_that_fit(
         device_bytes - sum(memory.constant.values()),
         memory.weights,
@@ -65,7 +69,8 @@ def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int],
         return not several and has_room(span, backward)
 
     streamed = model.units[: model.num_streamed]
-    sent = (load_bytes(options.transport, unit, model.dtype) for unit in streamed)
+    sent = tuple(load_bytes(options.transport, unit, model.dtype) for unit in streamed)
+    bottom = bottom_of(model, demand)
     return Pipeline(
         forward_s=times.forward_s,
         backward_s=spared(times.backward_s, times, way.away),
@@ -76,9 +81,21 @@ def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int],
         weights_s=tuple(size / rates.load_bytes_per_s for size in sent),
         gradients_s=tuple(size / rates.store_bytes_per_s for size in memory.gradients),
         keeps=way.keeps,
-        bottom=bottom_of(model, demand),
+        bottom=bottom,
         fits=fits,
         halves=halves,
+        traffic=StageTraffic(
+            weights=sent,
+            gradients=memory.gradients,
+            away=[
+                bytes_of(way.away[u], u, demand.kept_bytes) if u in way.away else 0 for u in range(len(sent))
+            ],
+            boundary_bytes=memory.boundary_bytes,
+            bottom=bottom,
+            others=state.step_bytes / step_pace(state) * model.num_trainable / options.nodes,
+            rates=rates.shared,
+            passes=1 + options.staged,
+        ),
     )
 
 

@@ -6,24 +6,47 @@ behind those of the visit before.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from outsize.planner.program.stages import spans_down, spans_up
 from outsize.planner.search.cuts import Sizes
+from outsize.planner.simulate.stage_times import StageTimes
+from outsize.planner.simulate.stage_traffic import with_shared
 
 if TYPE_CHECKING:
     from outsize.planner.search.partition import Pipeline
 
 
-class _Stages(NamedTuple):
-    """Seconds of each stage for a microbatch, of what of it needs no gradient, of weights on their way up, of sums."""
+class Least(NamedTuple):
+    """What a step takes at least.
 
-    seconds: list[float]
-    recompute_s: list[float]
-    up_s: list[float]
-    sum_s: list[float]
+    Attributes:
+        step_s: seconds of it.
+        busy_s: by worker, what it computes, and what follows its last visit.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...] = ()
+
+
+class _Direction(NamedTuple):
+    """The stages of one direction, and by worker what those of a round take that it gets.
+
+    Attributes:
+        waits: by stage, how much later the first microbatch comes out of it than of the one before.
+        again: by stage, what of it needs no gradient.
+        work: seconds of computing for a microbatch.
+        up: seconds of weights on their way up in a round.
+        summed: seconds of sums on their way up in a later one.
+    """
+
+    waits: list[float]
+    again: list[float]
+    work: list[float]
+    up: list[float]
+    summed: list[float]
 
 
 class StepBound:
@@ -34,46 +57,37 @@ class StepBound:
     """
 
     def __init__(self, pipeline: "Pipeline") -> None:
-        self._pipeline = pipeline
-        count = len(pipeline.forward_s)
-        recompute_s = pipeline.recompute_s or pipeline.forward_s
-        turning = [
-            f - pipeline.keeps * r for f, r in zip(pipeline.forward_s[:-1], recompute_s[:-1], strict=True)
-        ]
-        self._forward = _sums(pipeline.forward_s)
-        self._backward = _sums(pipeline.backward_s)
-        self._recompute = _sums(recompute_s)
-        self._turning = _sums([*turning, 0.0])
-        self._weights = _sums(pipeline.weights_s or (0.0,) * count)
-        self._gradients = _sums(pipeline.gradients_s or (0.0,) * count)
+        self._pipeline, self._top = pipeline, len(pipeline.forward_s)
+        # A climb changes one direction at a time.
         self._ups, self._downs, self._visits = cache(self._up), cache(self._down), cache(self._dealt)
 
-    def least_s(self, forward: Sizes, backward: Sizes, round_size: int) -> float:
-        """Return seconds that a step of stages of these sizes takes at least; 0 where a worker would have none."""
-        workers, hop_s = self._pipeline.num_workers, self._pipeline.hop_s
-        ups, downs = self._ups(forward), self._downs(backward)
-        seconds, recompute_s, up_s, sum_s = (one + other for one, other in zip(ups, downs, strict=True))
-        count = len(seconds)
+    def least(self, forward: Sizes, backward: Sizes, round_size: int) -> Least:
+        """Return what a step of stages of these sizes takes at least; nothing where a worker would have none."""
+        workers, num_ups = self._pipeline.num_workers, len(forward)
+        count = num_ups + len(backward)
         if count < workers:
-            return 0.0
-        work, up, summed = (
-            [sum(values[first::workers]) for first in range(workers)] for values in (seconds, up_s, sum_s)
-        )
-        waits = [s - r + hop_s for s, r in zip(seconds, recompute_s, strict=True)]
-        begun = list(accumulate(waits, initial=0.0))
+            return Least(0.0)
+        parts = zip(self._ups(forward), self._downs(backward, num_ups % workers), strict=True)
+        (ups, downs), (early, late), *of_workers = parts
+        waits = ups + downs
+        begun = list(accumulate(waits[: workers - 1], initial=0.0))
+        behind = list(accumulate(waits[: count - workers : -1], initial=0.0))
         visits, last = self._visits(count, round_size)
-        least_s = 0.0
-        for worker in range(workers):
-            busy_s = moved_s = 0.0
-            for shift, (microbatches, times, later) in visits:
-                stage = worker - shift  # negative ones count from the end
-                busy_s += work[stage] * microbatches
-                moved_s += up[stage] * times + summed[stage] * later
-            place = (worker - last) % workers
-            final = place + (count - 1 - place) // workers * workers
-            begins_s = begun[worker] - recompute_s[worker]
-            least_s = max(least_s, moved_s, begins_s + busy_s + begun[count] - begun[final + 1])
-        return least_s
+        work, up, summed = ([a + b for a, b in zip(*each, strict=True)] for each in of_workers)
+        busy = [behind[(count - 1 - worker + last) % workers] for worker in range(workers)]
+        moved = [0.0] * workers
+        for shift, (microbatches, times, later) in visits:
+            if shift:  # the worker that begins is another one
+                work, up, summed = ([*each[-shift:], *each[:-shift]] for each in (work, up, summed))
+            busy = [total + each * microbatches for total, each in zip(busy, work, strict=True)]
+            moved = [
+                total + each * times + sums * later
+                for total, each, sums in zip(moved, up, summed, strict=True)
+            ]
+        again = early + late if len(early) < workers else early
+        first = [start - earlier + total for start, earlier, total in zip(begun, again, busy, strict=False)]
+        shared_s = self._pipeline.shared_s(num_ups, self._top - backward[0], len(backward), round_size)
+        return Least(with_shared(max(*moved, *first), shared_s), tuple(busy))
 
     def _dealt(self, count: int, round_size: int) -> tuple[list[tuple[int, tuple[int, int, int]]], int]:
         """Return microbatches, rounds and later rounds by the worker that they begin with, and the last such worker."""
@@ -85,24 +99,30 @@ class StepBound:
             microbatches[shift] += min(round_size, left - start)
             times[shift] += 1
             later[shift] += number > 0
-        return [(at, (microbatches[at], times[at], later[at])) for at in microbatches], shift
+        # Each as seen from the one before.
+        shifts = list(microbatches)
+        steps = [(at - before) % workers for before, at in pairwise([0, *shifts])]
+        dealt = [(microbatches[at], times[at], later[at]) for at in shifts]
+        return list(zip(steps, dealt, strict=True)), shift
 
-    def _up(self, sizes: Sizes) -> _Stages:
-        spans, none = list(pairwise(accumulate(sizes, initial=0))), [0.0] * len(sizes)
-        return _Stages(_over(self._forward, spans), none, _over(self._weights, spans), none)
+    def _up(self, sizes: Sizes) -> _Direction:
+        return self._direction(tuple(map(self._pipeline.sums.forward, spans_up(sizes))), 0)
 
-    def _down(self, sizes: Sizes) -> _Stages:
-        ends = [len(self._forward) - 1 - below for below in accumulate(sizes, initial=0)]
-        spans = [(first, end) for end, first in pairwise(ends)]
-        seconds, recompute_s = _over(self._backward, spans), _over(self._recompute, spans)
-        fused, top = spans[0]
-        seconds[0], recompute_s[0] = seconds[0] + self._turning[top] - self._turning[fused], 0.0
-        return _Stages(seconds, recompute_s, _over(self._weights, spans), _over(self._gradients, spans))
+    def _down(self, sizes: Sizes, first_worker: int) -> _Direction:
+        sums, (fused, *below) = self._pipeline.sums, spans_down(sizes, self._top)
+        return self._direction((sums.turning(fused), *map(sums.backward, below)), first_worker)
 
-
-def _over(sums: list[float], spans: list[tuple[int, int]]) -> list[float]:
-    return [sums[end] - sums[first] for first, end in spans]
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    return list(accumulate(values, initial=0.0))
+    def _direction(self, stages: tuple[StageTimes, ...], first_worker: int) -> _Direction:
+        workers = self._pipeline.num_workers
+        firsts = [(worker - first_worker) % workers for worker in range(workers)]
+        work, up, summed = (
+            [sum(values[first::workers]) for first in firsts]
+            for values in (
+                [stage.seconds for stage in stages],
+                [stage.up_s for stage in stages],
+                [stage.sum_s for stage in stages],
+            )
+        )
+        again, hop_s = [stage.recompute_s for stage in stages], self._pipeline.hop_s
+        waits = [stage.seconds - stage.recompute_s + hop_s for stage in stages]
+        return _Direction(waits, again, work, up, summed)

@@ -101,20 +101,27 @@ class _Rates:
     def __init__(self, capacity: Mapping[str, float]) -> None:
         self._capacity = capacity
         self._paths: dict[tuple[str, ...], int] = {}
-        self._known: dict[int, dict[int, float]] = {}
+        self._known: dict[int, tuple[dict[int, float], bool]] = {}
 
     def number(self, path: tuple[str, ...]) -> int:
         return self._paths.setdefault(path, len(self._paths))
 
-    def of(self, meeting: int, flows: list[_Flow]) -> dict[int, float]:
-        """Return the rate of each path; ``meeting`` has a digit of so many flows for each path."""
-        rates = self._known.get(meeting)
-        if rates is None:
+    def of(self, meeting: int, flows: list[_Flow]) -> tuple[dict[int, float], bool]:
+        """Return the rate of each path, and whether that is as fast as it gets, whoever else flows.
+
+        ``meeting`` has a digit of so many flows for each path.
+        """
+        found = self._known.get(meeting)
+        if found is None:
             names = list(self._paths)
-            paths = sorted(names[flow.path] for flow in flows)
-            fair = zip(paths, fair_rates(paths, self._capacity), strict=True)
-            rates = self._known[meeting] = {self._paths[path]: rate for path, rate in fair}
-        return rates
+            paths = sorted([flow.path for flow in flows])
+            fair = fair_rates([names[path] for path in paths], self._capacity)
+            rates = dict(zip(paths, fair, strict=True))
+            free = all(
+                rate >= min([self._capacity[name] for name in names[path]]) for path, rate in rates.items()
+            )
+            found = self._known[meeting] = rates, free
+        return found
 
 
 class Order:
@@ -166,6 +173,7 @@ class _Clock:
         self.flow_s = inf  # when the first of them is done
         self.meeting = 0  # their paths, see `_Rates.of`
         self.rates = _Rates(capacity)
+        self.free = True  # whether flows do not slow each other down
 
     def run(self) -> None:
         """Do all work."""
@@ -195,20 +203,21 @@ class _Clock:
             done += [flow.index for flow in ended]
             self.meeting -= sum([1 << _BITS * flow.path for flow in ended])
             self.flows = [flow for flow in self.flows if flow.done_s > now]
+        before = len(self.flows)
         for index in started:
             cost = self.costs[index]
             path = self.rates.number(cost.through)
             self.meeting += 1 << _BITS * path
             self.flows.append(_Flow(index, cost.amount, path, since_s=now))
-        rates, first_s = self.rates.of(self.meeting, self.flows), inf
-        for flow in self.flows:
+        was_free = self.free
+        rates, self.free = self.rates.of(self.meeting, self.flows)
+        for flow in self.flows[before:] if was_free and self.free else self.flows:
             rate = rates[flow.path]
             if rate != flow.rate:
                 flow.left -= flow.rate * (now - flow.since_s)
                 flow.since_s, flow.rate = now, rate
                 flow.done_s = now + max(flow.left, 0.0) / rate
-            first_s = min(first_s, flow.done_s)
-        self.flow_s = first_s
+        self.flow_s = min([flow.done_s for flow in self.flows], default=inf)
 
     def _finish(self, index: int, now: float) -> None:
         """End a piece of work, and begin what has waited for it and for nothing else, its lane's next work first."""

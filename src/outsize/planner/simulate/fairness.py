@@ -5,6 +5,7 @@ No flow can then be given more without taking from one that has no more than it.
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 
 def fair_rates(flows: Sequence[tuple[str, ...]], capacity: Mapping[str, float]) -> list[float]:
@@ -14,13 +15,20 @@ def fair_rates(flows: Sequence[tuple[str, ...]], capacity: Mapping[str, float]) 
         flows: the resources that each flow goes through; at least one, none twice.
         capacity: what each resource can carry, in the unit of the rates.
     """
-    rates = [0.0] * len(flows)
     users: dict[str, list[int]] = {}
     for index, resources in enumerate(flows):
         for name in resources:
             users.setdefault(name, []).append(index)
-    if all(len(indices) == 1 for indices in users.values()):
-        return [min(capacity[name] for name in resources) for resources in flows]
+    # What nobody else uses bounds a flow; often that leaves room in all that is shared.
+    rates = [
+        min([capacity[name] for name in resources if len(users[name]) == 1], default=inf)
+        for resources in flows
+    ]
+    if all(
+        len(indices) == 1 or sum([rates[index] for index in indices]) <= capacity[name]
+        for name, indices in users.items()
+    ):
+        return rates
     left = {name: capacity[name] for name in users}
     open_users = {name: len(indices) for name, indices in users.items()}
     growing = set(range(len(flows)))

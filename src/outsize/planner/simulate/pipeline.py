@@ -7,79 +7,13 @@ but the hop between stages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import gcd
+from math import gcd, inf
 
-from outsize.planner.program.stages import Stages
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """What a stage takes for one microbatch.
-
-    Attributes:
-        seconds: all of it.
-        recompute_s: the part of it that needs no gradient; 0 for forward stages and the fused one.
-        source: stage that makes the last input that the recompute needs; -1 for none.
-        early_s: how long before that stage's end it is made.
-        up_s: what its weights take to come up, which they do while the worker's visit before runs.
-        sum_s: what its gradients take to come up where an earlier round has begun to sum them.
-        down_s: what its gradients take to leave, which they do while the worker's next visit runs.
-    """
-
-    seconds: float
-    recompute_s: float = 0.0
-    source: int = -1
-    early_s: float = 0.0
-    up_s: float = 0.0
-    sum_s: float = 0.0
-    down_s: float = 0.0
-
-
-def stage_times(
-    stages: Stages,
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    weights_s: Sequence[float] = (),
-    gradients_s: Sequence[float] = (),
-    recompute_s: Sequence[float] = (),
-    keeps: bool = False,
-) -> list[StageTimes]:
-    """Return the times of the stages of a round, in order.
-
-    Args:
-        stages: how the units are cut.
-        forward_s: by unit.
-        backward_s: by unit, recompute included; of the last unit, its forward included.
-        weights_s: what the weights of each unit take over the link; nothing where it is empty.
-        gradients_s: the same of gradients.
-        recompute_s: by unit; a whole forward where it is empty.
-        keeps: whether the stage that turns around recomputes nothing.
-    """
-    recompute_s = recompute_s or forward_s
-    last = len(forward_s) - 1
-    fused = stages.backward[0]
-    times = [
-        StageTimes(sum(forward_s[first:end]), up_s=sum(weights_s[first:end])) for first, end in stages.forward
-    ]
-    both = sum(forward_s[u] - keeps * recompute_s[u] for u in range(*fused) if u != last)
-    seconds, summed_s = both + sum(backward_s[slice(*fused)]), sum(gradients_s[slice(*fused)])
-    times.append(StageTimes(seconds, up_s=sum(weights_s[slice(*fused)]), sum_s=summed_s, down_s=summed_s))
-    stage_of = [index for index, (first, end) in enumerate(stages.forward) for _ in range(first, end)]
-    for first, end in stages.backward[1:]:
-        seconds, early = sum(backward_s[first:end]), sum(recompute_s[first:end])
-        source, early_s = -1, 0.0
-        if end > 1:  # the input of the top unit comes out of the unit below
-            source = stage_of[end - 2]
-            early_s = sum(forward_s[end : stages.forward[source][1]]) if stage_of[end - 1] == source else 0.0
-        up_s, summed_s = sum(weights_s[first:end]), sum(gradients_s[first:end])
-        times.append(StageTimes(seconds, early, source, early_s, up_s, summed_s, summed_s))
-    return times
-
+from outsize.planner.simulate.stage_times import StageTimes
 
 # Rounds repeat once all that happens is later by the same, but for what floats lose.
 _ALIKE = 1e-12
-_Lines = dict[float, float]
+_Lines = list[tuple[float, float]]
 """Moments of microbatches 0, 1, …: the highest of lines, each a slope and what it is at microbatch 0."""
 
 
@@ -92,6 +26,7 @@ def makespan_s(
     halves: tuple[int, int] = (2, 2),
     *,
     overlaps: bool = True,
+    may_wait_s: Sequence[float] = (),
 ) -> float:
     """Return the time of a step of stages that are dealt out in turn.
 
@@ -100,43 +35,36 @@ def makespan_s(
     so a visit begins no earlier than its weights are up, and the gradients of the visit before the last one down. Of
     what has one half only (``halves``, of slots and of accumulators) nothing moves before the visit before has ended.
     Unless rounds overlap, each microbatch of a round begins when that of the round before has ended.
+    Where a worker has stood still for longer than it may (``may_wait_s``, by worker), the answer is infinity.
     """
-    if any(stage.seconds < hop_s and stage.source >= 0 for stage in times):
-        return _makespan_by_microbatch_s(
-            times, num_microbatches, round_size, num_workers, hop_s, halves, overlaps
-        )
-    free = [0.0] * num_workers
-    copied = _Copied(num_workers, halves)
+    workers = [_Worker(halves, wait_s) for wait_s in may_wait_s or (inf,) * num_workers]
+    by_microbatch = any(stage.seconds < hop_s and stage.source >= 0 for stage in times)
+    if by_microbatch:
+        return _makespan_by_microbatch_s(times, num_microbatches, round_size, workers, hop_s, overlaps)
     turn = start = 0
     # Rounds after which the first stage is the first worker's again.
     period = num_workers // gcd(len(times), num_workers)
     before: list[float] = []
-    ends: _Lines = {0.0: 0.0}
+    ends: _Lines = [(0.0, 0.0)]
     while start < num_microbatches:
         if start and turn % (period * len(times)) == 0:
-            moments = [*free, *copied.moments, *([] if overlaps else ends.values())]
+            moments = [moment for worker in workers for moment in worker.moments]
+            moments += [] if overlaps else [value for _, value in ends]
             more = (num_microbatches - start) // (round_size * period)
             if more and (repeated_s := _same_step(before, moments)) is not None:
-                free = [moment + more * repeated_s for moment in free]
-                copied.delay(more * repeated_s)
-                ends = {slope: value + more * repeated_s for slope, value in ends.items()}
+                for worker in workers:
+                    worker.delay(more * repeated_s)
+                ends = [(slope, value + more * repeated_s) for slope, value in ends]
                 start += more * period * round_size
                 continue
             before = moments
         last = min(round_size, num_microbatches - start) - 1
-        ends = {0.0: 0.0} if overlaps else ends
-        of_round: list[_Lines] = []
-        for index, stage in enumerate(times):
-            worker = turn % num_workers
-            turn += 1
-            inputs = of_round[stage.source] if stage.recompute_s and stage.source >= 0 else None
-            free_s = max(free[worker], copied.ready_s(worker, stage, start > 0, free[worker]))
-            ends = _ends(stage, ends, inputs, free_s, hop_s if index else 0.0, last)
-            of_round.append(ends)
-            free[worker] = max([value + slope * last for slope, value in ends.items()])
-            copied.begin(worker, stage, max(ends.values()) - stage.seconds, free[worker])
+        ends = _round(times, workers, turn, [(0.0, 0.0)] if overlaps else ends, hop_s, last, start > 0)
+        if not ends:
+            return inf
+        turn += len(times)
         start += round_size
-    return max(free)
+    return max(worker.free_s for worker in workers)
 
 
 def _same_step(before: Sequence[float], after: Sequence[float]) -> float | None:
@@ -145,71 +73,90 @@ def _same_step(before: Sequence[float], after: Sequence[float]) -> float | None:
     return max(steps) if steps and max(steps) - min(steps) <= _ALIKE * max(steps) else None
 
 
-class _Copied:
-    """What each worker moves beside its visits."""
+class _Worker:
+    """When a worker is free, what it moves beside its visits, and how much longer it may stand still."""
 
-    def __init__(self, num_workers: int, halves: tuple[int, int]) -> None:
-        self._slot_halves, self._sum_halves = halves
-        self._began_s = [0.0] * num_workers
-        self._down_s = [(0.0, 0.0)] * num_workers
-        self._given_s = [0.0] * num_workers
+    __slots__ = ("_before_s", "_began_s", "_down_s", "_given_s", "_slots", "_sums", "free_s", "wait_s")
+
+    def __init__(self, halves: tuple[int, int], may_wait_s: float) -> None:
+        self._slots, self._sums = halves
+        self.free_s = self._began_s = self._before_s = self._down_s = self._given_s = 0.0
+        self.wait_s = may_wait_s
 
     @property
-    def moments(self) -> list[float]:
-        """When visits began, and gradients were down."""
-        return [*self._began_s, *self._given_s]
+    def moments(self) -> tuple[float, float, float]:
+        """When its visit ended, when it began, and when gradients were down."""
+        return self.free_s, self._began_s, self._given_s
 
     def delay(self, seconds: float) -> None:
         """Let everything have been so much later."""
-        self._began_s = [moment + seconds for moment in self._began_s]
-        self._given_s = [moment + seconds for moment in self._given_s]
+        self.free_s += seconds
+        self._began_s += seconds
+        self._given_s += seconds
 
-    def ready_s(self, worker: int, stage: StageTimes, summed: bool, free_s: float) -> float:
-        """Return when slots and accumulators are as a visit of ``stage`` wants them.
+    def ready_s(self, stage: StageTimes, summed: bool) -> float:
+        """Return when the worker is free for a visit of ``stage``, and slots and accumulators are as it wants them."""
+        up_s = stage.up_s + stage.sum_s if summed else stage.up_s
+        ready_s = self._began_s + (up_s if up_s > self._before_s else self._before_s)
+        if self._slots == 1:
+            ready_s = max(ready_s, self.free_s + up_s)
+        if self._sums == 1 and stage.down_s:
+            ready_s = max(ready_s, self._given_s + (stage.sum_s if summed else 0.0))
+        return ready_s if ready_s > self.free_s else self.free_s
 
-        ``free_s`` is when the worker's visit before ended.
-        """
-        sum_s = stage.sum_s if summed else 0.0
-        up_s = stage.up_s + sum_s
-        ready_s = self._began_s[worker] + max(up_s, self._down_s[worker][0])
-        if self._slot_halves == 1:
-            ready_s = max(ready_s, free_s + up_s)
-        if self._sum_halves == 1 and stage.down_s:
-            ready_s = max(ready_s, self._given_s[worker] + sum_s)
-        return ready_s
-
-    def begin(self, worker: int, stage: StageTimes, began_s: float, end_s: float) -> None:
-        """A visit of ``stage`` computes from ``began_s`` to ``end_s``."""
-        self._began_s[worker] = began_s
-        self._down_s[worker] = (self._down_s[worker][1], stage.down_s)
+    def visit(self, stage: StageTimes, first_s: float, end_s: float, busy_s: float) -> None:
+        """Let a visit end its first microbatch at ``first_s`` and all at ``end_s``, of which it computes ``busy_s``."""
+        self.wait_s -= end_s - self.free_s - busy_s
+        self.free_s = end_s
+        self._began_s = first_s - stage.seconds
+        self._before_s, self._down_s = self._down_s, stage.down_s
         if stage.down_s:
-            self._given_s[worker] = end_s + stage.down_s
+            self._given_s = end_s + stage.down_s
 
 
-def _ends(
-    stage: StageTimes, ready: _Lines, inputs: _Lines | None, free_s: float, hop_s: float, last: int
+def _round(
+    times: Sequence[StageTimes],
+    workers: Sequence[_Worker],
+    turn: int,
+    ends: _Lines,
+    hop_s: float,
+    last: int,
+    summed: bool,
 ) -> _Lines:
-    """Return when a visit ends each of its microbatches ``0 … last``.
+    """Let a round of microbatches ``0 … last`` pass its stages; return when they have, nothing where that is too late.
 
-    Microbatch m ends at ``max(g(m), end(m - 1) + pace)`` where g is what it waits for, and pace is what a stage or,
-    where that is longer, a hop takes. With g convex, the latest and the earliest of them decide:
+    Microbatch m ends a visit at ``max(g(m), end(m - 1) + pace)`` where g is what it waits for, and pace is what a stage
+    or, where that is longer, a hop takes. With g convex, the latest and the earliest of them decide:
     ``max(g(m), g(0) + m * pace)``. That is convex again, so all visits are exact in this form, but for a stage that
     is shorter than a hop and waits for the input of its recompute: there hops wait for computes in turn.
     """
-    seconds, recompute_s = stage.seconds, stage.recompute_s
-    rest_s = seconds - recompute_s
-    ends = {slope: value + hop_s + rest_s for slope, value in ready.items()}
-    if inputs is not None:
-        late_s = seconds - stage.early_s
-        for slope, value in inputs.items():
-            if value + late_s > ends.get(slope, 0.0):
-                ends[slope] = value + late_s
-    pace_s = seconds if seconds > hop_s else hop_s
-    first = max(*ends.values(), free_s + rest_s + (hop_s if hop_s > recompute_s else recompute_s))
-    top = first + pace_s * last
-    for slope in [slope for slope, value in ends.items() if value + slope * last <= top]:
-        del ends[slope]
-    ends[pace_s] = first
+    of_round: list[_Lines] = []
+    count, hop = len(workers), 0.0
+    for stage in times:
+        worker = workers[turn % count]
+        turn += 1
+        seconds, recompute_s, source = stage.seconds, stage.recompute_s, stage.source
+        rest_s = seconds - recompute_s
+        lines = [(slope, value + hop + rest_s) for slope, value in ends]
+        if source >= 0 and recompute_s:
+            late_s = seconds - stage.early_s
+            lines += [(slope, value + late_s) for slope, value in of_round[source]]
+        first = worker.ready_s(stage, summed) + rest_s + (hop if hop > recompute_s else recompute_s)
+        for _, value in lines:
+            first = max(first, value)
+        pace_s = seconds if seconds > hop else hop
+        end = top = first + pace_s * last
+        ends = [(pace_s, first)]
+        for line in lines:
+            reached = line[1] + line[0] * last
+            if reached > top:
+                ends.append(line)
+                end = max(end, reached)
+        worker.visit(stage, first, end, seconds * (last + 1))
+        if worker.wait_s < 0:
+            return []
+        of_round.append(ends)
+        hop = hop_s
     return ends
 
 
@@ -217,14 +164,11 @@ def _makespan_by_microbatch_s(
     times: Sequence[StageTimes],
     num_microbatches: int,
     round_size: int,
-    num_workers: int,
+    workers: Sequence[_Worker],
     hop_s: float,
-    halves: tuple[int, int],
     overlaps: bool,
 ) -> float:
     """The same, whatever takes longer than what: one microbatch after the other."""
-    free = [0.0] * num_workers
-    copied = _Copied(num_workers, halves)
     turn = 0
     ends = [0.0] * round_size
     for start in range(0, num_microbatches, round_size):
@@ -232,10 +176,9 @@ def _makespan_by_microbatch_s(
         ends = [0.0] * count if overlaps else ends[:count]
         of_round: list[list[float]] = []
         for index, stage in enumerate(times):
-            worker = turn % num_workers
+            worker = workers[turn % len(workers)]
             turn += 1
-            ready_s = copied.ready_s(worker, stage, start > 0, free[worker])
-            now = before = arrived = max(free[worker], ready_s)
+            now = before = arrived = worker.ready_s(stage, start > 0)
             hop = hop_s if index else 0.0
             inputs = of_round[stage.source] if stage.recompute_s and stage.source >= 0 else None
             rest_s = stage.seconds - stage.recompute_s
@@ -248,9 +191,10 @@ def _makespan_by_microbatch_s(
                 now = (now if now > arrived else arrived) + rest_s
                 ends.append(now)
             of_round.append(ends)
-            free[worker] = now
-            copied.begin(worker, stage, ends[0] - stage.seconds, now)
-    return max(free)
+            worker.visit(stage, ends[0], now, stage.seconds * count)
+            if worker.wait_s < 0:
+                return inf
+    return max(worker.free_s for worker in workers)
 
 
 def bubble(

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ModelError, OutsizeError
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
@@ -56,6 +57,14 @@ def seed_of(seed: int, step: int, unit: int, microbatch: int, glue: bool) -> int
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
+def tracked_units(spec: ModelSpec) -> tuple[bool, ...]:
+    """For each streamed unit, whether its outputs can carry a gradient: something trains at or before it."""
+    units = spec.units
+    rest_trains = units[-1].kind == "rest" and units[-1].trainable
+    first = min((unit.index for unit in units[: spec.num_streamed] if unit.trainable), default=len(units))
+    return tuple(rest_trains or index >= first for index in range(spec.num_streamed))
+
+
 class ComputeOps:
     """Runs units on microbatches. All its methods are called by one thread, the compute lane's."""
 
@@ -80,10 +89,7 @@ class ComputeOps:
         self._bound: dict[int, int] = {}
         self._forwards = forwards
         self._binder = binder
-        units = split.spec.units
-        self._rest_trains = units[-1].kind == "rest" and units[-1].trainable
-        first = min((unit.index for unit in units[: len(forwards)] if unit.trainable), default=len(units))
-        self._tracked = tuple(self._rest_trains or index >= first for index in range(len(forwards)))
+        self._tracked = tracked_units(split.spec)
         self._runs: set[MicrobatchRun] = set()
 
     def forward(self, op: Op, context: StepContext) -> None:

@@ -1,6 +1,8 @@
 """Count the bytes of tensors that are alive, op by op, and their peak."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +45,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def since(self, before: int) -> tuple[int, ...]:
         """The bytes alive after each op since `restart`, beyond ``before``."""
         return tuple(alive - before for alive in self.trace)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let operations run unseen while the context lasts."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Stop following what is still alive."""

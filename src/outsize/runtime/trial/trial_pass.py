@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
+from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.short_recompute import Trial
+from outsize.runtime.trial.compiled_trial import measure_compiled
 from outsize.runtime.trial.extrapolate import Trace
 from outsize.runtime.trial.live_bytes import LiveBytes
 from outsize.runtime.trial.loss_form import is_plain, is_shifted
@@ -35,6 +37,7 @@ class TrialPass:
         ambient: Ambient = nullcontext,
     ) -> None:
         self._split = split
+        self._bare = forwards
         self._forwards = tuple(_within(ambient, forward) for forward in forwards)
         self._ambient = ambient
         self._inputs = dict(inputs)
@@ -108,27 +111,50 @@ class TrialPass:
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         key = self._form(unit, call)
-        if key in self._known:
-            forward, backward, kept, outputs = self._known[key]
-        else:
-            before = live.restart()
-            state = torch.get_rng_state()
-            with torch.no_grad():
-                outputs = self._forwards[unit](*call.args, **call.kwargs)
-            forward = live.since(before)
-            self._note_random(state)
-            torch.set_rng_state(state)
-            before = live.restart()
-            same, kept = self._backward(unit, call, live, outputs)
-            backward = live.since(before)
-            self._row.graph_matters |= not same
-            outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), outputs)
-            self._known[key] = forward, backward, kept, outputs
+        if key not in self._known:
+            found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live)
+            outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
+            self._known[key] = *found[:-1], outputs
+        forward, backward, kept, outputs = self._known[key]
         self._row.forward.append(forward)
         self._row.backward.append(backward)
         self._row.kept.append(kept)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, Gradients(fresh))
+
+    def _measure(self, unit: int, call: UnitCall, live: LiveBytes) -> tuple[Trace, Trace, Kept, Any]:
+        before = live.restart()
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            outputs = self._forwards[unit](*call.args, **call.kwargs)
+        forward = live.since(before)
+        self._note_random(state)
+        torch.set_rng_state(state)
+        before = live.restart()
+        same, kept = self._backward(unit, call, live, outputs)
+        self._row.graph_matters |= not same
+        return forward, live.since(before), kept, outputs
+
+    def _measure_compiled(
+        self, unit: int, call: UnitCall, live: LiveBytes
+    ) -> tuple[Trace, Trace, Kept, Any] | None:
+        """Measure a unit that runs compiled, with a graph in any case; None where it does not."""
+        if not is_compiled(self._bare[unit]):
+            return None
+        state = torch.get_rng_state()
+
+        def run() -> Any:
+            args, kwargs = _leaves_of(call)
+            return self._forwards[unit](*args, **kwargs)
+
+        with live.suspended():
+            run()
+            taken = measure_compiled(run) if is_compiled(self._bare[unit]) else None
+        self._note_random(state)
+        if taken is None:
+            return None
+        self._row.graph_matters = True
+        return taken.forward, taken.backward, Kept(taken.saved, num_saved=taken.num_saved), taken.outputs
 
     def _form(self, unit: int, call: UnitCall) -> Any:
         """What units that are measured once have in common."""
@@ -145,11 +171,7 @@ class TrialPass:
             Whether it gave what was expected, bit for bit; and what it saved for its backward.
         """
         before = live.now
-        args, kwargs = pytree.tree_map_only(
-            Tensor,
-            lambda t: t.detach().requires_grad_() if t.requires_grad else t,
-            (call.args, call.kwargs),
-        )
+        args, kwargs = _leaves_of(call)
         trial = Trial([], [])
         live.ops = trial.ops
         returned = YieldTrial(trial.ops)
@@ -228,6 +250,15 @@ def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]
             return forward(*args, **kwargs)
 
     return run
+
+
+def _leaves_of(call: UnitCall) -> Any:
+    """Return the arguments of a call, those that carry gradients as leaves of a graph."""
+    return pytree.tree_map_only(
+        Tensor,
+        lambda t: t.detach().requires_grad_() if t.requires_grad else t,
+        (call.args, call.kwargs),
+    )
 
 
 def _tensors(values: Any) -> list[Tensor]:

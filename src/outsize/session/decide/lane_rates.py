@@ -87,7 +87,8 @@ def lane_rates(
     uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
     pace.meet("optimizer")
     adamw = _adamw(effort, state, units)
-    products = _figure(measure_products(effort, units), "products") if state.newton_schulz else None
+    iterations = state.newton_schulz
+    products = _figure(measure_products(effort, units, iterations), "products") if iterations else None
     pace.meet("disk")
     return Machine(
         name=machine.device,

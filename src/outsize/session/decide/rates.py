@@ -153,9 +153,10 @@ def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
     check_here(prepared.machine.device)
     rows, length = -(-prepared.num_sequences // config.microbatches), config.data.seq_len
     device = torch.device(torch_name(prepared.machine.device))
-    few_rows, short = _timed_size(
-        rows, length, TIMED_TOKENS["accelerator" if is_accelerator(device) else "cpu"]
-    )
+    few_rows, short = rows, length
+    if config.model.compile == "off":  # a compiled unit has kernels for microbatches of one size
+        most = TIMED_TOKENS["accelerator" if is_accelerator(device) else "cpu"]
+        few_rows, short = _timed_size(rows, length, most)
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
     num_kept = _num_kept(prepared, pace)
     with Boundaries(prepared.split.modules) as boundaries:

@@ -253,7 +253,8 @@ def _check(activations: str, measured: Measured, parts: Split, machine: RunMachi
     if extent is not None and not any(kept.get(extent, ())):
         advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
         raise ConfigError(
-            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
+            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own, and a "
+            f"compiled one never has; {advice}"
         )
     if machine.num_workers > 1 and measured.inputs_shared:
         raise ConfigError(

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import torch_name
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.config import Config
@@ -17,6 +19,7 @@ from outsize.group.group import Group
 from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
+from outsize.model.compiled import compile_blocks
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.tiled_mlp import take_in_parts
@@ -31,6 +34,7 @@ from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes, trim
 from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
+from outsize.runtime.trial.compile_units import compile_units
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.home_masters import with_masters_of
 from outsize.session.job.job_options import named_transport
@@ -142,7 +146,7 @@ def prepare(
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
-    take_in_parts(parts, config.train.mlp_parts)
+    _change_blocks(parts, config, announce)
     spec = parts.spec
     if group.size == 1:
         config = with_masters_of(home_file(config.memory, run_dir), config, spec)
@@ -199,7 +203,7 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
     if plan.home == "disk":
         check_directory(home_file(config.memory, run_dir))
     measured, chunk_tokens = prepared.tried(config.microbatches)
-    return replace(
+    chosen = replace(
         prepared,
         config=config,
         machine=replace(machine, home=plan.home, below=plan.below),
@@ -207,6 +211,14 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
         chunk_tokens=chunk_tokens,
         plan=plan,
     )
+    if config.model.compile == "off":
+        return chosen
+    least, rest = divmod(chosen.num_sequences, config.microbatches)
+    for rows in range(max(least, 1), least + (2 if rest else 1)):
+        inputs = made_up_inputs(config, chosen.hf_config, rows, config.data.seq_len)
+        compile_units(chosen.split, inputs, torch.device(torch_name(machine.device)))
+    trim()  # what is left of it was there before the run, as imports were
+    return replace(chosen, before_bytes=max(chosen.before_bytes, resident_bytes()))
 
 
 def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
@@ -241,6 +253,13 @@ def _noisy(table: nn.Module, ids: Tensor) -> Tensor:
     from transformers.integrations.neftune import neftune_post_forward_hook
 
     return cast(Tensor, neftune_post_forward_hook(table, ids, type(table).forward(table, ids)))
+
+
+def _change_blocks(parts: Split, config: Config, announce: Announce) -> None:
+    """Have blocks compute as the run asks."""
+    take_in_parts(parts, config.train.mlp_parts)
+    if config.model.compile == "blocks":
+        compile_blocks(parts, announce)
 
 
 def _state_bytes(config: Config, spec: ModelSpec, group: Group) -> int:

@@ -1,0 +1,126 @@
+"""Blocks compiled by `torch.compile`: each kind of block once, whichever layer it is.
+
+Parameters and buffers are inputs of what is compiled. So one compiled forward serves all layers of a kind, and a unit
+whose weights lie in a slot, whose forward is run again, or whose saved tensors wait elsewhere, runs the very kernels of
+a resident model with the same blocks: streamed and resident runs are equal bit for bit.
+
+The story of one kind:
+
+1. Its forward gets code of its own, under which torch's cache finds what was compiled; it goes with the model.
+2. The first call of a form (shapes, dtypes, what needs gradients) compiles forward and backward, in one graph each. A
+   form has kernels of its own (``dynamic=False``), which do not depend on the forms that came before it.
+3. A block that is not one graph stays as it is, and so do those of its kind: what is compiled in pieces runs code
+   between them that may take other ways with other numbers. The line at which the graph ends is told.
+4. Without gradients (evaluation, generation) blocks run as they are, and where a mode watches operations one by one: it
+   would see none of a compiled block.
+
+Compiling blocks rather than models is what PyTorch calls regional compilation.
+"""
+
+import inspect
+import time
+import traceback
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from outsize.model.split import Split
+
+# What compiles: torch's name of it.
+BACKEND = "inductor"
+# Forms of one kind. torch's own limit, 8, counts layers that differ in a number, rows, lengths and evaluation.
+MOST_FORMS = 64
+
+
+class CompiledKind:
+    """The forward of one kind of block, called with a block and its arguments.
+
+    Args:
+        forward: a function of the block and its arguments.
+        announce: told what was compiled, in how long, and why something was not.
+
+    Attributes:
+        forward: the same.
+        reason: why it runs as it is; None where it runs compiled.
+    """
+
+    def __init__(self, forward: FunctionType, announce: Callable[[str], None]) -> None:
+        self.forward = forward
+        self.reason: str | None = None
+        self._name = forward.__qualname__.partition(".")[0]
+        self._announce = announce
+        self._num_graphs = 0
+        own = _with_own_code(forward)
+        self._run = torch.compile(own, backend=self._compile, fullgraph=True, dynamic=False)
+
+    def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``block`` makes of its arguments."""
+        if self.reason is not None or not torch.is_grad_enabled() or is_in_torch_dispatch_mode():
+            return self.forward(block, *args, **kwargs)
+        known, began_s = self._num_graphs, time.perf_counter()
+        try:
+            made = self._run(block, *args, **kwargs)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            self.reason = _reason(error)
+            self._announce(f"compile: {self._name} runs as it is: {self.reason}")
+            return self.forward(block, *args, **kwargs)
+        if self._num_graphs > known:
+            self._announce(f"compile: {self._name}, in {time.perf_counter() - began_s:.1f} s")
+        return made
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        """Compile one graph, and its backward at once."""
+        self._num_graphs += 1
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+
+def compile_blocks(split: Split, announce: Callable[[str], None]) -> None:
+    """Have each block of ``split`` run compiled from its first call on; `take_eager` undoes it."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, MOST_FORMS)
+    kinds: dict[Any, CompiledKind] = {}
+    for module, unit in zip(split.modules, split.spec.units, strict=False):
+        if unit.kind != "block":
+            continue
+        forward = type(module).forward
+        if "forward" in vars(module) or not isinstance(forward, FunctionType):
+            announce(f"compile: {unit.name} runs as it is: its forward is not that of its class")
+            continue
+        if forward not in kinds:
+            kinds[forward] = CompiledKind(forward, announce)
+        module.forward = MethodType(kinds[forward], module)  # a method, so that a copy has its own
+
+
+def take_eager(model: nn.Module) -> None:
+    """Undo `compile_blocks`."""
+    for module in model.modules():
+        kind = getattr(vars(module).get("forward"), "__func__", None)
+        if isinstance(kind, CompiledKind):
+            del module.forward
+
+
+def is_compiled(forward: Callable[..., Any]) -> bool:
+    """Whether a unit's own forward runs compiled, as far as is known by its calls."""
+    kind = getattr(inspect.unwrap(forward), "__func__", None)
+    return isinstance(kind, CompiledKind) and kind.reason is None
+
+
+def _with_own_code(forward: FunctionType) -> FunctionType:
+    code, names = forward.__code__.replace(), forward.__globals__
+    own = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
+
+
+def _reason(error: BaseException) -> str:
+    """Return what kept a block from being compiled, and at which line of it."""
+    inner = getattr(error, "inner_exception", None) or error
+    told = next((line.strip() for line in str(inner).splitlines() if line.strip()), "")
+    stack: traceback.StackSummary | None = getattr(error, "real_stack", None)
+    where = f", at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    return f"{type(inner).__name__}: {told}{where}"
