@@ -1,6 +1,7 @@
 """Every objective: `outsize train` has the losses and weights of its trainer over the plain model, bit for bit."""
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Mapping
@@ -191,6 +192,9 @@ def test_an_encoder_decoder_is_trained_by_sft_to_rounding(plainly: Any, tmp_path
     torch.manual_seed(0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     check(plainly, tmp_path, "sft", tolerance=1e-5)
+    said: list[str] = []
+    train(make_run(tmp_path, "sft", "noted", data={"pack": "none"}), announce=said.append)
+    assert "note: data.pack has no effect: records have fields of their own" in said
     text = tiny_run(tmp_path, memory={"home": "host"}, train={"run_dir": str(tmp_path / "text")})
     with pytest.raises(
         DataError, match="takes records with 'prompt', 'completion', and text files hold none"
@@ -245,9 +249,13 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(
         train(config, progress=die)
     assert (tmp_path / "cut/checkpoints/latest").read_text() == "checkpoint-2\n"
     seen = []
+    left = tmp_path / "cut/store/home/of-a-process-that-was-killed.bin"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes(b"weights")
     again = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
     result = train(again, progress=lambda record: seen.append((record.step, record.num_steps)))
     assert seen == [(3, 4), (4, 4)]
+    assert not left.exists()
     assert result.steps == 4
     assert losses(config) == losses(whole)
     want = weights(whole)
@@ -275,7 +283,8 @@ def test_evaluations_keep_the_best_and_end_a_run(tmp_path: Path):
     config = make_run(
         tmp_path,
         "classify",
-        train={"objective": "classify", "steps": 6},
+        data={"seq_len": 6},
+        train={"objective": "classify", "steps": 6, "tokens_per_step": 24},
         optimizer={"lr": 0.0},
         eval={"split": 0.25, "every": 1, "patience": 2},
     )
@@ -284,6 +293,7 @@ def test_evaluations_keep_the_best_and_end_a_run(tmp_path: Path):
     assert (result.steps, result.num_steps, result.stopped_early) == (3, 6, True)
     assert result.best_dir == str(tmp_path / "run/checkpoints/checkpoint-1")
     assert any("2 to measure on" in line for line in said)
+    assert "8 texts are longer than data.seq_len (6) and cut" in said
     line = json.loads((tmp_path / "run/heartbeat.jsonl").read_text().splitlines()[0])
     assert line["eval_loss"] == result.eval_loss
     model = transformers.AutoModelForSequenceClassification.from_pretrained(result.export_dir)
@@ -343,10 +353,13 @@ def test_a_teacher_has_the_same_vocabulary(tmp_path: Path):
         train(make_run(tmp_path, "distill", train={"objective": "distill", "teacher": str(other)}))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path):
+def test_what_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = make_run(tmp_path, "embed", train={"objective": "embed", "temperature": 1e-45})
-    with pytest.raises(NonFiniteError, match="step 1"):
+    with pytest.raises(NonFiniteError, match="step 1: loss nan"):
         train(config)
+    monkeypatch.setattr(objective_trainer, "clip_grad_norm_", lambda model, most: torch.tensor(math.inf))
+    with pytest.raises(NonFiniteError, match="step 1: gradient norm inf"):
+        train(make_run(tmp_path, "embed", "other"))
 
 
 def test_the_command_prints_plan_preview_and_one_line_of_json(tmp_path: Path):

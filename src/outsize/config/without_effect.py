@@ -25,6 +25,7 @@ class Surroundings:
         chunks_loss: whether head and loss are computed in chunks.
         container: kind of the data's files: ``text``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``tokens``.
         one_file: whether the data is a file and not a directory.
+        by_trainer: whether a trainer of another library trains, as it does for each `train.objective` but sft.
     """
 
     num_processes: int = 1
@@ -35,6 +36,7 @@ class Surroundings:
     chunks_loss: bool | None = None
     container: str | None = None
     one_file: bool | None = None
+    by_trainer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ class _Case:
     def learns(self, *objectives: str) -> bool:
         return self.config.train.objective in objectives
 
+    def by_trainer(self) -> bool:
+        return self.around.by_trainer or not self.learns("sft")
+
     def saves_once(self) -> bool:
         """Whether the checkpoint at the end is the only one; a run that goes on may find others."""
         train = self.config.train
@@ -119,9 +124,9 @@ _NO_RECORDS: Final[_Row] = (
     ),
 )
 # What trainers of other libraries go without, and what they need not know of records with fields of their own.
-_TRAINERS: Final[_Row] = (("train.objective is not sft", lambda case: not case.learns("sft")),)
+_TRAINERS: Final[_Row] = (("a trainer of another library trains", _Case.by_trainer),)
 _FIELDS: Final[_Row] = (
-    ("records of train.objective have fields of their own", lambda case: not case.learns("sft", "distill")),
+    ("records have fields of their own", lambda case: case.by_trainer() and not case.learns("distill")),
 )
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.

@@ -110,46 +110,37 @@ def _encoded(
     def tokens(text: str, **how: Any) -> list[int]:
         nonlocal num_cut
         ids: list[int] = tokenizer(text, **how)["input_ids"]
-        num_cut += len(ids) > seq_len
-        return ids[:seq_len]
+        if len(ids) > seq_len:
+            num_cut += 1
+            ids = tokenizer(text, truncation=True, max_length=seq_len, **how)["input_ids"]
+        return ids
 
     changes: dict[str, Any] = {}
     collate: Any
     if objective == "classify":
         classes = Classes([row["label"] for row in found[0]], _known_classes(files))
         changes, collate = classes.changes, DataCollatorWithPadding(tokenizer)
-        made = [
-            [{"input_ids": tokens(row["text"]), "labels": classes.number(row["label"])} for row in rows or ()]
-            for rows in found
-        ]
+
+        def encode(row: Row) -> Row:
+            return {"input_ids": tokens(row["text"]), "labels": classes.number(row["label"])}
+
     elif objective == "embed":
         collate = PairCollator(tokenizer)
-        made = [
-            [{f"{name}_ids": tokens(text) for name, text in row.items()} for row in rows or ()]
-            for rows in found
-        ]
+
+        def encode(row: Row) -> Row:
+            return {f"{name}_ids": tokens(text) for name, text in row.items()}
+
     else:
         collate = DataCollatorForSeq2Seq(tokenizer)
-        made = [
-            [
-                {
-                    "input_ids": tokens(row["prompt"]),
-                    "labels": _ended(tokens(row["completion"], add_special_tokens=False), tokenizer, seq_len),
-                }
-                for row in rows or ()
-            ]
-            for rows in found
-        ]
+
+        def encode(row: Row) -> Row:
+            labels = _ended(tokens(row["completion"], add_special_tokens=False), tokenizer, seq_len)
+            return {"input_ids": tokens(row["prompt"]), "labels": labels}
+
+    rows, measured = (None if part is None else [encode(row) for row in part] for part in found)
     if num_cut:
         announce(f"{num_cut:,} texts are longer than data.seq_len ({seq_len}) and cut")
-    rows, measured = made
-    return Prepared(
-        tokenizer=tokenizer,
-        rows=rows,
-        measured=None if found[1] is None else measured,
-        collate=collate,
-        changes=changes,
-    )
+    return Prepared(tokenizer=tokenizer, rows=rows, measured=measured, collate=collate, changes=changes)
 
 
 def _ended(ids: list[int], tokenizer: Any, seq_len: int) -> list[int]:

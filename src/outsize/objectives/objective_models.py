@@ -18,12 +18,11 @@ from outsize.errors import ConfigError
 from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.objectives.recipes import Recipe
-from outsize.session.job.machine import choose_device, choose_dtype, describe_machine
+from outsize.session.job.machine import choose_device, choose_dtype, describe_machine, home_file
 from outsize.wrapped.api import Built, open_wrapped
 from outsize.wrapped.arguments import WrapSettings, transport_of
 from outsize.wrapped.module import is_wrapped, runner_of
 
-STORE = "store"
 _FROZEN_DEVICE_SHARE = 3
 # Of a parameter that trains: gradient and two moments, and a master beside weights of half the bytes.
 _STATE_BYTES = {"fp32": 4 + 12, "bf16": 2 + 12 + 4}
@@ -51,6 +50,11 @@ class Models:
                 yield name, model
 
 
+def store_of(config: Config, run_dir: Path) -> Path:
+    """Return the directory of a run's homes on disk, which nobody else uses."""
+    return home_file(config.memory, run_dir).with_suffix("")
+
+
 def streamed(model: Any) -> nn.Module:
     """Return the model that is wrapped: what adapters were put around, where they were."""
     found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -73,7 +77,7 @@ def open_models(
         config: of the run.
         recipe: of its objective.
         changes: what the config of the trained one says otherwise than its checkpoint's.
-        run_dir: whose directory ``store`` a home on disk goes to.
+        run_dir: see `store_of`.
         empty: leave the weights as they are, zeros, for a plan alone.
 
     Raises:
@@ -90,7 +94,7 @@ def open_models(
     settings = WrapSettings(
         memory=memory,
         microbatches=config.microbatches,
-        store_dir=config.memory.store_dir or run_dir / STORE,
+        store_dir=store_of(config, run_dir),
         codecs=codecs,
         head="resident" if recipe.takes_head else "auto",
         transport=transport_of(config.transport.model_dump()),
@@ -149,7 +153,7 @@ def _shared(config: Config, auto: str, other: str, run_dir: Path) -> tuple[Memor
             f"{vocabularies[0]:,}; predictions can be compared over the same tokens alone"
         )
     states = sizes[0] * _STATE_BYTES[dtype], sizes[1] * _WEIGHT_BYTES[dtype]
-    machine = describe_machine(memory, sum(states), Path(memory.store_dir or run_dir / STORE))
+    machine = describe_machine(memory, sum(states), store_of(config, run_dir))
 
     def part(own: int, device_bytes: int) -> MemoryConfig:
         budgets = {

@@ -21,14 +21,15 @@ from unittest.mock import patch
 
 import torch
 
+from outsize import files
 from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
-from outsize.config import Config, dump_config, load_config
+from outsize.config import Config, Surroundings, dump_config, load_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
 from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
-from outsize.objectives.objective_models import Models, open_models, streamed
+from outsize.objectives.objective_models import Models, open_models, store_of, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device_group import device_names
@@ -93,8 +94,8 @@ def _train(
     if config.train.epochs is None and done >= config.train.steps:
         announce(f"{resumed} has {done} of {config.train.steps} steps: nothing is left to do")
         return _result(run_dir, done, {"steps": done, "num_steps": config.train.steps, "budget_bytes": 0})
-    with claimed(run_dir, config):  # by the records of the model, later on
-        pass
+    with claimed(run_dir, config):  # as by the records of the model, later on
+        files.system().remove_tree(store_of(config, run_dir))  # what a process that was killed has left
     following = Following(config, interrupt, announce, progress, RECIPES[objective].has_perplexity)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
@@ -141,12 +142,12 @@ def _opened(
     deterministic = config.train.deterministic and known is not None
     stack.enter_context(borrowed_torch(deterministic=deterministic, device=device))
     stack.enter_context(_quiet())
-    for note in config.notes():
+    for note in config.notes(Surroundings(device=device, by_trainer=True)):
         announce(f"note: {note}")
-    files = files_of(config)
-    check_length(config, files.hf_config)
+    model = files_of(config)
+    check_length(config, model.hf_config)
     own_dir = run_dir if known else Path(stack.enter_context(TemporaryDirectory(prefix="outsize-")))
-    data = prepare_data(config, objective, recipe, files, (stack, own_dir), announce)
+    data = prepare_data(config, objective, recipe, model, (stack, own_dir), announce)
     torch.manual_seed(config.train.seed)
     models = open_models(stack, config, recipe, data.changes, run_dir, empty=known is None)
     if known is not None and is_wrapped(streamed(models.trained)):

@@ -86,13 +86,16 @@ class ByConfig:
             NonFiniteError: the loss is not finite; no weight has changed.
         """
         loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if not bool(torch.isfinite(loss)):
-            raise NonFiniteError(
-                f"step {self.state.global_step + 1}: loss {float(loss):g}; no weight was changed. Try a lower "
-                "optimizer.lr, or fp32"
-            )
+        self._require_finite("loss", loss)
         self.last_loss = loss
         return loss
+
+    def _require_finite(self, name: str, value: Tensor) -> None:
+        if not bool(torch.isfinite(value)):
+            raise NonFiniteError(
+                f"step {self.state.global_step + 1}: {name} {float(value):g}; no weight was changed. Try a lower "
+                "optimizer.lr, or fp32"
+            )
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return self._clipped(self.args.max_grad_norm)
@@ -104,6 +107,7 @@ class ByConfig:
         found = streamed(self.model)
         clip: Any = clip_grad_norm_ if is_wrapped(found) else _plain_clip
         norm: Tensor = clip(found, most)
+        self._require_finite("gradient norm", norm)
         return norm
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
