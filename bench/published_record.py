@@ -46,6 +46,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2.5-3B": _qwen25(2048, 36, 16, 2, 11008, tied=True),
     "Qwen2.5-7B": _qwen25(3584, 28, 28, 4, 18944, tied=False),
     "Qwen2.5-14B": _qwen25(5120, 48, 40, 8, 13824, tied=False),
+    "Qwen2.5-32B": _qwen25(5120, 64, 40, 8, 27648, tied=False),
     "Llama-3-8B": _LLAMA3,
     "Llama-3.1-8B": _LLAMA3,
     "Qwen3-8B": {

@@ -10,6 +10,7 @@ from cli.test_plan import answer, run
 from outsize.cli.plan import model_config
 from outsize.cli.plan.model_config import read_config
 from outsize.cli.plan.plan_largest import largest
+from outsize.cli.plan.plan_question import in_options
 from outsize.config import load_config
 from outsize.errors import ModelError
 from outsize.hardware.cards.presets import parse_gpus
@@ -39,6 +40,17 @@ def test_lora_trains_little_and_says_so(model_dir, capsys, gpus, tmp_path):
     )
     assert run(*options, "--method", "lora") == 0
     assert "LoRA of rank 8 on q_proj, v_proj on" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_an_error_advises_is_an_option_here(model_dir, capsys):
+    advised = in_options("first try train.mlp_parts=4, or a smaller train.head_chunk_tokens; lora.r=3")
+    assert advised == "first try --mlp-parts 4, or a smaller --head-chunk-tokens; lora.r=3"
+    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice", "--microbatches", 64)
+    large, small = (
+        answer(capsys, *options, "--head-chunk-tokens", tokens)["memory_bytes"]["device"]["workspace"]
+        for tokens in (128, 8)
+    )
+    assert small < large
 
 
 def test_nodes_share_the_step(model_dir, capsys):

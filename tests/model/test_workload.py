@@ -119,7 +119,9 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
         ("many_experts", 1, ("q_proj", "v_proj"), ()),
         ("many_experts", 4, ("q_proj", "v_proj"), ()),
         ("qwen3_moe", 1, ("q_proj",), EXPERTS),
+        ("qwen3_moe", 8, ("q_proj",), EXPERTS),
         ("many_experts", 2, ("q_proj",), EXPERTS),
+        ("many_experts", 16, ("q_proj",), EXPERTS),
     ],
 )
 def test_counts_of_a_frozen_block_with_adapters(family, mlp_parts, modules, parameters, dtype):

@@ -114,7 +114,9 @@ def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():
         replace(peer, bytes_per_s=Figure(value=1e7, source="test")) for peer in question.machine.peers
     )
     slow = fastest(replace(question, machine=replace(question.machine, peers=crawling)))
-    assert slow.step_s == alone.step_s
+    # It was cut for what host memory has to carry where GPUs hand over themselves.
+    assert "link between GPUs" not in slow.usage
+    assert slow.step_s == pytest.approx(alone.step_s, rel=0.03)
 
 
 def test_what_arrives_has_to_have_room():

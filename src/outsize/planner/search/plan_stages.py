@@ -13,6 +13,7 @@ from outsize.optim.shares import largest_share
 from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.microbatch_search import PER_GPU
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.smaller import smaller_microbatches
@@ -26,7 +27,8 @@ from outsize.planner.search.upgrades import ENOUGH
 from outsize.units import format_bytes
 
 # Visits that the search times: enough for an answer in a second or two. A visit of many units takes longer, and gains
-# less. `BRIEF_VISITS` are for a look at whether other microbatches, or other ways, gain.
+# less, as does one of more microbatches than fill the GPUs. `BRIEF_VISITS` are for a look at whether other
+# microbatches, or other ways, gain.
 MAX_VISITS, MANY_UNITS, BRIEF_VISITS = 200_000, 48, 10_000
 # A way whose stages of single units take so many times as long as what was found is not searched.
 HOPELESS = 3.0
@@ -49,7 +51,7 @@ def plan_stages(
         InfeasiblePlanError: nothing fits; says by how much, and what to try first.
     """
     planner = _Planner(model, demand, budgets, options)
-    _, layout = planner.fit(_effort(model) if max_visits is None else max_visits)
+    _, layout = planner.fit(_effort(model, options) if max_visits is None else max_visits)
     return planner.make(layout)
 
 
@@ -272,8 +274,9 @@ def _seconds(found: tuple[float, *tuple[object, ...]]) -> float:
     return found[0]
 
 
-def _effort(model: ModelSpec) -> int:
-    return MAX_VISITS if len(model.units) <= MANY_UNITS else MAX_VISITS // 2
+def _effort(model: ModelSpec, options: PlanOptions) -> int:
+    many = options.microbatches > PER_GPU * options.num_workers
+    return MAX_VISITS // (1 + (many or len(model.units) > MANY_UNITS))
 
 
 def _what_to_try(

@@ -5,7 +5,8 @@ thing at a time, in the order given, as the executor's threads do. Time is virtu
 given first, so the same input gives the same timeline, always.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -96,15 +97,29 @@ _BITS = 16
 
 
 class _Rates:
-    """Fair rates of flows, by the numbers of their paths: the same flows meet again and again."""
+    """Fair rates of flows, by the numbers of their paths: the same flows meet again and again.
 
-    def __init__(self, capacity: Mapping[str, float]) -> None:
-        self._capacity = capacity
-        self._paths: dict[tuple[str, ...], int] = {}
+    Resources of one path alone only bound its flow, so that meetings of flows with the same bounds are alike, whichever
+    worker's they are.
+    """
+
+    def __init__(self, paths: Iterable[tuple[str, ...]], capacity: Mapping[str, float]) -> None:
+        self._capacity = dict(capacity)
+        self._paths = {path: number for number, path in enumerate(sorted(set(paths)))}
+        self._names = list(self._paths)
+        users = Counter(name for path in self._names for name in path)
+        self._alike = [
+            (
+                min([capacity[name] for name in path if users[name] == 1], default=inf),
+                tuple([name for name in path if users[name] > 1]),
+            )
+            for path in self._names
+        ]
         self._known: dict[int, tuple[dict[int, float], bool]] = {}
+        self._solved: dict[tuple[tuple[float, tuple[str, ...]], ...], list[float]] = {}
 
     def number(self, path: tuple[str, ...]) -> int:
-        return self._paths.setdefault(path, len(self._paths))
+        return self._paths[path]
 
     def of(self, meeting: int, flows: list[_Flow]) -> tuple[dict[int, float], bool]:
         """Return the rate of each path, and whether that is as fast as it gets, whoever else flows.
@@ -113,15 +128,23 @@ class _Rates:
         """
         found = self._known.get(meeting)
         if found is None:
-            names = list(self._paths)
-            paths = sorted([flow.path for flow in flows])
-            fair = fair_rates([names[path] for path in paths], self._capacity)
-            rates = dict(zip(paths, fair, strict=True))
+            paths = sorted([flow.path for flow in flows], key=self._alike.__getitem__)
+            rates = dict(zip(paths, self._fair(paths), strict=True))
             free = all(
-                rate >= min([self._capacity[name] for name in names[path]]) for path, rate in rates.items()
+                rate >= min([self._capacity[name] for name in self._names[path]])
+                for path, rate in rates.items()
             )
             found = self._known[meeting] = rates, free
         return found
+
+    def _fair(self, paths: list[int]) -> list[float]:
+        if len(set(paths)) < len(paths):  # of several lanes, which share all of it
+            return fair_rates([self._names[path] for path in paths], self._capacity)
+        key = tuple([self._alike[path] for path in paths])
+        rates = self._solved.get(key)
+        if rates is None:
+            rates = self._solved[key] = fair_rates([self._names[path] for path in paths], self._capacity)
+        return rates
 
 
 class Order:
@@ -172,7 +195,7 @@ class _Clock:
         self.flows: list[_Flow] = []
         self.flow_s = inf  # when the first of them is done
         self.meeting = 0  # their paths, see `_Rates.of`
-        self.rates = _Rates(capacity)
+        self.rates = _Rates([cost.through for cost in costs if cost.amount], capacity)
         self.free = True  # whether flows do not slow each other down
 
     def run(self) -> None:

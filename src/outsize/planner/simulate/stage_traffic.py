@@ -1,7 +1,5 @@
 """What a step of stages moves over the links of all workers, from the numbers of its stages alone.
 
-Stages are cut before it is known which of them hand over from device to device; here all go by way of the host.
-
 All of it goes through host memory, which the optimizer and a disk use too, and what workers behind one switch move
 through its uplink. What is shared is in use for a time of its own, and the more of a step that is, the more copies wait
 for each other that would be hidden otherwise (`with_shared`).
@@ -46,6 +44,7 @@ class StageTraffic:
         away: of what its forward keeps and lets leave, for a microbatch.
         boundary_bytes: of what stages hand over, and of an input that a backward needs, for a microbatch.
         bottom: lowest unit that runs backward.
+        by_host: whether what stages hand over goes by way of host memory.
         others: bytes of host memory that a step takes whatever its stages.
         rates: of what is shared.
         passes: how often a byte of weights and gradients passes host memory: twice where a disk is behind it.
@@ -59,13 +58,14 @@ class StageTraffic:
         away: Sequence[float] = (),
         boundary_bytes: float = 0.0,
         bottom: int = 0,
+        by_host: bool = True,
         others: float = 0.0,
         rates: SharedRates,
         passes: int = 1,
     ) -> None:
         self._weights, self._away = sums(weights), sums(away or (0.0,) * len(weights))
         self._backward_weights, self._gradients = sum(weights[bottom:]), sum(gradients[bottom:])
-        self._boundary_bytes, self._bottom = boundary_bytes, max(1, bottom)
+        self._boundary_bytes, self._bottom, self._by_host = boundary_bytes, max(1, bottom), by_host
         self._others, self._rates, self._passes = others, rates, passes
 
     def up_and_down(
@@ -84,9 +84,10 @@ class StageTraffic:
         weights = rounds * (self._weights[fused] + self._backward_weights)
         summed, gradients = (rounds - 1) * self._gradients, rounds * self._gradients
         # Inputs that a backward needs; some are what a stage hands over anyhow.
-        inputs = max(0, fused - self._bottom)
-        up = inputs + num_ups + num_downs - 1
-        down = inputs + num_ups - min(inputs, max(0, num_ups - 1)) + num_downs - 1
+        up = down = inputs = max(0, fused - self._bottom)
+        if self._by_host:
+            up += num_ups + num_downs - 1
+            down += num_ups - min(inputs, max(0, num_ups - 1)) + num_downs - 1
         away = num_microbatches * self._away[fused]
         each = num_microbatches * self._boundary_bytes
         return (
