@@ -13,6 +13,7 @@ from patience import PATIENCE_S
 
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others outlive what is compiled
 
 # The same examples every time, so that a change is judged by itself; `make explore` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

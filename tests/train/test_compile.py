@@ -84,7 +84,6 @@ def test_whatever_becomes_of_what_forwards_make(case: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 def test_kernels_of_inductor_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # others would outlive the test
     activations = {"memory": {"activations": "recompute"}} if name == "gpt2" else {}
     assert_equal(compile_run(tmp_path, name, **ONE_FORM, **activations))
 

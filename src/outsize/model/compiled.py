@@ -61,6 +61,8 @@ class CompiledKind:
         """Return what ``block`` makes of its arguments."""
         if self.reason is not None or not torch.is_grad_enabled() or is_in_torch_dispatch_mode():
             return self.forward(block, *args, **kwargs)
+        settings = torch._dynamo.config  # of this thread
+        settings.recompile_limit = max(settings.recompile_limit, MOST_FORMS)
         known, began_s = self._num_graphs, time.perf_counter()
         try:
             made = self._run(block, *args, **kwargs)
@@ -81,8 +83,6 @@ class CompiledKind:
 
 def compile_blocks(split: Split, announce: Callable[[str], None]) -> None:
     """Have each block of ``split`` run compiled from its first call on; `take_eager` undoes it."""
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, MOST_FORMS)
     kinds: dict[Any, CompiledKind] = {}
     for module, unit in zip(split.modules, split.spec.units, strict=False):
         if unit.kind != "block":
