@@ -95,7 +95,7 @@ def test_any_choice_of_what_is_kept_is_exact(
         ("offload", "qwen3_moe", {"memory": {"device": "emulated:1"}, "train": {"microbatches": 2}}),
         ("offload", "gemma2", {"memory": {"home": "disk", "slots": 1}, "train": {"microbatches": 3}}),
         ("offload-products", "llama", {"model": {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}}),
-        ("offload-products", "llama", {"memory": {"device": "emulated:2"}, "train": {"microbatches": 3}}),
+        ("offload-products", "llama", {"memory": {"device": "emulated:3"}, "train": {"microbatches": 4}}),
         (
             "offload-attention",
             "qwen3_moe",

@@ -251,10 +251,9 @@ def _check(activations: str, measured: Measured, parts: Split, machine: RunMachi
     extent = None if activations == "auto" else Choice(activations).extent
     kept = {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
     if extent is not None and not any(kept.get(extent, ())):
-        advice = "set model.attention=sdpa" if extent is Extent.ATTENTION else "set it to auto"
+        advice = "set model.attention=sdpa, and model.compile=off, or it to auto"
         raise ConfigError(
-            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own, and a "
-            f"compiled one never has; {advice}"
+            f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
         )
     if machine.num_workers > 1 and measured.inputs_shared:
         raise ConfigError(
