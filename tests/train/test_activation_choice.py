@@ -144,7 +144,8 @@ def losses(result: TrainResult) -> list[float]:
     [
         (
             {"model": {"attention": "eager"}, "memory": {"activations": "keep-attention"}},
-            "no unit of this model has attention in an operation of its own; set model.attention=sdpa, and model.compile=off",
+            "no unit of this model has attention in an operation of its own; set model.attention=sdpa, and "
+            "model.compile=off",
         ),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import cpp_builder
+from torch.utils import _python_dispatch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outsize.config import Config
@@ -91,6 +92,14 @@ def test_kernels_of_inductor_too(name: str, tmp_path: Path, monkeypatch: pytest.
 def test_each_kind_is_compiled_once_for_a_form(tmp_path: Path) -> None:
     """Three layers, the trial, both runs: one form where a microbatch is one short sequence."""
     assert len(assert_equal(compile_run(tmp_path, **ONE_FORM))) == 1
+
+
+def test_what_torch_takes_for_a_mode_of_this_thread_keeps_nothing_from_being_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own sign is one for all threads, and stays set where modes of two of them have overlapped."""
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", True)
+    assert_equal(compile_run(tmp_path, **ONE_FORM))
 
 
 def test_a_block_that_is_no_graph_is_named_with_its_line(

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from outsize.model.split import Split
 
@@ -59,7 +59,9 @@ class CompiledKind:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what ``block`` makes of its arguments."""
-        if self.reason is not None or not torch.is_grad_enabled() or is_in_torch_dispatch_mode():
+        # Of this thread: torch's `is_in_torch_dispatch_mode` stays true where modes of two threads have overlapped.
+        watched = _get_current_dispatch_mode() is not None
+        if self.reason is not None or not torch.is_grad_enabled() or watched:
             return self.forward(block, *args, **kwargs)
         settings = torch._dynamo.config  # of this thread
         settings.recompile_limit = max(settings.recompile_limit, MOST_FORMS)
