@@ -35,6 +35,8 @@ TransportGradients = Literal[TransportWeights, _Int8Gradients, _Int4Gradients]
 Handover = Literal["auto", "host", "peer"]
 # What of a model torch compiles.
 Compile = Literal["off", "blocks"]
+# Whose kernels norms, rotations and activations of a model are.
+BlockKernels = Literal["none", "liger"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

@@ -31,6 +31,7 @@ def contradictions(config: "Config") -> list[str]:
         _loss,
         _objective,
         _compile,
+        _kernels,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -104,6 +105,20 @@ def _compile(config: "Config") -> list[str]:
         f"model.compile: blocks goes with {key}; or set it off"
         for key in refused
         if compiles and refused[key]
+    ]
+
+
+def _kernels(config: "Config") -> list[str]:
+    """A compiler makes such kernels itself; and an MLP in parts runs its model's own forward."""
+    refused = {
+        "model.compile: off": config.model.compile != "off",
+        "train.mlp_parts: 1": config.train.mlp_parts > 1,
+    }
+    kernels = config.model.kernels
+    return [
+        f"model.kernels: {kernels} goes with {key}; or set it none"
+        for key in refused
+        if kernels != "none" and refused[key]
     ]
 
 

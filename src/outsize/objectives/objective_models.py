@@ -101,6 +101,7 @@ def open_models(
         moments=config.optimizer.state,
         mlp_parts=config.train.mlp_parts,
         compile=config.model.compile,
+        kernels=config.model.kernels,
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None
     built = Built(model.dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)
