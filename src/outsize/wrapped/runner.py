@@ -73,6 +73,11 @@ class Runner(Inferring):
                 "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
                 "with use_cache or past_key_values"
             )
+        if keeps and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
+            raise ConfigError(
+                "hooks on parameters are not called, since their gradients are summed at home; remove them, and "
+                "change `parameter.grad` between backward and step"
+            )
         sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
