@@ -51,16 +51,20 @@ def as_before(
         num_ranks: that share a step now; of more than there were, each may have too few sequences for as many.
 
     Raises:
-        ConfigError: the configuration of the run so far cannot be read.
+        ConfigError: the configuration of the run so far cannot be read, or has another objective.
     """
-    named = config.train.microbatches
-    rounds_named = config.train.round_microbatches is not None
-    if config.train.resume == "none" or (named is not None and (num_ranks == 1 or rounds_named)):
+    if config.train.resume == "none":
         return config
     runs = [run_dir] if config.train.resume == "auto" else []
     # Others lie where a file of that name is anybody's.
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
+    for run in runs:
+        _check_objective(config, run)
+    named = config.train.microbatches
+    rounds_named = config.train.round_microbatches is not None
+    if named is not None and (num_ranks == 1 or rounds_named):
+        return config
     for run in runs:
         count, in_a_round = _numbers_of(run, rank_dir, num_ranks)
         count = count if named is None else named
@@ -70,6 +74,17 @@ def as_before(
             keeps = not rounds_named and in_a_round is not None and in_a_round <= count
             return config.in_microbatches(count, in_a_round if keeps else None) if fits else config
     return config
+
+
+def _check_objective(config: Config, run: Path) -> None:
+    if not (run / CONFIG_FILE).is_file():
+        return
+    was, now = load_config(run / CONFIG_FILE, environ={}).train.objective, config.train.objective
+    if was != now:
+        raise ConfigError(
+            f"train.objective: the run in {run} has {was}, and cannot go on with {now}; leave it as it was, or begin "
+            "from the weights of a checkpoint, with model.path and train.resume=none"
+        )
 
 
 @contextlib.contextmanager
