@@ -68,16 +68,8 @@ class Runner(Inferring):
         rows = len(main)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        if cached and keeps:
-            raise ConfigError(
-                "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
-                "with use_cache or past_key_values"
-            )
-        if keeps and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
-            raise ConfigError(
-                "hooks on parameters are not called, since their gradients are summed at home; remove them, and "
-                "change `parameter.grad` between backward and step"
-            )
+        if keeps:
+            _check_trains(model, cached=cached)
         sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
@@ -315,6 +307,24 @@ class Runner(Inferring):
         for index, positions in held.items():
             if positions:
                 self.session.home.view(index, "gradient").mul_(coefficient)
+
+
+def _check_trains(model: nn.Module, *, cached: bool) -> None:
+    """Check that a backward can follow a call.
+
+    Raises:
+        ConfigError: it would fill a cache again, or is to call hooks on parameters.
+    """
+    if cached:
+        raise ConfigError(
+            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
+            "with use_cache or past_key_values"
+        )
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
+        raise ConfigError(
+            "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
+            "`parameter.grad` between backward and step"
+        )
 
 
 def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:
