@@ -81,7 +81,7 @@ def test_what_an_onload_that_failed_has_left_below_can_be_forgotten(scratch, mon
     choices = ((), (), (Choice.OFFLOAD_PRODUCTS,) * 2)
     ops = ActivationOps(CpuDevice(), None, rooms={Extent.PRODUCTS: scratch}, choices=choices)
     ops.offload(parse_op("OFFLOAD 2.1@w0"), context)
-    monkeypatch.setattr(scratch, "take_all", lambda key, into: 1 / 0)
+    monkeypatch.setattr(scratch, "take", lambda key, *into: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ops.onload(parse_op("ONLOAD 2.1@w0"), context)
     ops.forget(0)

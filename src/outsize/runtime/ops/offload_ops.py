@@ -76,13 +76,13 @@ class OffloadOps:
         assert extent is not None
         room = self._rooms[extent]
         contents = [bytes_on(storage, self._device.torch_device) for storage in held.storages()]
-        if not room.holds_all(contents):  # it is measured on shorter sequences, and on other experts
+        if not room.holds(*contents):  # it is measured on shorter sequences, and on other experts
             run.let_go(key[1])
             self.num_let_go += 1
             return
         sizes = [content.nbytes for content in contents]
         with self._device.link(sum(sizes)):
-            room.put_all(key, contents)
+            room.put(key, *contents)
         self._away[key] = room, sizes
         self.down = self.down.and_then(sum(sizes), sum(sizes))
         held.take()
@@ -97,7 +97,7 @@ class OffloadOps:
         device = self._device.torch_device
         contents = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         with self._device.link(sum(sizes)):
-            room.take_all(key, contents)
+            room.take(key, *contents)
         del self._away[key]  # what fails before this can be forgotten
         self.up = self.up.and_then(sum(sizes), sum(sizes))
         for content in contents:
