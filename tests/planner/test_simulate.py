@@ -73,9 +73,9 @@ def test_what_is_held_never_exceeds_what_the_plan_sets_aside(layout, costs):
     kept = dict.fromkeys(Extent, sizes)
     peak, _ = held_bytes(simulate([program] * 2, layout, costs), layout, sizes, kept)
     live = peak_activations(program, layout, sizes, kept)
-    resident = 0
+    resident = sum(layout.weight_bytes[unit] for unit in layout.stays)  # in places of their own
     if layout.rest is not None:
-        resident = layout.weight_bytes[layout.rest] + layout.gradient_bytes[layout.rest] * layout.rest_trains
+        resident += layout.weight_bytes[layout.rest] + layout.gradient_bytes[layout.rest] * layout.rest_trains
     aside = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident + live.device_bytes
     assert peak.get("device:w0", 0) <= aside
     assert peak.get("host", 0) <= live.below_bytes
