@@ -47,9 +47,6 @@ class MemoryStore:
     def read_trained(self, start, count):
         return self.read(start, count) % 2 == 0 if self.masked else None
 
-    def document_range(self, index):
-        return int(self.bounds[index]), int(self.bounds[index + 1])
-
     def document_ends(self, first, count):
         return self.bounds[first + 1 : first + 1 + count].astype(np.int64)
 

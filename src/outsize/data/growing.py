@@ -92,12 +92,8 @@ class GrowingTokens:
         self._reader(start + count)
         return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
 
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Refuse: bounds of documents are not known while tokens are made."""
-        raise DataError("bounds of documents are not known while the data are tokenised")
-
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
-        """Refuse, as `document_range` does."""
+        """Refuse: bounds of documents are not known while tokens are made."""
         raise DataError("bounds of documents are not known while the data are tokenised")
 
     def stop(self) -> None:

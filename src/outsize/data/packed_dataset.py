@@ -162,8 +162,9 @@ class OnePerDocument(DocumentLayout):
         ids, labels = self._empty(len(indices))
         mask = np.zeros_like(ids)
         for row, index in enumerate(indices.tolist()):
-            start, end = self._store.document_range(index)
-            count = min(end - start, self._seq_len)
+            ends = self._store.document_ends(max(index - 1, 0), 2 if index else 1)
+            start = int(ends[0]) if index else 0
+            count = min(int(ends[-1]) - start, self._seq_len)
             self._put(ids[row, :count], labels[row, :count], start)
             mask[row, :count] = 1
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(mask))

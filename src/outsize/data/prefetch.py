@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, Threa
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from outsize.data.batch import Batch
 
@@ -76,7 +76,8 @@ class Prefetcher:
         if not self._made or self._closed.done():
             raise RuntimeError("the prefetcher is not open; use it as a context manager")
         first = self._made[0]
-        wait([first, self._closed], return_when=FIRST_COMPLETED)
+        ends: tuple[Future[Any], ...] = first, self._closed
+        wait(ends, return_when=FIRST_COMPLETED)
         if self._closed.done():
             raise RuntimeError("the prefetcher was closed while a batch was awaited")
         made = first.result()

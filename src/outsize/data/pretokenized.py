@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outsize.data.reading.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader
-from outsize.errors import ConfigError, DataError
+from outsize.errors import DataError
 from outsize.files import open_binary
 
 _BLOCK_TOKENS = 1 << 20
@@ -73,13 +73,9 @@ class PretokenizedTokens:
         """Return ``None``: all tokens are targets."""
         return
 
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Raise: bounds are not known."""
-        raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
-
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
         """Raise: bounds are not known."""
-        raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
+        raise DataError("pre-tokenised data has no document bounds; set data.pack to stream")
 
     def close(self) -> None:
         """Close the files. May be called twice."""

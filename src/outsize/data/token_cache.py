@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from outsize import files
@@ -88,11 +89,6 @@ class CachedTokens:
         """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
         return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
 
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Return the first token of a document and the token after its last."""
-        bounds = self.document_ends(max(index - 1, 0), 2 if index else 1)
-        return int(bounds[0]) if index else 0, int(bounds[-1])
-
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the token after the last one of each of ``count`` documents from ``first`` on."""
         ends = self._ends.read(first, count).astype(np.int64, copy=False)
@@ -158,15 +154,5 @@ def _remove_abandoned(cache_dir: Path) -> None:
     mine = f"{_TEMPORARY}-{socket.gethostname()}-"
     for path in cache_dir.glob(f"{mine}*"):
         pid = path.name.removeprefix(mine).split("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             files.system().remove_tree(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

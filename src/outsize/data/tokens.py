@@ -43,11 +43,12 @@ class TokenStore(Protocol):
     def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
         """Return which of these tokens are targets, ``[count]``; ``None`` where all are, and then everywhere."""
 
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Return the first token of a document and the token after its last."""
-
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the token after the last one of each of ``count`` documents from ``first`` on."""
+        """Return the token after the last one of each of ``count`` documents from ``first`` on.
+
+        Raises:
+            DataError: `num_documents` is not known.
+        """
 
     def close(self) -> None:
         """Give the files back."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import LostRankError, OutsizeError
 
@@ -72,7 +72,7 @@ class Liveness:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout_s: float, on_loss: Callable[[], None]
+        self, store: c10d.Store, rank: int, size: int, *, timeout_s: float, on_loss: Callable[[], None]
     ) -> None:
         self._store = store
         self._rank = rank

@@ -14,14 +14,14 @@ import time
 import uuid
 from collections.abc import Callable
 
-from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import ConfigError, LostRankError
 
 _POLL_S = 0.02
 
 
-def meet(store: Store, rank: int, size: int, timeout_s: float) -> str:
+def meet(store: c10d.Store, rank: int, size: int, timeout_s: float) -> str:
     """Return the name of this start, the same on all ranks, when all of them have come.
 
     Raises:
@@ -42,7 +42,7 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> str:
         ) from error
 
 
-def _invite(store: Store, size: int, session: str, timeout_s: float) -> str:
+def _invite(store: c10d.Store, size: int, session: str, timeout_s: float) -> str:
     store.set("outsize/session", session)
     answers = {peer: f"outsize/{session}/answer/{peer}" for peer in range(1, size)}
     if not _until(lambda: store.check(list(answers.values())), timeout_s):
@@ -52,7 +52,7 @@ def _invite(store: Store, size: int, session: str, timeout_s: float) -> str:
     return session
 
 
-def _join(store: Store, rank: int, size: int, word: str, timeout_s: float) -> str:
+def _join(store: c10d.Store, rank: int, size: int, word: str, timeout_s: float) -> str:
     session = ""
 
     def met() -> bool:

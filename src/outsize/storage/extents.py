@@ -34,7 +34,7 @@ class ScratchStatistics:
 class _Held(NamedTuple):
     """Which extent it is, and dtype and number of elements of each tensor in it."""
 
-    index: int
+    number: int
     forms: list[tuple[torch.dtype, int]]
 
 
@@ -76,14 +76,14 @@ class Extents:
             raise ValueError(f"{key} is not in this scratch")
         if held.forms != _forms(into):
             raise ValueError(f"{key} holds {_told(held.forms)}, not {_told(_forms(into))}")
-        return held.index
+        return held.number
 
     def drop(self, key: Hashable) -> None:
         """Free the extent of ``key``, if it has one."""
         with self._lock:
             held = self._held.pop(key, None)
             if held is not None:
-                self._free.append(held.index)
+                self._free.append(held.number)
 
     def count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """Add to the statistics."""
