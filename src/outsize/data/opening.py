@@ -87,8 +87,9 @@ def open_data(
     """
     corpora = _as_corpora(source)
     _check_limits(tokenizer, corpora, seq_len, limits)
-    if window is not None:
-        _check_is_one_stream(corpora, pack)
+    is_one_stream = pack == "stream" and len(corpora) == 1 and not corpora[0].split and corpora[0].weight == 1
+    if window is not None and not is_one_stream:
+        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
     first_tokens = None if window is None else window * seq_len
     making = _Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first_tokens)
     with ExitStack() as unless_used:
@@ -109,11 +110,6 @@ def open_data(
         assert isinstance(whole, Packed)
         num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
         return WindowedDataset(whole, found[0], seed=seed, window=window, num_bytes=num_bytes)
-
-
-def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
-    if pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1:
-        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
 
 
 def _laid_out(

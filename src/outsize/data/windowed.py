@@ -72,7 +72,7 @@ class WindowedDataset(PackedDataset):
 
     def epoch(self, step: int, num_sequences: int) -> float | None:
         """Return how many times the data was used before ``step``; None while nobody knows how much there is."""
-        return None if self._grows else super().epoch(step, num_sequences)
+        return None if reach(self._store, 0) is None else super().epoch(step, num_sequences)
 
     def num_made(self) -> int:
         """Return how many tokens are there, of data that are tokenised meanwhile."""
@@ -82,10 +82,6 @@ class WindowedDataset(PackedDataset):
         """Let go whoever waits for data; what is not tokenised now will not be."""
         if isinstance(self._store, GrowingTokens):
             self._store.stop()
-
-    @property
-    def _grows(self) -> bool:
-        return reach(self._store, 0) is None
 
     def _reach(self, num_sequences: int) -> int | None:
         """Wait for so many sequences, or for the last; returns how many there are in all, None where more come."""

@@ -348,14 +348,15 @@ class _Pricing:
         unit, read = op.unit or 0, op.kind is Kind.READ
         if op.tile is None:
             narrow = ITEM_BYTES.get(self.state.gradients, 4)
-            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
+            size = (
+                self.model.units[unit].link_bytes(self.model.dtype)
+                if read
+                else self.layout.gradient_bytes[unit] * narrow // 4
+            )
         else:
             planes = self.state.read_planes if read else self.state.write_planes
             size = self.state.bytes_of(self.model.units[unit], self._elements(op), planes)
         return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
-
-    def _link_bytes(self, unit: int) -> int:
-        return self.model.units[unit].link_bytes(self.model.dtype)
 
     def _elements(self, op: Op) -> int:
         """Return the elements that a STEP, or a READ or WRITE of a tile, is about; of several nodes, their share."""
