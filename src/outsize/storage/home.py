@@ -12,11 +12,12 @@ a file. Both pass the same contract (`outsize.testing`):
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class HomeStatistics:
     write_s: float = 0.0
 
 
-class Home(Protocol):
-    """What the runtime needs of a home."""
+class Home(ABC):
+    """What the runtime needs of a home; a context manager."""
 
     def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         """Fill ``into`` with the elements of a plane from ``start`` on.
@@ -62,24 +63,36 @@ class Home(Protocol):
             StorageError: the medium failed.
             ValueError: no such plane or range, or a tensor of another dtype or alignment.
         """
+        self.read_planes(unit, start, {plane: into})
 
     def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         """Replace the elements of a plane from ``start`` on by ``source``; errors as in `read`."""
+        self.write_planes(unit, start, {plane: source})
 
+    @abstractmethod
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """Read the same range of several planes together: plane name to tensor; errors as in `read`."""
 
+    @abstractmethod
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """Write the same range of several planes together: plane name to tensor; errors as in `read`."""
 
+    @abstractmethod
     def statistics(self) -> HomeStatistics:
         """Return what was moved so far."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the medium back; a second call does nothing."""
 
+    def __enter__(self) -> Self:
+        return self
 
-class HostHome:
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class HostHome(Home):
     """A home in host memory; `view` lends planes out for work in place.
 
     Args:
@@ -152,8 +165,17 @@ class HostHome:
                 self._planes[key] = arena.take(extent.num_bytes, f"home: {key[1]}").view(extent.dtype)
                 self._layout.extents[key] = extent
 
-    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
-        """See `Home.read`; ``into`` may lie on any device."""
+    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        """See `Home.read_planes`; tensors may lie on any device."""
+        for plane, tensor in into.items():
+            self._read(unit, plane, start, tensor)
+
+    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        """See `Home.write_planes`; tensors may lie on any device."""
+        for plane, tensor in sources.items():
+            self._write(unit, plane, start, tensor)
+
+    def _read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         start -= self._layout.locate(unit, plane, start, into).first
         started = time.perf_counter()
         packed = self._packed.get((unit, plane))
@@ -169,8 +191,7 @@ class HostHome:
                 former, bytes_read=former.bytes_read + into.nbytes, read_s=former.read_s + elapsed
             )
 
-    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
-        """See `Home.write`; ``source`` may lie on any device."""
+    def _write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         start -= self._layout.locate(unit, plane, start, source).first
         started = time.perf_counter()
         packed = self._packed.get((unit, plane))
@@ -187,16 +208,6 @@ class HostHome:
                 former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed
             )
 
-    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
-        """See `Home.read_planes`."""
-        for plane, tensor in into.items():
-            self.read(unit, plane, start, tensor)
-
-    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
-        """See `Home.write_planes`."""
-        for plane, tensor in sources.items():
-            self.write(unit, plane, start, tensor)
-
     def statistics(self) -> HomeStatistics:
         """Return what was moved so far by `read` and `write`."""
         return self._statistics
@@ -206,14 +217,8 @@ class HostHome:
         self._planes.clear()
         self._packed.clear()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class DiskHome:
+class DiskHome(Home):
     """A home in one preallocated file of aligned extents.
 
     Tensors must lie at addresses that are multiples of 4096, as those of `outsize.storage.arena` do.
@@ -265,17 +270,9 @@ class DiskHome:
             existing=existing,
         )
 
-    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
-        """See `Home.read`."""
-        self._read(unit, start, {plane: into})
-
-    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
-        """See `Home.write`."""
-        self._write(unit, start, {plane: source})
-
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; all requests are in flight together."""
-        self._read(unit, start, into)
+        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
 
     def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
         """Read several ranges of one plane, each ``(start, into)``, all in flight together; errors as in `read`."""
@@ -283,7 +280,7 @@ class DiskHome:
 
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """See `Home.write_planes`; all requests are in flight together."""
-        self._write(unit, start, sources)
+        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
 
     def statistics(self) -> HomeStatistics:
         """Return what was moved so far."""
@@ -300,22 +297,10 @@ class DiskHome:
         """Close the file, after the transfers under way; a second call does nothing."""
         self.file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _lay_out(
         self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
     ) -> HomeLayout:
         return HomeLayout(model, planes, own=own, whole=whole)
-
-    def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
-        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
-
-    def _write(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
-        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
 
     def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> Span:
         extent = self._layout.locate(unit, plane, start, tensor)
