@@ -12,7 +12,7 @@ from outsize.choices import Packing
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.growing import GrowingTokens, Told, reach
+from outsize.data.growing import GrowingTokens, Told
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
@@ -87,9 +87,8 @@ def open_data(
     """
     corpora = _as_corpora(source)
     _check_limits(tokenizer, corpora, seq_len, limits)
-    is_one_stream = pack == "stream" and len(corpora) == 1 and not corpora[0].split and corpora[0].weight == 1
-    if window is not None and not is_one_stream:
-        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
+    if window is not None:
+        _check_is_one_stream(corpora, pack)
     first_tokens = None if window is None else window * seq_len
     making = _Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first_tokens)
     with ExitStack() as unless_used:
@@ -110,6 +109,11 @@ def open_data(
         assert isinstance(whole, Packed)
         num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
         return WindowedDataset(whole, found[0], seed=seed, window=window, num_bytes=num_bytes)
+
+
+def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
+    if pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1:
+        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
 
 
 def _laid_out(
@@ -169,7 +173,7 @@ class _Making:
             raise ConfigError(f"{corpus.path} is not pre-tokenised, so it needs a tokenizer")
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
         try:
-            reach(store, self.first_tokens or 0)
+            store.reach(self.first_tokens or 0)
             return store, store.detected
         except BaseException:  # a thread may be writing
             store.close()

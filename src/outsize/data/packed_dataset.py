@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
-from outsize.data.growing import reach
 from outsize.data.permute import SeededPermutation
 from outsize.data.recycled import RecycledArrays
 from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
@@ -70,7 +69,7 @@ class Packed:
         self.seq_len = seq_len
         self._num_trained = store.num_tokens if num_trained is None else num_trained
         self._arrays = RecycledArrays()
-        total = reach(store, seq_len)
+        total = store.reach(seq_len)
         if total is not None and total < seq_len:
             other = "" if store.num_documents is None else ", or set data.pack to documents or none"
             raise DataError(
