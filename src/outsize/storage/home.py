@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -27,34 +27,22 @@ from outsize.codecs.transport import room_bytes
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.storage.arena import Arena
-from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Transfers
 from outsize.storage.encoded_planes import PackedPlane
 from outsize.storage.home_layout import HomeLayout, Planes
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HomeStatistics:
-    """What a home has moved; work done in place on views of a `HostHome` is not seen.
-
-    Attributes:
-        num_bytes: size of all planes.
-        bytes_read: bytes handed out.
-        bytes_written: bytes taken in.
-        read_s: seconds that callers waited for reads, summed over callers.
-        write_s: the same for writes.
-    """
-
-    num_bytes: int
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_s: float = 0.0
-    write_s: float = 0.0
-
-
 class Home(ABC):
     """What the runtime needs of a home; a context manager."""
+
+    _layout: HomeLayout
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all planes."""
+        return self._layout.num_bytes
 
     def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         """Fill ``into`` with the elements of a plane from ``start`` on.
@@ -78,8 +66,8 @@ class Home(ABC):
         """Write the same range of several planes together: plane name to tensor; errors as in `read`."""
 
     @abstractmethod
-    def statistics(self) -> HomeStatistics:
-        """Return what was moved so far."""
+    def statistics(self) -> Transfers:
+        """Return what was moved so far; work done in place on views of a `HostHome` is not seen."""
 
     @abstractmethod
     def close(self) -> None:
@@ -128,7 +116,7 @@ class HostHome(Home):
                 continue
             memory = arena.take(extent.num_bytes, f"home: {plane}")
             self._planes[unit, plane] = memory.view(extent.dtype)
-        self._statistics = HomeStatistics(num_bytes=self._layout.num_bytes)
+        self._statistics = Transfers()
         self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
 
@@ -208,8 +196,8 @@ class HostHome(Home):
                 former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed
             )
 
-    def statistics(self) -> HomeStatistics:
-        """Return what was moved so far by `read` and `write`."""
+    def statistics(self) -> Transfers:
+        """See `Home.statistics`."""
         return self._statistics
 
     def close(self) -> None:
@@ -282,16 +270,9 @@ class DiskHome(Home):
         """See `Home.write_planes`; all requests are in flight together."""
         self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
 
-    def statistics(self) -> HomeStatistics:
-        """Return what was moved so far."""
-        moved = self.file.statistics()
-        return HomeStatistics(
-            num_bytes=self._layout.num_bytes,
-            bytes_read=moved.bytes_read,
-            bytes_written=moved.bytes_written,
-            read_s=moved.read_s,
-            write_s=moved.write_s,
-        )
+    def statistics(self) -> Transfers:
+        """See `Home.statistics`."""
+        return self.file.statistics()
 
     def close(self) -> None:
         """Close the file, after the transfers under way; a second call does nothing."""

@@ -15,14 +15,14 @@ class TierStatistics:
     """One tier of a ledger.
 
     Attributes:
-        budget_bytes: what may be held at once; None is no limit.
         used_bytes: what is held now.
         high_water_bytes: the most that was ever held at once.
+        budget_bytes: what may be held at once; None is no limit.
     """
 
-    budget_bytes: int | None
     used_bytes: int
     high_water_bytes: int
+    budget_bytes: int | None
 
 
 class Reservation:
