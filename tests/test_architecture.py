@@ -131,7 +131,7 @@ ARROWS = {
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry.heartbeat_schema"},
     "telemetry": GROUND | {"hardware"},
-    "reporting": GROUND | {"doctor", "loopback", "planner.simulate", "telemetry"},
+    "reporting": GROUND | {"doctor", "files", "loopback", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
         "accelerators",

@@ -56,7 +56,7 @@ def run(size, model_dir, directory, batches, *, first=0, resume=None, announce=p
                 losses = [outcome.loss for outcome in trainer.steps(mine, first)]
                 trainer.settle()
                 saver.finish(Position(len(batches), 0, 0))
-                held = trainer.home.statistics().num_bytes
+                held = trainer.home.num_bytes
                 used = trainer.ledger.statistics()
             for tier in ("device", "host", "disk"):
                 assert used[tier].high_water_bytes <= prepared.plan.total_bytes(tier) + 64 * 4096
@@ -77,12 +77,7 @@ def group_decides(group):
     """What the first rank decides, all do."""
     channel = group.channel("steps")
 
-    def decide(due):
-        told = torch.tensor([due])
-        channel.broadcast(told)
-        return bool(told)
-
-    return decide
+    return lambda due: channel.gather_objects(due)[0]
 
 
 def same(one, other, tolerance=0.0):
