@@ -183,9 +183,9 @@ class StateLayout:
     @property
     def lossy(self) -> tuple[str, ...]:
         """What is kept in fewer bits than a plain fp32 run has, in words."""
-        rounded = self.num_moments > 0 and self.moments != "fp32"
-        masters = ("masters in 24 bits",) if self.masters == "split24" else ()
-        return ((f"moments in {self.moments}",) if rounded else ()) + masters
+        rounded = {f"moments in {self.moments}": self.num_moments > 0 and self.moments != "fp32"}
+        rounded["masters in 24 bits"] = self.masters == "split24"
+        return tuple(what for what, is_so in rounded.items() if is_so)
 
     @property
     def exact(self) -> bool:
@@ -357,11 +357,6 @@ def planes_for(dtype: str) -> dict[str, int]:
         ValueError: unknown dtype.
     """
     return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}
-
-
-def master_plane(dtype: str) -> str:
-    """Return the plane that the optimizer steps in a plain layout: ``master`` where there is one, else ``weights``."""
-    return MASTER if MASTER in planes_for(dtype) else WEIGHTS
 
 
 # A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
