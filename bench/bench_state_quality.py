@@ -41,6 +41,8 @@ DYNAMIC_BLOCK = 256
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 # The same run but for the last bits of its first weights: what differs then is chance.
 CONTROL, NUDGE = "fp32, first weights nudged", 2.0**-20
+# The same beside masters of 24 bits: weights in bf16 make more of a difference in the last of these.
+CONTROL24, NUDGE24 = "bf16 weights, nudged", 2.0**-16
 # Rounds moments (first, second) in place after each step; the state is fp32 otherwise.
 Rounding = Callable[[StatePlanes, int], None]
 
@@ -93,7 +95,7 @@ def other(second: tuple[int, bool], *, nearest: bool) -> Rounding:
 # Variants with bf16 weights: of what their moments are, and what is kept below the weights.
 BELOW: dict[str, tuple[str, torch.dtype]] = {
     "bf16 weights": ("fp32", torch.int16),
-    "bf16 weights, nudged": ("fp32", torch.int16),
+    CONTROL24: ("fp32", torch.int16),
     "bf16 weights, 8-bit moments": ("int8", torch.int16),
     "split24": ("fp32", torch.int8),
     "split24, 8-bit moments": ("int8", torch.int8),
@@ -172,8 +174,10 @@ def flattened(model: torch.nn.Module) -> tuple[UnitSpec, Tensor, Tensor]:
 def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
     model = quality.fresh_model(seed)
     unit, weights, gradient = flattened(model)
-    if "nudged" in variant:
+    if variant == CONTROL:
         weights *= 1.0 + NUDGE
+    if variant == CONTROL24:
+        weights *= 1.0 + NUDGE24 * torch.randn(unit.numel, generator=torch.Generator().manual_seed(seed))
     take = (muon_step if variant in MUONS else adamw_step)(variant, unit, weights, gradient, seed)
     generator = torch.Generator().manual_seed(seed)
     found = []
