@@ -16,7 +16,7 @@ Packing = Literal["stream", "documents", "none"]
 Clip = Literal["global", "unit", "none"]
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
-Masters = Literal["auto", "separate", "split"]
+Masters = Literal["auto", "separate", "split", "split24"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
 # How weights go over links; all keep every bit.

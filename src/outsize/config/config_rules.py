@@ -189,7 +189,7 @@ def _evaluation(config: "Config") -> list[str]:
 
 
 def _masters(config: "Config") -> list[str]:
-    if config.optimizer.masters == "split" and config.model.dtype in ("fp32", "fp16"):
+    if config.optimizer.masters.startswith("split") and config.model.dtype in ("fp32", "fp16"):
         return [
             f"optimizer.masters: only those of bf16 weights can be split, not {config.model.dtype}; leave it auto"
         ]
