@@ -301,7 +301,7 @@ class MicrobatchRun:
             came = f"unit {call.unit}" if isinstance(call, UnitCall) else "the end of its forward"
             raise ModelError(
                 f"the model came to {came} where unit {unit} was next; outsize streams models that call each of "
-                "their units once per forward, in order"
+                "their units once per forward, in order; a config's layerdrop, which skips some at random, has to be 0"
             )
         visit = self._visits[unit] = visit_of(call)
         return visit
