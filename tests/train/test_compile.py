@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from outsize.config import Config, load_config
 from outsize.model import compiled
 from outsize.session.decide import decide as decide_module
+from outsize.session.decide.rates import measure_rates
 from outsize.session.job.prepare import Job, prepare
 from outsize.training.run import train
 from outsize.training.verify import verify
@@ -189,6 +190,24 @@ def test_auto_times_both(tmp_path: Path) -> None:
     assert any(
         "a step is predicted to take" in line for line in said if line.startswith("model.compile: auto is")
     )
+
+
+def test_what_is_timed_is_what_steps_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled block computes compiled where there is a graph only, and a block as it is needs none."""
+    graphs: set[bool] = set()
+    run = compiled.CompiledKind.__call__
+
+    def note(kind: compiled.CompiledKind, *args: Any, **kwargs: Any) -> Any:
+        graphs.add(torch.is_grad_enabled())
+        return run(kind, *args, **kwargs)
+
+    prepared = prepare(compile_run(tmp_path, **ONE_FORM), tmp_path, lambda _: None)
+    monkeypatch.setattr(compiled.CompiledKind, "__call__", note)
+    measure_rates(prepared, tmp_path)
+    assert graphs == {True}
+    with compiled.as_they_are(prepared.split.model):
+        measure_rates(prepared, tmp_path)
+    assert graphs == {True, False}
 
 
 @pytest.mark.parametrize(
