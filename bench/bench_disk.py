@@ -165,7 +165,7 @@ def compare(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
             }
         finally:
             plain.close()
-        results["buffered_fallbacks"] = home.file.statistics().num_buffered_fallbacks
+        results["buffered_fallbacks"] = int(home.file.is_refused)
     return results
 
 

@@ -22,7 +22,7 @@ What they leave untouched is all that fetching by expert could save.
 import argparse
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,24 @@ def touched() -> list[dict[str, Any]]:
     return rows
 
 
+def bytes_moved_by_lru(weight_bytes: Sequence[int], room_bytes: int, num_passes: int) -> int:
+    """What a cache that drops the unit used longest ago would move in so many passes."""
+    held: OrderedDict[int, int] = OrderedDict()
+    moved = 0
+    for _ in range(num_passes):
+        for unit, size in enumerate(weight_bytes):
+            if unit in held:
+                held.move_to_end(unit)
+                continue
+            moved += size
+            while held and sum(held.values()) + size > room_bytes:
+                held.popitem(last=False)
+            held[unit] = size
+    return moved
+
+
 def units() -> list[dict[str, Any]]:
-    from outsize.planner.search.forward_plan import bytes_moved_by_lru, plan_scan
+    from outsize.planner.search.forward_plan import plan_scan
 
     count, tokens, size = 32, 50, 1_000
     rows = []

@@ -35,11 +35,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a forked child must not mis
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import common
+from forked import fork_ranks
 
 from outsize.cli import main as cli
 from outsize.config import dump_config
 from outsize.config.load import parse_config
-from outsize.testing.processes import fork_ranks
 
 LAYERS, HIDDEN, VOCABULARY = 2, 64, 97
 SEQ_LEN, SEQUENCES, MICROBATCHES = 16, 12, 12

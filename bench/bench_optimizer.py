@@ -73,9 +73,11 @@ def zeros(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return ARENA.take(numel * dtype.itemsize, "bench").view(dtype).zero_()
 
 
-def planes_of(numel: int, moments: str, num_moments: int = 2) -> StatePlanes:
-    weights, low = zeros(numel, torch.bfloat16), zeros(numel, torch.int16)
-    ties = zeros(ties_bytes(numel), torch.uint8) if moments == "fp32" else None
+def planes_of(
+    numel: int, moments: str, num_moments: int = 2, low_dtype: torch.dtype = torch.int16
+) -> StatePlanes:
+    weights, low = zeros(numel, torch.bfloat16), zeros(numel, low_dtype)
+    ties = zeros(ties_bytes(numel), torch.uint8) if moments == "fp32" and low_dtype is torch.int16 else None
     split_master(torch.randn(numel), weights, low, ties)
     state = {name: zeros(numel, ITEMS[moments]) for name in ("exp_avg", "exp_avg_sq")[:num_moments]}
     if moments == "int8":
@@ -211,6 +213,7 @@ def forms_of(numel: int, threads: int, *, compile_too: bool) -> dict[str, Form]:
     narrow.copy_(wide)
     streams = same_streams(numel, threads)
     exact, bf16, int8 = (planes_of(numel, moments) for moments in ("fp32", "bf16", "int8"))
+    five_bytes = planes_of(numel, "int8", low_dtype=torch.int8)
     forms = {
         "triad": triad(numel),
         "triad in place": in_place(numel),
@@ -220,6 +223,7 @@ def forms_of(numel: int, threads: int, *, compile_too: bool) -> dict[str, Form]:
         "exact, fp32 gradient": stepper(unit, exact, wide),
         "bf16 moments": stepper(unit, bf16, narrow),
         "8-bit moments": stepper(unit, int8, narrow),
+        "8-bit moments, split24": stepper(unit, five_bytes, narrow),
         "Lion, exact": stepper(unit, planes_of(numel, "fp32", 1), narrow, rule=Lion()),
         "SGD, exact": stepper(unit, planes_of(numel, "fp32", 1), narrow, rule=SGD()),
         "exact, kernels around torch's op": around_torch(exact, narrow),
@@ -229,7 +233,8 @@ def forms_of(numel: int, threads: int, *, compile_too: bool) -> dict[str, Form]:
             forms["torch.compile, without ties"] = compiled(exact, narrow)
         except Exception as error:  # no compiler, or none that inductor likes
             print(f"torch.compile: {error}")
-    for name, planes in ((f"exact, {FALLBACKS}", exact), (f"8-bit moments, {FALLBACKS}", int8)):
+    slow = {"exact": exact, "8-bit moments": int8, "8-bit moments, split24": five_bytes}
+    for name, planes in ((f"{name}, {FALLBACKS}", planes) for name, planes in slow.items()):
         form = stepper(unit, planes, narrow)
         forms[name] = dataclasses.replace(form, run=in_torch_ops(form.run))
     return forms

@@ -10,7 +10,12 @@ Beside them, for the choice of the format, what other 8-bit moments would do: th
 Muon on matrices of blocks at the same learning rate, with its momentum in each form. A quarter of an hour of one
 processor.
 
+Masters of 24 bits (`optimizer.masters: split24`) are held against exact masters beside bf16 weights, with which the
+model computes in fp32: what differs is what is kept. Target: within 0.2 %, with 8-bit moments and without.
+
     OMP_NUM_THREADS=1 nice python bench/bench_state_quality.py --output bench/results/state_quality.json
+    OMP_NUM_THREADS=1 nice python bench/bench_state_quality.py --output bench/results/state_quality_split24.json \
+        --states "bf16 weights" "bf16 weights, nudged" "bf16 weights, 8-bit moments" split24 "split24, 8-bit moments"
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +32,7 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS, GRADIENT, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes
+from outsize.optim.split_masters import split_master, ties_bytes
 from outsize.optim.step import step_state, step_whole
 from outsize.storage.home_layout import ITEM_DTYPE
 
@@ -35,6 +41,8 @@ DYNAMIC_BLOCK = 256
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 # The same run but for the last bits of its first weights: what differs then is chance.
 CONTROL, NUDGE = "fp32, first weights nudged", 2.0**-20
+# The same beside masters of 24 bits: weights in bf16 make more of a difference in the last of these.
+CONTROL24, NUDGE24 = "bf16 weights, nudged", 2.0**-16
 # Rounds moments (first, second) in place after each step; the state is fp32 otherwise.
 Rounding = Callable[[StatePlanes, int], None]
 
@@ -84,6 +92,14 @@ def other(second: tuple[int, bool], *, nearest: bool) -> Rounding:
     return rounded
 
 
+# Variants with bf16 weights: of what their moments are, and what is kept below the weights.
+BELOW: dict[str, tuple[str, torch.dtype]] = {
+    "bf16 weights": ("fp32", torch.int16),
+    CONTROL24: ("fp32", torch.int16),
+    "bf16 weights, 8-bit moments": ("int8", torch.int16),
+    "split24": ("fp32", torch.int8),
+    "split24, 8-bit moments": ("int8", torch.int8),
+}
 VARIANTS: dict[str, tuple[str, Rounding | None]] = {
     "fp32": ("fp32", None),
     CONTROL: ("fp32", None),
@@ -92,8 +108,8 @@ VARIANTS: dict[str, tuple[str, Rounding | None]] = {
     "8 bits, dynamic map to nearest": ("fp32", dynamic),
     "8 bits, ours to nearest": ("fp32", other(moments.EXP_AVG_SQ_FORM, nearest=True)),
     "8 bits, 16 octaves": ("fp32", other((4, False), nearest=False)),
+    **{name: (kind, None) for name, (kind, _) in BELOW.items()},
 }
-
 
 MUONS = {"Muon": "fp32", "Muon, bf16": "bf16", "Muon, 8 bits": "int8"}
 # Steps by a number and a learning rate.
@@ -106,12 +122,21 @@ def adamw_step(variant: str, unit: UnitSpec, weights: Tensor, gradient: Tensor, 
     if kind == "int8":
         tops = unit.numel // BLOCK_ELEMENTS
         state |= {f"{name}_scales": torch.zeros(tops, dtype=torch.uint8) for name in list(state)}
-    planes = StatePlanes(weights=weights, **state)
+    if variant in BELOW:
+        state["master_low"] = torch.empty(unit.numel, dtype=BELOW[variant][1])
+        if BELOW[variant] == BELOW["bf16 weights"]:
+            state["master_ties"] = torch.zeros(ties_bytes(unit.numel), dtype=torch.uint8)
+        upper = weights.bfloat16()
+        split_master(weights, upper, state["master_low"], state.get("master_ties"))
+        weights.copy_(upper)
+    planes = StatePlanes(weights=upper if variant in BELOW else weights, **state)
 
     def step(number: int, lr: float) -> None:
         step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=number, lr=lr, seed=seed)
         if rounding is not None:
             rounding(planes, number)
+        if planes.weights is not weights:
+            weights.copy_(planes.weights)
 
     return step
 
@@ -151,6 +176,8 @@ def losses(seed: int, steps: int, variant: str, corpus: Tensor) -> list[float]:
     unit, weights, gradient = flattened(model)
     if variant == CONTROL:
         weights *= 1.0 + NUDGE
+    if variant == CONTROL24:
+        weights *= 1.0 + NUDGE24 * torch.randn(unit.numel, generator=torch.Generator().manual_seed(seed))
     take = (muon_step if variant in MUONS else adamw_step)(variant, unit, weights, gradient, seed)
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -177,13 +204,13 @@ def main() -> None:
         "--states",
         nargs="+",
         choices=[*VARIANTS, *MUONS],
-        default=[*VARIANTS, *MUONS],
-        help="fp32 among them",
+        default=[*(name for name in VARIANTS if name not in BELOW), *MUONS],
+        help="the first is the one that the others are held against",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
     corpus = torch.frombuffer(quality.text(), dtype=torch.uint8).long()
-    quality.compare("state", "fp32", lambda seed: runs(seed, args.steps, args.states, corpus), args)
+    quality.compare("state", args.states[0], lambda seed: runs(seed, args.steps, args.states, corpus), args)
 
 
 if __name__ == "__main__":

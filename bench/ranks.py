@@ -18,13 +18,13 @@ from typing import Any
 
 import common
 
-from outsize.group.group import Collectives
+from outsize.group.group import Group
 from outsize.testing.processes import free_port, rank_variables
 
 NETWORK, INTERFACE = "10.77.0", "net0"
 
 
-class TokenBucket(Collectives):
+class TokenBucket(Group):
     """A group whose channels together send no more than a rate."""
 
     def __init__(self, inner: Any, shared: dict[str, Any] | None = None) -> None:

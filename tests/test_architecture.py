@@ -30,7 +30,7 @@ ARROWS = {
     "codecs": GROUND | {"choices", "native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"files", "model.sizes"},
-    "model": GROUND | {"checkpoint.files", "codecs", "model.sizes"},
+    "model": GROUND | {"accelerators", "checkpoint.files", "codecs", "model.sizes"},
     "optim": GROUND | {"codecs", "model.sizes.model_spec", "native"},
     "planner.program": GROUND | {"optim.optimizer_spec"},
     "planner.memory": GROUND
@@ -131,7 +131,7 @@ ARROWS = {
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry.heartbeat_schema"},
     "telemetry": GROUND | {"hardware"},
-    "reporting": GROUND | {"doctor", "loopback", "planner.simulate", "telemetry"},
+    "reporting": GROUND | {"doctor", "files", "loopback", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
         "accelerators",

@@ -294,6 +294,10 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
             ["optimizer.masters=split", "model.dtype=fp32"],
             "only those of bf16 weights can be split, not fp32",
         ),
+        (
+            ["optimizer.masters=split24", "model.dtype=fp16"],
+            "only those of bf16 weights can be split, not fp16",
+        ),
     ],
 )
 def test_combinations_that_cannot_be_are_refused(overrides, words):

@@ -16,7 +16,7 @@ Packing = Literal["stream", "documents", "none"]
 Clip = Literal["global", "unit", "none"]
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
-Masters = Literal["auto", "separate", "split"]
+Masters = Literal["auto", "separate", "split", "split24"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
 # How weights go over links; all keep every bit.
@@ -36,6 +36,8 @@ Handover = Literal["auto", "host", "peer"]
 # What of a model torch compiles; a run can time both.
 Compile = Literal["off", "blocks"]
 CompileOrAuto = Literal["auto", Compile]
+# Whose kernels norms, rotations and activations of a model are.
+BlockKernels = Literal["none", "liger"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

@@ -90,8 +90,7 @@ def report(run_dir: str | Path, *others: str | Path, output: str | Path | None =
         StorageError: the page cannot be written.
     """
     from outsize.reporting.collect import collect
-    from outsize.reporting.html_page import make_page, page_data
-    from outsize.reporting.write import write_page
+    from outsize.reporting.html_page import make_page, page_data, write_page
 
     path = Path(output) if output is not None else Path(run_dir) / "report.html"
     write_page(path, make_page(page_data([collect(Path(each)) for each in (run_dir, *others)])))

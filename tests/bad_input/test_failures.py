@@ -22,6 +22,7 @@ from outsize.runtime.ops import optimizer_ops
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
+from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
 from outsize.training import run
@@ -41,11 +42,17 @@ LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
     "save": (DIRECT, Kind.SAVE, DiskScratch, "put", r"SAVE \d\.\d@w0 failed on lane down:w0"),
     "save to host": (HOST, Kind.SAVE, HostScratch, "put", r"SAVE \d\.\d@w0 failed on lane down:w0"),
     "fetch": (DIRECT, Kind.FETCH, DiskScratch, "take", r"FETCH \d\.\d@w0 failed on lane up:w0"),
-    "offload": (OFFLOAD, Kind.OFFLOAD, DiskScratch, "put_all", r"OFFLOAD \d\.\d@w0 failed on lane down:w0"),
-    "onload": (OFFLOAD, Kind.ONLOAD, DiskScratch, "take_all", r"ONLOAD \d\.\d@w0 failed on lane up:w0"),
+    "offload": (OFFLOAD, Kind.OFFLOAD, DiskScratch, "put", r"OFFLOAD \d\.\d@w0 failed on lane down:w0"),
+    "onload": (OFFLOAD, Kind.ONLOAD, DiskScratch, "take", r"ONLOAD \d\.\d@w0 failed on lane up:w0"),
     "gradient": (DIRECT, Kind.GRAD, DiskHome, "write", r"GRAD \d@w0.* failed on lane down:w0"),
     "write of a unit": (STAGED, Kind.WRITE, DiskHome, "write", r"WRITE \d<h\d failed on lane write:units"),
-    "read of a tile": (DIRECT, Kind.READ, DiskHome, "read_planes", r"READ \d#\d>t\d failed on lane read:"),
+    "read of a tile": (
+        DIRECT,
+        Kind.READ,
+        CommittedHome,
+        "read_planes",
+        r"READ \d#\d>t\d failed on lane read:",
+    ),
     "step of a tile": (
         DIRECT,
         Kind.STEP,
@@ -57,7 +64,7 @@ LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
     "write of a tile": (
         DIRECT,
         Kind.WRITE,
-        DiskHome,
+        CommittedHome,
         "write_planes",
         r"WRITE \d#\d<t\d failed on lane write:",
     ),
@@ -76,7 +83,7 @@ def test_an_exception_in_a_lane_names_op_and_lane(
     assert trap.sprung == 2
     assert type(error.__cause__) is RuntimeError
     # A step is reported once its loss and norm are known; whether that was before its optimizer broke is a race.
-    lines = {1, 2} if kind is Kind.STEP or (owner is DiskHome and name.endswith("_planes")) else {1}
+    lines = {1, 2} if kind is Kind.STEP or name.endswith("_planes") else {1}
     for directory in ("library", "command"):
         check_unsaved(world, directory, lines)
 

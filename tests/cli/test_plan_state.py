@@ -20,6 +20,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 SIX_BYTES = ("--optimizer-state", "int8", "--clip", "unit")
+FIVE_BYTES = (*SIX_BYTES, "--masters", "split24")
 
 
 @pytest.fixture
@@ -47,11 +48,21 @@ def test_64_gb_are_told_what_to_try_and_that_disk_does_it_exactly(asked, capsys)
     assert (found["verdict"], found["home"]) == ("fits", "disk")
 
 
-def test_48_gb_are_told_how_much_is_short(asked, capsys):
+def test_48_gb_are_told_how_much_is_short_and_that_masters_of_24_bits_fit(asked, capsys):
     assert run(*asked, "--host-memory", "48GB", "--home", "host", *SIX_BYTES, "--json") != 0
     error = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < error["short_by"]["host"] < 6 * GB
-    assert "first try the home on disk" in error["message"]
+    assert "first try --masters split24, with which it fits" in error["message"]
+
+
+def test_48_gb_hold_it_in_five_bytes_per_parameter(asked, capsys):
+    """With 6 GB for everything else."""
+    found = answer(capsys, *asked, "--ram", "48GB", "--host-memory", "42GB", "--home", "host", *FIVE_BYTES)
+    host, count = found["memory_bytes"]["host"], found["num_parameters"]
+    assert host["weights"] + host["master weights"] == pytest.approx(3 * count, rel=1e-3)
+    assert sum(host.values()) < 42 * GB
+    assert run(*asked, "--host-memory", "40GB", "--home", "host", *FIVE_BYTES, "--json") != 0
+    assert "first try the home on disk" in json.loads(capsys.readouterr().out.splitlines()[-1])["message"]
 
 
 def test_a_machine_of_64_gb_says_yes_and_what_brings_the_state_into_its_memory(asked, capsys):

@@ -35,6 +35,9 @@ class MemoryStore:
         self.num_documents = len(lengths)
         self.masked = masked
 
+    def reach(self, num_tokens):
+        return self.num_tokens
+
     def read(self, start, count):
         assert 0 <= start <= start + count <= self.num_tokens
         return np.arange(start, start + count, dtype=np.int32)
@@ -46,9 +49,6 @@ class MemoryStore:
 
     def read_trained(self, start, count):
         return self.read(start, count) % 2 == 0 if self.masked else None
-
-    def document_range(self, index):
-        return int(self.bounds[index]), int(self.bounds[index + 1])
 
     def document_ends(self, first, count):
         return self.bounds[first + 1 : first + 1 + count].astype(np.int64)

@@ -382,8 +382,8 @@ def read_tokens(index: bytes, tokens: bytes, ends: bytes) -> None:
             cached.detected.describe()
             cached.read(0, min(cached.num_tokens, 16))
             if cached.num_documents:
-                start, stop = cached.document_range(cached.num_documents - 1)
-                assert 0 <= start <= stop <= cached.num_tokens
+                (stop,) = cached.document_ends(cached.num_documents - 1, 1)
+                assert 0 <= stop <= cached.num_tokens
 
     survives(entry, read)
 

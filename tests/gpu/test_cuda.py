@@ -55,6 +55,14 @@ def test_other_families(name: str, dtype: str, tmp_path: Path):
     assert_equal(verify(run_on_device(tmp_path, name, model={"dtype": dtype})))
 
 
+@pytest.mark.parametrize("activations", ["auto", "keep-products"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3"])
+def test_kernels_of_liger(name: str, activations: str, tmp_path: Path):
+    pytest.importorskip("liger_kernel")
+    sections = {"model": {"dtype": "bf16", "kernels": "liger"}, "memory": {"activations": activations}}
+    assert_equal(verify(run_on_device(tmp_path, name, **sections)))
+
+
 def test_tied_weights_leave_room_for_rounding(tmp_path: Path):
     """Their gradient is a sum over units and microbatches, and streaming takes it unit by unit."""
     result = verify(run_on_device(tmp_path, "llama_tied"))

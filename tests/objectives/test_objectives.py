@@ -102,6 +102,18 @@ def open_plain(name: str, settings: Any, built: Any, adapters: Any = None) -> nn
     return peft.get_peft_model(model, built.lora)
 
 
+def make_t5(directory: Path) -> None:
+    """Write an encoder-decoder, and a tokenizer that ends no text."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 264}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 0}
+    tiny_model(directory)
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    torch.manual_seed(0)
+    made = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **ids, dropout_rate=0.0))
+    made.save_pretrained(directory)
+
+
 @pytest.fixture
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that trains as the run does, over plain models."""
@@ -184,13 +196,7 @@ def test_adapters(objective: str, home: str, plainly: Any, tmp_path: Path):
 
 
 def test_an_encoder_decoder_is_trained_by_sft_to_rounding(plainly: Any, tmp_path: Path):
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": 264}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
-    tiny_model(tmp_path / "model")  # for its tokenizer
-    for path in (tmp_path / "model").glob("*.safetensors"):
-        path.unlink()
-    torch.manual_seed(0)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    make_t5(tmp_path / "model")
     check(plainly, tmp_path, "sft", tolerance=1e-5)
     said: list[str] = []
     train(make_run(tmp_path, "sft", "noted", data={"pack": "none"}), announce=said.append)

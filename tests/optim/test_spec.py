@@ -2,8 +2,6 @@ import pytest
 
 from outsize.optim.optimizer_spec import (
     StateLayout,
-    bytes_per_parameter,
-    master_plane,
     masters_for,
     num_moments_of,
     planes_for,
@@ -11,11 +9,11 @@ from outsize.optim.optimizer_spec import (
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes", "master"), [
-    ("fp32", 16, "weights"), ("bf16", 18, "master"), ("fp16", 18, "master"),
+    ("fp32", 16, False), ("bf16", 18, True), ("fp16", 18, True),
 ])  # fmt: skip
 def test_bytes_and_master_by_dtype(dtype, num_bytes, master):
-    assert bytes_per_parameter(dtype) == num_bytes
-    assert master_plane(dtype) == master
+    assert StateLayout(dtype=dtype).bytes_per_parameter == num_bytes
+    assert ("master" in planes_for(dtype)) == master
 
 
 def test_a_step_reads_the_state_and_writes_all_but_the_gradient():
@@ -50,6 +48,22 @@ def test_bytes_of_a_home_by_optimizer_and_moments(name, momentum, moments, num_b
     assert layout.bytes_per_parameter == num_bytes
 
 
+@pytest.mark.parametrize(("name", "moments", "num_bytes"), [
+    ("adamw", "int8", 5.03125), ("adamw", "fp32", 11.0), ("lion", "int8", 4.015625), ("adafactor", "fp32", 3.0),
+])  # fmt: skip
+def test_bytes_of_a_home_whose_masters_have_24_bits(name, moments, num_bytes):
+    layout = StateLayout(
+        dtype="bf16",
+        masters="split24",
+        moments=moments,
+        gradients="none",
+        num_moments=num_moments_of(name, 0.9),
+    )
+    assert layout.bytes_per_parameter == num_bytes
+    assert not layout.exact
+    assert "masters in 24 bits" in layout.lossy
+
+
 @pytest.mark.parametrize(("layout", "num_bytes"), [
     (StateLayout(dtype="fp32"), 28),
     (StateLayout(dtype="bf16"), 30),  # master, moments and gradient; all but that, and the weights
@@ -57,6 +71,7 @@ def test_bytes_of_a_home_by_optimizer_and_moments(name, momentum, moments, num_b
     (StateLayout(dtype="bf16", masters="split", gradients="bf16"), 26),
     (StateLayout(dtype="bf16", masters="split", gradients="none"), 28),  # an fp32 one in a ring
     (StateLayout(dtype="bf16", masters="split", moments="int8", gradients="bf16"), 14.0625),
+    (StateLayout(dtype="bf16", masters="split24", moments="int8", gradients="bf16"), 12.0625),
     (StateLayout(dtype="bf16", masters="split", num_moments=1), 20),
     (StateLayout(dtype="fp32", num_moments=0), 12),
 ])  # fmt: skip
@@ -72,6 +87,7 @@ def test_a_step_reads_and_writes_each_plane_once(layout, num_bytes):
     ("auto", "fp16", "fp32", True, "separate"),
     ("separate", "bf16", "int8", True, "separate"),
     ("split", "bf16", "fp32", False, "split"),
+    ("split24", "bf16", "fp32", True, "split24"),
 ])  # fmt: skip
 def test_masters_are_split_by_themselves_where_kernels_step_them(wanted, dtype, moments, kernels, masters):
     assert masters_for(wanted, dtype, moments, kernels=kernels) == masters

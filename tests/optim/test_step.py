@@ -2,6 +2,7 @@ import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from outsize import native
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.moments import chance_key
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
@@ -46,8 +48,8 @@ def planes_of(master: torch.Tensor, moments: str = "fp32", masters: str = "split
     planes["weights"] = master.to(torch.bfloat16)
     if masters == "separate":
         return StatePlanes(master=master.clone(), **planes)
-    planes["master_low"] = torch.empty(numel, dtype=torch.int16)
-    if moments == "fp32":
+    planes["master_low"] = torch.empty(numel, dtype=torch.int8 if masters == "split24" else torch.int16)
+    if moments == "fp32" and masters == "split":
         planes["master_ties"] = torch.zeros(ties_bytes(numel), dtype=torch.uint8)
     split_master(master, planes["weights"], planes["master_low"], planes.get("master_ties"))
     return StatePlanes(**planes)
@@ -64,6 +66,16 @@ def master_of(planes: StatePlanes) -> torch.Tensor:
 def same(one: StatePlanes, other: StatePlanes) -> bool:
     pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)]
     return all(a is b is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def in_24_bits(bits, first: int = 0, key: int | None = None):
+    """What is kept of numbers that are no NaN: the upper 24 of their bits, up by chance or to the nearest."""
+    x = (np.arange(len(bits), dtype=np.uint64) + first + (key or 0)) % 2**32
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32
+        x = (x ^ x >> np.uint64(shift)) * factor % 2**32
+    x ^= x >> np.uint64(16)
+    chance = 0x80 if key is None else ((x >> np.uint64(24) ^ x >> np.uint64(8)) & 0xFF).astype(np.uint32)
+    return (np.asarray(bits, np.uint32) + chance).astype(np.uint32) & np.uint32(0xFFFFFF00)
 
 
 class Resident:
@@ -136,8 +148,26 @@ def test_the_kernel_agrees_with_the_torch_that_the_tests_run_with(use_native):
     assert agrees_with_torch(native.level())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_of_24_bits_are_those_of_torch_rounded_after_each_step(dtype, use_native):
+    """Beside fp32 moments; what rounds them is written down once more above."""
+    unit, rule = odd_unit(), PlaneAdamW(weight_decay=0.1)
+    start = torch.from_numpy(in_24_bits(random(unit.numel, 0).numpy().view("u4")).view("f4").copy())
+    planes, resident = planes_of(start, masters="split24"), Resident(unit, start, rule)
+    for number in range(1, 21):
+        gradient = (random(unit.numel, number) * 10.0 ** (number % 7 - 4)).to(dtype)
+        step_state(rule, unit, planes, gradient, start=0, step=number, lr=1e-3, seed=5)
+        resident.step(gradient.float(), 1e-3)
+        key = chance_key(5, unit.index, number)
+        for tensor, parameter in zip(resident.tensors, resident.parameters, strict=True):
+            bits = parameter.detach().view(-1).numpy().view("u4")
+            bits[:] = in_24_bits(bits, tensor.offset, key)
+    assert torch.equal(master_of(planes), resident.flat(None, start))
+    assert torch.equal(planes.exp_avg, resident.flat("exp_avg", torch.zeros(unit.numel)))
+
+
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
-@pytest.mark.parametrize("masters", ["split", "separate", "own"])
+@pytest.mark.parametrize("masters", ["split", "split24", "separate", "own"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fewer_bits_are_the_same_bits_in_every_form(moments, masters, dtype, use_native):
     unit = odd_unit()
@@ -155,12 +185,15 @@ def test_fewer_bits_are_the_same_bits_in_every_form(moments, masters, dtype, use
     assert same(*forms)
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+FORMS = [("fp32", "split"), ("bf16", "split"), ("int8", "split"), ("fp32", "split24"), ("int8", "split24")]
+
+
+@pytest.mark.parametrize(("moments", "masters"), FORMS)
 @pytest.mark.parametrize("tile", [2048, 3 * 2048])
-def test_tiles_and_threads_change_nothing(moments, tile, use_native):
+def test_tiles_and_threads_change_nothing(moments, masters, tile, use_native):
     unit = odd_unit()
     start = random(unit.numel, 0)
-    whole, tiled = planes_of(start, moments), planes_of(start, moments)
+    whole, tiled = planes_of(start, moments, masters), planes_of(start, moments, masters)
     former = torch.get_num_threads()
     for number in range(1, 4):
         gradient = random(unit.numel, number).bfloat16()
@@ -181,14 +214,14 @@ def test_tiles_and_threads_change_nothing(moments, tile, use_native):
 
 @given(
     sizes=st.lists(st.integers(1, 3000) | st.integers(1, 40).map(lambda n: 64 * n), min_size=1, max_size=5),
-    moments=st.sampled_from(["fp32", "bf16", "int8"]),
+    form=st.sampled_from(FORMS),
     scale=st.integers(-30, 10),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=20)
-def test_any_sizes_and_magnitudes_give_the_same_bits_in_both_forms(sizes, moments, scale, seed):
+def test_any_sizes_and_magnitudes_give_the_same_bits_in_both_forms(sizes, form, scale, seed):
     unit = pack_unit(0, "u", "block", [(f"p{i}", (n,), True, True) for i, n in enumerate(sizes)])
-    forms = [planes_of(random(unit.numel, seed), moments) for _ in range(2)]
+    forms = [planes_of(random(unit.numel, seed), *form) for _ in range(2)]
     for number in (1, 2):
         gradient = random(unit.numel, number) * 10.0**scale * torch.exp(4 * random(unit.numel, seed + 9))
         for planes, form in zip(forms, (torch_ops(), nullcontext()), strict=True):
@@ -197,13 +230,13 @@ def test_any_sizes_and_magnitudes_give_the_same_bits_in_both_forms(sizes, moment
     assert same(*forms)
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-def test_what_does_not_step_keeps_what_it_has(moments, use_native):
+@pytest.mark.parametrize(("moments", "masters"), FORMS)
+def test_what_does_not_step_keeps_what_it_has(moments, masters, use_native):
     unit = odd_unit()
-    planes = planes_of(random(unit.numel, 0), moments)
+    planes = planes_of(random(unit.numel, 0), moments, masters)
     gradient = random(unit.numel, 1)
     step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=1, lr=0.1)
-    before = planes_of(random(unit.numel, 0), moments)
+    before = planes_of(random(unit.numel, 0), moments, masters)
     for field in dataclasses.fields(planes):
         if (plane := getattr(planes, field.name)) is not None:
             getattr(before, field.name).copy_(plane)
@@ -237,6 +270,7 @@ def test_bytes_per_parameter():
     assert planes_of(master).bytes_per_element() == 12.125
     assert planes_of(master, "bf16").bytes_per_element() == 8
     assert planes_of(master, "int8").bytes_per_element() == 6.03125
+    assert planes_of(master, "int8", "split24").bytes_per_element() == 5.03125
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_m
     [
         ({"masters": "split"}, 28),
         ({"masters": "split", "moments": "int8"}, 16.0625 / 0.78),
+        ({"masters": "split24", "moments": "int8"}, 14.0625 / 0.78 / 0.87),
         ({"masters": "split", "num_moments": 1}, 20),
         ({"num_moments": 0}, 14),
         # Whole parameters: several passes over fp32, and a scratch for what lies otherwise.

@@ -4,7 +4,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.memory.activation_liveness import ActivationMeter, Live, peak_activations
+from outsize.planner.memory.activation_liveness import ActivationMeter, Live
 from outsize.planner.passes.cycle import insert_saves, v_cycle
 from outsize.planner.passes.cycle_liveness import cycle_peak
 from outsize.planner.passes.step_schedule import build_step
@@ -13,6 +13,7 @@ from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import FORWARD_KINDS, Kind
 from outsize.planner.program.program import parse
+from planner.held_bytes import peak_activations
 from planner.layouts import first_kept, layouts, make_layout
 
 

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from bench_experts import bytes_moved_by_lru
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from outsize.errors import InfeasiblePlanError
 from outsize.planner.search.forward_plan import (
     PREFETCH,
     break_even_batch,
-    bytes_moved_by_lru,
     plan_scan,
     spread,
 )

@@ -8,6 +8,7 @@ from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import parse, parse_op
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel, simulate
+from planner.held_bytes import critical_path, held_bytes, peak_activations
 from planner.layouts import layouts, make_layout
 
 SECONDS = {Kind.LOAD: 2.0, Kind.FORWARD: 1.0, Kind.FORWARD_BACKWARD: 3.0, Kind.BACKWARD: 3.0, Kind.GRAD: 1.0}
@@ -56,28 +57,25 @@ def costs(draw):
 @given(layouts(), costs(), st.integers(1, 3))
 def test_critical_path_order_and_memory_hold_for_any_program_and_any_speed(layout, costs, num_steps):
     program = build_step(layout)
-    sizes = tuple(range(1, layout.num_streamed + 1))
-    done = simulate([program] * num_steps, layout, costs, boundary_bytes=sizes)
-    path = done.critical_path
-    assert sum(e.end_s - e.start_s for e in path) == pytest.approx(done.makespan_s)
+    done = simulate([program] * num_steps, layout, costs)
+    run = done.run
+    assert sum(run.end_s[i] - run.start_s[i] for i in critical_path(run)) == pytest.approx(done.makespan_s)
     assert len(done.timeline.events) == num_steps * len(program)
     assert {parse_op(event.op) for event in done.timeline.events} == set(program.ops)
-    assert simulate([program] * num_steps, layout, costs, boundary_bytes=sizes) == done
+    assert simulate([program] * num_steps, layout, costs) == done
 
 
 @settings(max_examples=60)
 @given(layouts(), costs())
 def test_what_is_held_never_exceeds_what_the_plan_sets_aside(layout, costs):
-    from outsize.planner.memory.activation_liveness import peak_activations
-
     program = build_step(layout)
     sizes = tuple(range(1, layout.num_streamed + 1))
     kept = dict.fromkeys(Extent, sizes)
-    done = simulate([program] * 2, layout, costs, boundary_bytes=sizes, kept_bytes=kept)
+    peak, _ = held_bytes(simulate([program] * 2, layout, costs), layout, sizes, kept)
     live = peak_activations(program, layout, sizes, kept)
-    resident = 0
+    resident = sum(layout.weight_bytes[unit] for unit in layout.stays)  # in places of their own
     if layout.rest is not None:
-        resident = layout.weight_bytes[layout.rest] + layout.gradient_bytes[layout.rest] * layout.rest_trains
+        resident += layout.weight_bytes[layout.rest] + layout.gradient_bytes[layout.rest] * layout.rest_trains
     aside = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident + live.device_bytes
-    assert done.peak_bytes.get("device:w0", 0) <= aside
-    assert done.peak_bytes.get("host", 0) <= live.below_bytes
+    assert peak.get("device:w0", 0) <= aside
+    assert peak.get("host", 0) <= live.below_bytes

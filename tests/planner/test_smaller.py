@@ -16,15 +16,27 @@ from outsize.planner.search.smaller import smaller_microbatches, smaller_states
                 "optimizer.masters=split",
                 "optimizer.masters=split and optimizer.clip=unit",
                 "optimizer.state=int8, optimizer.masters=split and optimizer.clip=unit",
+                "optimizer.state=int8, optimizer.masters=split24 and optimizer.clip=unit",
             ],
         ),
         (
             {"dtype": "bf16", "masters": "split"},
-            ["optimizer.clip=unit", "optimizer.state=int8 and optimizer.clip=unit"],
+            [
+                "optimizer.clip=unit",
+                "optimizer.state=int8 and optimizer.clip=unit",
+                "optimizer.state=int8, optimizer.masters=split24 and optimizer.clip=unit",
+            ],
         ),
         ({"dtype": "fp32"}, ["optimizer.clip=unit", "optimizer.state=int8 and optimizer.clip=unit"]),
-        ({"dtype": "bf16", "masters": "split", "num_moments": 0}, ["optimizer.clip=unit"]),
-        ({"dtype": "bf16", "masters": "split", "gradients": "none", "moments": "int8"}, []),
+        (
+            {"dtype": "bf16", "masters": "split", "num_moments": 0},
+            ["optimizer.clip=unit", "optimizer.masters=split24 and optimizer.clip=unit"],
+        ),
+        (
+            {"dtype": "bf16", "masters": "split", "gradients": "none", "moments": "int8"},
+            ["optimizer.masters=split24"],
+        ),
+        ({"dtype": "bf16", "masters": "split24", "gradients": "none", "moments": "int8"}, []),
     ],
 )
 def test_settings_that_lose_nothing_come_first_and_each_takes_less(state, settings):

@@ -20,6 +20,7 @@ from outsize.planner.search.stage_layout import arrival_bytes, num_handed_over
 from outsize.planner.search.stage_offload import ON_THEIR_WAY, Way, kept_in_stages
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel, simulate
+from planner.held_bytes import critical_path, held_bytes
 from planner.layouts import make_layout, staged_layouts
 
 STAGES = Stages(forward=((0, 1),), backward=((1, 2), (0, 1)), round_size=2)
@@ -255,10 +256,12 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
         layout = replace(layout, stages=replace(layout.stages, cursor=cursor))
     sizes = tuple(range(1, layout.num_streamed + 1))
     kept_sizes = {extent: (size,) * layout.num_streamed for size, extent in enumerate(Extent, 3)}
-    done = simulate(programs, layout, costs, boundary_bytes=sizes, kept_bytes=kept_sizes)
+    done = simulate(programs, layout, costs)
+    peak, left = held_bytes(done, layout, sizes, kept_sizes)
     assert len(done.timeline.events) == sum(map(len, programs))
-    assert sum(e.end_s - e.start_s for e in done.critical_path) == pytest.approx(done.makespan_s)
-    assert not any(done.left_bytes.values()), "what ops take they give back"
+    run = done.run
+    assert sum(run.end_s[i] - run.start_s[i] for i in critical_path(run)) == pytest.approx(done.makespan_s)
+    assert not any(left.values()), "what ops take they give back"
     spans = (*layout.stages.forward, *layout.stages.backward)
     deepest = max(end - first for first, end in spans)
     # This microbatch's inputs and gradients, the next one's on their way up, two on their way down.
@@ -273,10 +276,10 @@ def test_no_deadlock_and_no_leak_at_any_speed(layout, random, num_steps):
     resident = 0 if rest is None else layout.weight_bytes[rest] + layout.gradient_bytes[rest]
     places = sum(layout.slot_bytes) + sum(layout.accumulator_bytes) + resident
     for worker in range(layout.num_workers):
-        assert done.peak_bytes.get(f"device:w{worker}", 0) <= places + activations
+        assert peak.get(f"device:w{worker}", 0) <= places + activations
     leaving = (kept[unit] for unit in layout.leavable if layout.choice(unit, 0).leaves)
     below = num_handed_over(layout) * max(sizes) + layout.microbatches_at_once * sum(leaving)
-    assert done.peak_bytes.get("host", 0) <= below
+    assert peak.get("host", 0) <= below
 
 
 @given(staged_layouts(), st.randoms(use_true_random=False), st.data())

@@ -7,6 +7,7 @@ from torch import Tensor
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
+from outsize.runtime.forward.saved_tensors import storages_of
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.arena import Arena
 from outsize.storage.pool import IOPool
@@ -28,7 +29,7 @@ def scratch(request, tmp_path):
 
 def context_of(*tensors: Tensor) -> SimpleNamespace:
     """A step whose microbatch 1 keeps ``tensors`` for unit 2."""
-    run = SimpleNamespace(stored=lambda unit: [t.untyped_storage() for t in tensors] if unit == 2 else [])
+    run = SimpleNamespace(stored=lambda unit: storages_of(tensors) if unit == 2 else [])
     return SimpleNamespace(runs={1: run}, number=0)
 
 
@@ -81,7 +82,7 @@ def test_what_an_onload_that_failed_has_left_below_can_be_forgotten(scratch, mon
     choices = ((), (), (Choice.OFFLOAD_PRODUCTS,) * 2)
     ops = ActivationOps(CpuDevice(), None, rooms={Extent.PRODUCTS: scratch}, choices=choices)
     ops.offload(parse_op("OFFLOAD 2.1@w0"), context)
-    monkeypatch.setattr(scratch, "take_all", lambda key, into: 1 / 0)
+    monkeypatch.setattr(scratch, "take", lambda key, *into: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ops.onload(parse_op("ONLOAD 2.1@w0"), context)
     ops.forget(0)

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -299,9 +300,19 @@ def test_nothing_deadlocks_whatever_the_lanes_wait_for(data: st.DataObject):
         assert all(torch.equal(got[name], weight) for name, weight in want.weights.items())
 
 
+class SlowDevice(EmulatedDevice):
+    """Computes for 20 times as long as the machine does."""
+
+    @contextmanager
+    def computing(self):
+        started = time.perf_counter()
+        yield
+        time.sleep(19 * (time.perf_counter() - started))
+
+
 def test_a_slow_worker_is_waited_for_and_changes_nothing_else():
     """Each op runs where the program says; the quick worker waits for ops of the slow one, and for no clock."""
-    devices = [EmulatedDevice("quick"), EmulatedDevice("slow", slowdown=20.0)]
+    devices = [EmulatedDevice("quick"), SlowDevice("slow")]
     with crew_over(make(), 2, stages=cut([3], [1, 3], 2), microbatches=4, devices=devices) as rig:
         (context,) = contexts(batches(4, steps=1))
         rig.engine.finish(rig.engine.begin(context))

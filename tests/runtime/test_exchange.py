@@ -66,7 +66,7 @@ def run_rank(group, trained, directory, data, wire=None, **options):
             norms.append(mine.gradient_norm)
         rig.engine.finish(handle)
         weights = {name: weight.clone() for name, weight in rig.weights().items()}
-        return losses, norms, weights, rig.engine.moved(), rig.home.statistics().num_bytes
+        return losses, norms, weights, rig.engine.moved(), rig.home.num_bytes
 
 
 def run_ranks(size, *arguments, **options):

@@ -12,7 +12,8 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.runtime.forward.boundary import Gradients
 from outsize.runtime.forward.microbatch import UnitVisit
-from outsize.runtime.forward.staged_run import StagedRun, bytes_of
+from outsize.runtime.forward.saved_tensors import bytes_of
+from outsize.runtime.forward.staged_run import StagedRun
 from runtime.oddities import Sparse, batch
 
 

@@ -8,7 +8,7 @@ import torch
 
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import bytes_per_parameter, planes_for
+from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.storage.arena import Arena
@@ -59,7 +59,7 @@ def context(skipped: bool = False, **changes):
 
 
 def tiled_steps(home, model: ModelSpec, arena: Arena, num_buffers: int, contexts) -> OptimizerOps:
-    buffers = [arena.take(TILE * bytes_per_parameter(model.dtype), "tile") for _ in range(num_buffers)]
+    buffers = [arena.take(TILE * sum(planes_for(model.dtype).values()), "tile") for _ in range(num_buffers)]
     ops = OptimizerOps(
         model, home, PlaneAdamW(weight_decay=0.1), StepMemory(tile_buffers=buffers, tile_elements=TILE)
     )
@@ -117,7 +117,7 @@ def test_a_skipped_step_moves_and_counts_nothing(tmp_path):
 def test_a_tile_buffer_holds_all_planes_side_by_side(tmp_path):
     model = spec("bf16")
     with Arena() as arena, IOPool(1) as pool:
-        buffer = arena.take(TILE * bytes_per_parameter("bf16"), "tile")
+        buffer = arena.take(TILE * sum(planes_for("bf16").values()), "tile")
         with DiskHome(model, planes_for("bf16"), tmp_path / "home", pool) as home:
             (planes,) = OptimizerOps(
                 model, home, PlaneAdamW(), StepMemory(tile_buffers=[buffer], tile_elements=TILE)

@@ -41,7 +41,7 @@ def test_what_is_read_is_what_was_written(file, arena):
     assert (statistics.bytes_written, statistics.bytes_read) == (len(source), len(into) + 8192)
     assert statistics.read_s > 0
     assert statistics.write_s > 0
-    assert statistics.num_buffered_fallbacks == 0
+    assert not file.is_refused
 
 
 def test_spans_move_together(file, arena):
@@ -83,7 +83,7 @@ def test_misaligned_or_outside_is_refused_before_anything_moves(file, arena):
 
 def test_direct_io_is_on_where_the_file_system_has_it(tmp_path, pool):
     with DirectFile(tmp_path / "f", 4096, pool=pool) as file:
-        if file.statistics().num_buffered_fallbacks:
+        if file.is_refused:
             pytest.skip("no direct I/O in the temporary directory")
         assert fcntl.fcntl(file._descriptor, fcntl.F_GETFL) & os.O_DIRECT
 
@@ -119,7 +119,7 @@ def test_a_file_system_without_direct_io_falls_back_counted_and_logged(
         into = arena.take(MIB, "into")
         file.read_into(into, 0)
         assert torch.equal(into, source)
-        assert file.statistics().num_buffered_fallbacks == 1
+        assert file.is_refused
     assert "no direct I/O here" in caplog.text
 
 

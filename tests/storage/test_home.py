@@ -44,9 +44,9 @@ def test_a_home_is_exactly_its_planes(dtype, tmp_path, pool, arena):
     )
     ledger = Ledger({"host": expected, "disk": expected})
     with Arena(ledger=ledger) as owned, HostHome(model, planes, owned) as home:
-        assert home.statistics().num_bytes == ledger.used("host") == expected
+        assert home.num_bytes == ledger.used("host") == expected
     with DiskHome(model, planes, tmp_path / "home", pool, ledger=ledger) as home:
-        assert home.statistics().num_bytes == ledger.used("disk") == expected
+        assert home.num_bytes == ledger.used("disk") == expected
         assert (tmp_path / "home").stat().st_size == expected
     assert ledger.used("host") == ledger.used("disk") == 0
 
@@ -73,7 +73,7 @@ def test_the_disk_refuses_tensors_that_direct_io_cannot_take(tmp_path, pool, are
 
 def test_weights_without_optimizer_state_make_a_home_too(arena):
     with HostHome(small_model(), {"weights": 2}, arena) as home:
-        assert home.statistics().num_bytes == sum(unit.numel * 2 for unit in small_model().units)
+        assert home.num_bytes == sum(unit.numel * 2 for unit in small_model().units)
 
 
 @pytest.mark.parametrize("planes", [{}, {"exp_avg": 4}, {"weights": 4}, {"weights": 2, "exp_avg": 2}])

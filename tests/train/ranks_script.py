@@ -13,13 +13,14 @@ import signal
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401 (once, and not in every rank)
+from forked import fork_ranks
 
 from outsize.checkpoint.saving import Saving
 from outsize.cli import main
 from outsize.runtime.ops.gradient_ops import GradientOps
-from outsize.testing.processes import fork_ranks
 from outsize.training.metrics.heartbeat import Heartbeat
 
 

@@ -13,7 +13,6 @@ ZRAM = Zram(
     algorithm="lz4",
     algorithms=("lzo", "lz4"),
     original_bytes=2**21,
-    compressed_bytes=2**20,
     memory_bytes=2**20,
     limit_bytes=0,
 )

@@ -19,6 +19,7 @@ from support import assert_same_end, in_dir, make_run
 from tiny import tiny_model
 
 SPLIT: dict[str, Any] = {"masters": "split"}
+SPLIT24: dict[str, Any] = {"masters": "split24"}
 SEPARATE: dict[str, Any] = {"masters": "separate"}
 RING = {"clip": "unit", "max_grad_norm": 0.05}
 EMULATED = {"device": "emulated:1"}
@@ -49,6 +50,25 @@ EXACT: dict[str, dict[str, Any]] = {
         "optimizer": {"gradients": "bf16"},
         "memory": {**DISK, **EMULATED},
     },
+    # Lossy, and with fp32 moments by the bits of a resident run that rounds its masters.
+    "24 bits": {"model": BF16, "optimizer": SPLIT24},
+    "24 bits on disk below another device": {
+        "model": BF16,
+        "optimizer": SPLIT24,
+        "memory": {**DISK, **EMULATED},
+    },
+    "24 bits, by unit, over two workers": {
+        "model": BF16,
+        "optimizer": {**RING, **SPLIT24},
+        "memory": {"device": "emulated:2"},
+    },
+    "24 bits, Lion, by unit": {"model": BF16, "optimizer": {**RING, **SPLIT24, "name": "lion"}},
+    "24 bits, Adafactor, on disk": {
+        "model": BF16,
+        "optimizer": {**SPLIT24, "name": "adafactor"},
+        "memory": DISK,
+    },
+    "24 bits, Muon": {"model": BF16, "optimizer": {**SPLIT24, "name": "muon"}},
 }
 
 
@@ -198,11 +218,15 @@ LOSSY: dict[str, dict[str, Any]] = {
     "int8, global norm": {"model": BF16, "optimizer": {"state": "int8"}},
     "int8, ring": {"model": BF16, "optimizer": {"state": "int8", **RING}},
     "bf16, ring, fp32 weights": {"optimizer": {"state": "bf16", **RING}},
+    "int8 beside masters of 24 bits, ring": {
+        "model": BF16,
+        "optimizer": {"state": "int8", **SPLIT24, **RING},
+    },
 }
 
 
 @pytest.mark.parametrize("case", LOSSY)
-def test_moments_of_fewer_bits_are_the_same_wherever_they_lie(case: str, tmp_path: Path) -> None:
+def test_fewer_bits_are_the_same_wherever_they_lie(case: str, tmp_path: Path) -> None:
     """Over a host home, tile by tile over a disk, from a commit, and from a checkpoint into another home."""
     sections = LOSSY[case]
     train(in_dir(make_run(tmp_path, **sections), tmp_path / "host"))
@@ -219,6 +243,39 @@ def test_moments_in_other_bits_are_another_run(tmp_path: Path) -> None:
         train(in_dir(make_run(tmp_path), tmp_path / "run", resume="auto"))
 
 
+@pytest.mark.parametrize(
+    ("former", "given", "told"),
+    [
+        (SPLIT24, {}, "split24, not auto"),
+        (SPLIT24, SPLIT, "split24, not split"),
+        (SPLIT, SPLIT24, "auto, not split24"),
+    ],
+)
+@pytest.mark.parametrize("memory", [{}, DISK])
+def test_masters_in_other_bits_are_another_run(
+    former: dict[str, Any], given: dict[str, Any], told: str, memory: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of a checkpoint as of a home that commits."""
+    run = in_dir(make_run(tmp_path, model=BF16, optimizer=former, memory=memory), tmp_path / "run")
+    if memory:
+        interrupted(run, 2)
+    else:
+        train(in_dir(run, tmp_path / "run", steps=1))
+    other = make_run(tmp_path, model=BF16, optimizer=given, memory=memory)
+    with pytest.raises(ConfigError, match=rf"belongs to a run with optimizer\.masters={told}"):
+        train(in_dir(other, tmp_path / "run", resume="auto"))
+
+
+def test_a_run_says_at_its_start_what_loses_bits(tmp_path: Path) -> None:
+    said: dict[str, list[str]] = {}
+    for name, optimizer in {"lossy": {**SPLIT24, "state": "int8"}, "exact": SPLIT}.items():
+        run = make_run(tmp_path, model=BF16, train={"steps": 1}, optimizer=optimizer)
+        train(in_dir(run, tmp_path / name), announce=said.setdefault(name, []).append)
+    note = "note: not bit-exact, since rounded by chance: moments in int8 and masters in 24 bits"
+    assert note in said["lossy"]
+    assert not any("bit-exact" in line for line in said["exact"])
+
+
 def wide_model(directory: Path) -> Path:
     """A Llama of a million parameters: large enough that whole sectors weigh nothing."""
     return tiny_model(directory, hidden_size=192, intermediate_size=512, num_hidden_layers=2)
@@ -226,7 +283,11 @@ def wide_model(directory: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("bytes_per_parameter", "optimizer"),
-    [(6.5, {"state": "int8", "clip": "unit"}), (14.5, {"masters": "split", "clip": "unit"})],
+    [
+        (5.5, {"state": "int8", "masters": "split24", "clip": "unit"}),
+        (6.5, {"state": "int8", "clip": "unit"}),
+        (14.5, {"masters": "split", "clip": "unit"}),
+    ],
 )
 def test_a_budget_of_so_many_bytes_per_parameter_holds(
     bytes_per_parameter: float, optimizer: dict[str, Any], tmp_path: Path

@@ -132,7 +132,7 @@ def test_a_base_that_became_trainable_after_wrap_is_refused():
     with wrapped(adapted()) as model:
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        with pytest.raises(outsize.ModelError, match="never trains"):
+        with pytest.raises(outsize.ModelError, match="lies with what did not"):
             streamed_backward(model, BATCH)
 
 

@@ -7,10 +7,12 @@ import logging
 import pickle
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 import outsize
@@ -605,14 +607,62 @@ def test_autocast_reaches_the_model():
 
 
 def test_random_numbers_of_the_caller_are_not_disturbed():
-    with wrapped(zoo.build("gpt2", dropout=0.1)) as model:
+    with wrapped(zoo.build("gpt2", dropout=0.1), microbatches=2) as model:
         model(**BATCH)
         torch.manual_seed(0)
-        torch.randint(2**62, ())  # the one number that a forward draws
+        torch.randint(2**62, ())  # the one number that a forward of several microbatches draws
         want = torch.rand(3)
         torch.manual_seed(0)
         streamed_backward(model, BATCH)
         assert torch.equal(torch.rand(3), want)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activations": "keep"},
+        {"activations": "keep-products", "microbatches": 8},
+        {"activations": "recompute", "slots": 1},
+        {"activations": "recompute", "offload": True, "home": "disk"},
+    ],
+)
+def test_dropout_of_one_microbatch_is_that_of_the_plain_model(settings: dict[str, object]):
+    """Losses, gradients, numbers drawn after them; of several forwards before a backward, and without one."""
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        rows = {key: value[:1] for key, value in BATCH.items()}
+        found = [model(**rows).loss]
+        found[0].backward()
+        if settings.get("offload"):
+            found.append(streamed_backward(model, rows))
+        else:
+            found += [model(**rows).loss, model(**rows).loss]
+            (found[1] + found[2]).backward()
+        norm = outsize.clip_grad_norm_ if model is not plain else torch.nn.utils.clip_grad_norm_
+        norms = norm(model if model is not plain else model.parameters(), float("inf"))
+        with torch.no_grad():
+            return [*(loss.detach() for loss in found), norms, model(**rows).loss, torch.rand(3)]
+
+    plain = zoo.build("gpt2", dropout=0.3)
+    want = run(plain)
+    assert want[0] != want[1]
+    with wrapped(zoo.build("gpt2", dropout=0.3), **settings) as model:
+        for got, one in zip(run(model), want, strict=True):
+            assert torch.equal(got, one)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_parameters_have_storages_of_their_own(name: str, tmp_path: Path):
+    """As `safetensors` asks of weights that are tied, with which accelerate loads what it has saved."""
+    plain = zoo.build(name, seed=1)
+    save_model(plain, tmp_path / "weights")
+    with wrapped(zoo.build(name)) as model:
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+        load_model(model, tmp_path / "weights")
+        assert_equal(dict(model.state_dict()), plain.state_dict())
+        want = plain.train()(**BATCH).loss
+        assert torch.equal(model(**BATCH).loss, want)
 
 
 def test_gradient_checkpointing_is_the_case_already(caplog):
@@ -620,6 +670,27 @@ def test_gradient_checkpointing_is_the_case_already(caplog):
         model.gradient_checkpointing_enable()
         assert "gradient checkpointing changes nothing" in caplog.text
         streamed_backward(model, BATCH)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused_rather_than_ignored(kind: str):
+    with wrapped(zoo.build("llama")) as model:
+        handle = getattr(model.lm_head.weight, kind)(lambda gradient: None)
+        with pytest.raises(ConfigError, match="hooks on parameters are not called"):
+            model(**BATCH)
+        with torch.no_grad():
+            model(**BATCH)
+        handle.remove()
+        streamed_backward(model, BATCH)
+
+
+def test_a_model_that_names_no_embedding_is_wrapped():
+    class Sounds(Odd):
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    with wrapped(make(Sounds)) as model:
+        model(**batch()).loss.backward()
 
 
 def test_parameters_replaced_after_wrapping_are_noticed():

@@ -126,7 +126,7 @@ def test_fewer_bits_take_less_of_the_home():
     taken = {}
     for state in ("fp32", "bf16", "int8"):
         with wrapped(zoo.build("llama"), state=state) as model:
-            taken[state] = runner_of(model).session.home.statistics().num_bytes
+            taken[state] = runner_of(model).session.home.num_bytes
     assert 1.3 < taken["fp32"] / taken["bf16"] < 1.34  # 16 bytes and 12
     assert taken["bf16"] > taken["int8"]
 

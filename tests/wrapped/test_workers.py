@@ -49,6 +49,15 @@ def test_steps_of_four_workers_are_those_of_the_plain_loop(way: dict[str, Any]):
         assert all(moved[f"up:w{worker}"] > 0 for worker in range(4))
 
 
+def test_a_larger_batch_than_before_is_handed_over():
+    """An evaluation after the first steps, say; the rooms between workers were as large as the batches so far."""
+    plain = zoo.build("llama")
+    with wrapped(zoo.build("llama"), device="emulated:2") as model, torch.no_grad():
+        for rows in (2, 4):
+            batch = {name: value[:rows] for name, value in BATCH.items()}
+            assert torch.equal(model(**batch).loss, plain(**batch).loss)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bert", "llama_tied"])
 @pytest.mark.parametrize("device", ["emulated:2", "emulated:3"])
 def test_gradients_are_those_of_the_plain_model(name: str, device: str):

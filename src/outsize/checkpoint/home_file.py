@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from outsize import files
 from outsize.checkpoint import feedback, run_checkpoint
@@ -117,7 +117,7 @@ def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce)
 def _otherwise(record: CommitRecord, prepared: Job) -> str:
     """What a home of this run's model and rank holds that is laid out otherwise; empty where it is of another."""
     spec, ours = prepared.split.spec, prepared.plan.state
-    masters: tuple[Masters, ...] = ("separate", "split") if spec.dtype == "bf16" else ("separate",)
+    masters: tuple[Masters, ...] = get_args(Masters) if spec.dtype == "bf16" else ("separate",)
     gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
     for own, kept, whole in itertools.product(masters, gradients, ((WEIGHTS,), (WEIGHTS, GRADIENT))):
         other = replace(ours, masters=own, gradients=kept)

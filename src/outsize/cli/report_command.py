@@ -24,8 +24,7 @@ def report(
 ) -> None:
     """Show what a run did: curves, waits, timeline, memory, verdict, in one HTML file that loads nothing."""
     from outsize.reporting.collect import collect
-    from outsize.reporting.html_page import make_page, page_data
-    from outsize.reporting.write import write_page
+    from outsize.reporting.html_page import make_page, page_data, write_page
     from outsize.units import format_bytes
 
     output = Output(as_json=as_json)

@@ -1,10 +1,8 @@
 """What a codec does: tensors into bytes and back, on the device where they lie."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor
 
 from outsize.codecs.codec_spec import CodecSpec
@@ -100,43 +98,3 @@ class RawCodec(Codec):
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         into.view(torch.uint8).copy_(encoded)
-
-
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """An encoding that knows whether it is still whole.
-
-    Attributes:
-        codec: wrote it.
-        encoded: its bytes.
-        checksum: xxh3-64 of them.
-    """
-
-    codec: Codec
-    encoded: Tensor
-    checksum: int
-
-    def open(self, into: Tensor) -> None:
-        """Decode into ``into``, as `Codec.decode` does.
-
-        Raises:
-            CodecError: the bytes are not those that were sealed; ``into`` is as it was.
-        """
-        if checksum(self.encoded) != self.checksum:
-            raise CodecError(
-                f"{self.encoded.numel()} bytes written by codec {self.codec.spec.name} have changed since"
-            )
-        self.codec.decode(self.encoded, into)
-
-
-def seal(codec: Codec, source: Tensor) -> Sealed:
-    """Return ``source`` encoded, in memory of its own, with a checksum; errors as in `Codec.encode`."""
-    dtype = DTYPE_NAME.get(source.dtype, "fp32")
-    room = torch.empty(codec.spec.max_bytes(source.numel(), dtype), dtype=torch.uint8, device=source.device)
-    encoded = room[: codec.encode(source, room)].clone()
-    return Sealed(codec, encoded, checksum(encoded))
-
-
-def checksum(encoded: Tensor) -> int:
-    """Return xxh3-64 of bytes, wherever they lie."""
-    return xxhash.xxh3_64_intdigest(encoded.cpu().numpy().data)

@@ -31,6 +31,7 @@ def contradictions(config: "Config") -> list[str]:
         _loss,
         _objective,
         _compile,
+        _kernels,
     )
     return [line for rule in rules for line in rule(config)]
 
@@ -109,6 +110,20 @@ def _compile(config: "Config") -> list[str]:
     ]
 
 
+def _kernels(config: "Config") -> list[str]:
+    """A compiler makes such kernels itself; and an MLP in parts runs its model's own forward."""
+    refused = {
+        "model.compile: off": config.model.compile != "off",
+        "train.mlp_parts: 1": config.train.mlp_parts > 1,
+    }
+    kernels = config.model.kernels
+    return [
+        f"model.kernels: {kernels} goes with {key}; or set it none"
+        for key in refused
+        if kernels != "none" and refused[key]
+    ]
+
+
 def _warmup(config: "Config") -> list[str]:
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.warmup_steps and optimizer.warmup_ratio:
@@ -176,7 +191,7 @@ def _evaluation(config: "Config") -> list[str]:
 
 
 def _masters(config: "Config") -> list[str]:
-    if config.optimizer.masters == "split" and config.model.dtype in ("fp32", "fp16"):
+    if config.optimizer.masters.startswith("split") and config.model.dtype in ("fp32", "fp16"):
         return [
             f"optimizer.masters: only those of bf16 weights can be split, not {config.model.dtype}; leave it auto"
         ]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import CompileOrAuto, Dtype
+from outsize.choices import BlockKernels, CompileOrAuto, Dtype
 from outsize.config.section import PathText, Section
 
 
@@ -28,6 +28,11 @@ class ModelConfig(Section):
         description="Whether torch.compile compiles each kind of block, forward and backward: before the first step, "
         "and kept for later runs. A kind that it cannot take whole runs as it is, which is told. "
         "auto compiles them, times steps both ways, and keeps the faster.",
+    )
+    kernels: BlockKernels = Field(
+        default="none",
+        description="What computes norms, rotations and gated activations: transformers' operations, or a kernel of "
+        "Liger's each (extra liger; on accelerators). Models that Liger does not know are refused.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Whether Python code that comes with the model directory may run."

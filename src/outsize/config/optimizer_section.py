@@ -156,9 +156,9 @@ class OptimizerConfig(Section):
     masters: Masters = Field(
         default="auto",
         description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
-        "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; auto: split where "
-        "state is not fp32, and in a single process where C kernels step them; as it lies in a home that a run goes "
-        "on from.",
+        "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; split24: the "
+        "upper 8 of these bits, rounded by chance, 3 bytes, not bit-exact; auto: split where state is not fp32, and in "
+        "a single process where C kernels step them; as it lies in a home that a run goes on from.",
     )
     schedule: Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"] = Field(
         default="cosine",

@@ -1,14 +1,11 @@
 """Tokens that are made while they are read, so that a run may begin before all of its data are tokenised."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outsize.data.detected import Detected
-from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore
+from outsize.data.tokens import ArrayReader, TokenStore, token_readers
 from outsize.data.writer import TokenWriter
 from outsize.errors import DataError
 
@@ -22,8 +19,8 @@ class _ClosedError(Exception):
     """Nobody will read what is still to be written."""
 
 
-class GrowingTokens:
-    """A `TokenStore` that a thread of its own writes, one document after the other; without bounds of documents.
+class GrowingTokens(TokenStore):
+    """Tokens that a thread of its own writes, one document after the other; without bounds of documents.
 
     Whoever reads tokens that are still to come waits for them.
 
@@ -31,16 +28,12 @@ class GrowingTokens:
         write: writes all tokens, and tells of every batch.
     """
 
-    num_documents: int | None = None
-
     def __init__(self, write: Callable[[Told], Detected]) -> None:
         self._changed = threading.Condition()
         self._known = 0
         self._is_whole = self._is_stopped = False
         self._failure: BaseException | None = None
         self._detected: Detected | None = None
-        self._tokens: ArrayReader | None = None
-        self._trained: ArrayReader | None = None
         self._thread = threading.Thread(target=self._run, args=(write,), name="outsize-tokenise", daemon=True)
         self._thread.start()
 
@@ -63,10 +56,7 @@ class GrowingTokens:
         return self._detected
 
     def reach(self, num_tokens: int) -> int | None:
-        """Wait for ``num_tokens`` tokens, or for the last one.
-
-        Returns:
-            How many tokens there are in all; None where more are to come.
+        """See `TokenStore.reach`.
 
         Raises:
             OutsizeError: the tokens cannot be made, or nobody makes them any more.
@@ -79,27 +69,6 @@ class GrowingTokens:
                 raise self._failure
             return self._known if self._is_whole else None
 
-    def read(self, start: int, count: int) -> NDArray[np.int32]:
-        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
-        return self._reader(start + count).read(start, count).astype(np.int32, copy=False)
-
-    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
-        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
-        self._reader(max(starts) + targets[0].shape[1]).read_rows(starts, *targets)
-
-    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
-        """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
-        self._reader(start + count)
-        return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
-
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Refuse: bounds of documents are not known while tokens are made."""
-        raise DataError("bounds of documents are not known while the data are tokenised")
-
-    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
-        """Refuse, as `document_range` does."""
-        raise DataError("bounds of documents are not known while the data are tokenised")
-
     def stop(self) -> None:
         """Have no more tokens made, and let go whoever waits for them."""
         with self._changed:
@@ -110,15 +79,14 @@ class GrowingTokens:
         """Stop writing, and close the files. May be called twice."""
         self.stop()
         self._thread.join()
-        for reader in (self._tokens, self._trained):
-            if reader is not None:
-                reader.close()
+        if self._known:
+            super().close()
 
     def _has_ended(self) -> bool:
         return self._is_whole or self._is_stopped or self._failure is not None
 
-    def _reader(self, num_tokens: int) -> ArrayReader:
-        """Return what reads tokens, once there are so many.
+    def _up_to(self, num_tokens: int) -> ArrayReader:
+        """See `TokenStore`.
 
         Raises:
             OutsizeError: as of `reach`.
@@ -127,7 +95,6 @@ class GrowingTokens:
         total = self.reach(num_tokens)
         if total is not None and num_tokens > total:
             raise IndexError(f"tokens to {num_tokens} of {total}")
-        assert self._tokens is not None
         return self._tokens
 
     def _run(self, write: Callable[[Told], Detected]) -> None:
@@ -149,20 +116,9 @@ class GrowingTokens:
             raise _ClosedError
         writer.flush()
         with self._changed:
-            if self._tokens is None and writer.num_trained:
-                self._detected = found()
-                self._tokens = _endless(directory / "tokens.bin", "<i4")
-                if (directory / "trained.bin").exists():
-                    self._trained = _endless(directory / "trained.bin", "u1")
-            if self._tokens is not None:
+            if writer.num_trained:
+                if not self._known:
+                    self._detected = found()
+                    self._tokens, self._trained = token_readers(directory, _ENDLESS)
                 self._known = writer.num_tokens
             self._changed.notify_all()
-
-
-def reach(store: TokenStore, num_tokens: int) -> int | None:
-    """Wait for tokens of any store, see `GrowingTokens.reach`; others are whole."""
-    return store.reach(num_tokens) if isinstance(store, GrowingTokens) else store.num_tokens
-
-
-def _endless(path: Path, dtype: str) -> ArrayReader:
-    return ArrayReader([ArrayFile(path, np.dtype(dtype), _ENDLESS)])

@@ -12,7 +12,7 @@ from outsize.choices import Packing
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.growing import GrowingTokens, Told, reach
+from outsize.data.growing import GrowingTokens, Told
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.pretokenized import PretokenizedTokens
@@ -173,7 +173,7 @@ class _Making:
             raise ConfigError(f"{corpus.path} is not pre-tokenised, so it needs a tokenizer")
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
         try:
-            reach(store, self.first_tokens or 0)
+            store.reach(self.first_tokens or 0)
             return store, store.detected
         except BaseException:  # a thread may be writing
             store.close()

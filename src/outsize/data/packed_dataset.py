@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
-from outsize.data.growing import reach
 from outsize.data.permute import SeededPermutation
 from outsize.data.recycled import RecycledArrays
 from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
@@ -70,7 +69,7 @@ class Packed:
         self.seq_len = seq_len
         self._num_trained = store.num_tokens if num_trained is None else num_trained
         self._arrays = RecycledArrays()
-        total = reach(store, seq_len)
+        total = store.reach(seq_len)
         if total is not None and total < seq_len:
             other = "" if store.num_documents is None else ", or set data.pack to documents or none"
             raise DataError(
@@ -162,8 +161,9 @@ class OnePerDocument(DocumentLayout):
         ids, labels = self._empty(len(indices))
         mask = np.zeros_like(ids)
         for row, index in enumerate(indices.tolist()):
-            start, end = self._store.document_range(index)
-            count = min(end - start, self._seq_len)
+            ends = self._store.document_ends(max(index - 1, 0), 2 if index else 1)
+            start = int(ends[0]) if index else 0
+            count = min(int(ends[-1]) - start, self._seq_len)
             self._put(ids[row, :count], labels[row, :count], start)
             mask[row, :count] = 1
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(mask))

@@ -5,16 +5,14 @@ block, else as uint16 if that does (the two cannot both be by accident: two 16-b
 leave any vocabulary as soon as the second is not zero).
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outsize.data.reading.corpus_files import Sources
-from outsize.data.tokens import ArrayFile, ArrayReader
-from outsize.errors import ConfigError, DataError
+from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore
+from outsize.errors import DataError
 from outsize.files import open_binary
 
 _BLOCK_TOKENS = 1 << 20
@@ -22,8 +20,8 @@ _BIN_DTYPES = (np.dtype("<i4"), np.dtype("<u2"))
 _NPY_DTYPES = (np.dtype("<i4"), np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i8"))
 
 
-class PretokenizedTokens:
-    """Token files of one dtype, one after the other; a `TokenStore` without mask and document bounds.
+class PretokenizedTokens(TokenStore):
+    """Token files of one dtype, one after the other, without mask and document bounds.
 
     Args:
         sources: ``.npy`` (one-dimensional int32, uint16, uint32 or int64) or raw ``.bin`` (int32 or uint16).
@@ -41,7 +39,7 @@ class PretokenizedTokens:
             raise DataError(
                 f"{sources.files[0].path.parent}: token files of different types: {', '.join(sorted(dtypes))}"
             )
-        self._tokens = ArrayReader([file for file in files if file.count])
+        super().__init__(ArrayReader([file for file in files if file.count]))
         self.dtype = files[0].dtype
         try:
             if not len(self._tokens):
@@ -50,40 +48,6 @@ class PretokenizedTokens:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-        return len(self._tokens)
-
-    @property
-    def num_documents(self) -> None:
-        """Not known."""
-        return
-
-    def read(self, start: int, count: int) -> NDArray[np.int32]:
-        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
-        return self._tokens.read(start, count).astype(np.int32, copy=False)
-
-    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
-        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
-        self._tokens.read_rows(starts, *targets)
-
-    def read_trained(self, start: int, count: int) -> None:
-        """Return ``None``: all tokens are targets."""
-        return
-
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Raise: bounds are not known."""
-        raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
-
-    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
-        """Raise: bounds are not known."""
-        raise ConfigError("pre-tokenised data has no document bounds; set pack to true")
-
-    def close(self) -> None:
-        """Close the files. May be called twice."""
-        self._tokens.close()
 
     def _check_ids(self, vocab_size: int) -> int:
         highest = -1

@@ -17,17 +17,18 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from outsize import files
 from outsize.data.detected import Detected
 from outsize.data.reading.corpus_files import Sources
-from outsize.data.tokens import ArrayFile, ArrayReader
+from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_readers
 from outsize.errors import DataError, StorageError
 
 _LAYOUT = 2  # raised whenever the files or the way to tokenise change
@@ -44,8 +45,8 @@ def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> s
     return hashlib.blake2b(described.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
-class CachedTokens:
-    """An entry of the cache, open for reading; a `TokenStore`."""
+class CachedTokens(TokenStore):
+    """An entry of the cache, open for reading."""
 
     def __init__(self, entry: Path) -> None:
         """Open the files of an entry.
@@ -54,47 +55,18 @@ class CachedTokens:
             DataError: one is missing or damaged.
         """
         self.detected = _read_index(entry)
-        num_tokens, num_documents = self.num_tokens, self.num_documents
+        num_tokens, num_documents = self.detected.num_tokens, self.detected.num_documents or 0
         for name, num_bytes in (("tokens.bin", 4 * num_tokens), ("documents.bin", 8 * num_documents)):
             held = (entry / name).stat().st_size if (entry / name).is_file() else 0
             if held != num_bytes:
                 raise DataError(f"{entry / name} holds {held} bytes, not {num_bytes}; {_REMEDY}")
+        super().__init__(*token_readers(entry, num_tokens))
+        self.num_documents = num_documents
         self._directory = entry
-        self._tokens = ArrayReader([ArrayFile(entry / "tokens.bin", np.dtype("<i4"), num_tokens)])
         self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
-        self._trained: ArrayReader | None = None
-        if (entry / "trained.bin").exists():
-            self._trained = ArrayReader([ArrayFile(entry / "trained.bin", np.dtype("u1"), num_tokens)])
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-        return self.detected.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents."""
-        return self.detected.num_documents or 0
-
-    def read(self, start: int, count: int) -> NDArray[np.int32]:
-        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
-        return self._tokens.read(start, count).astype(np.int32, copy=False)
-
-    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
-        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
-        self._tokens.read_rows(starts, *targets)
-
-    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
-        """Return which of these tokens are targets, ``[count]``; ``None`` where all are."""
-        return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
-
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Return the first token of a document and the token after its last."""
-        bounds = self.document_ends(max(index - 1, 0), 2 if index else 1)
-        return int(bounds[0]) if index else 0, int(bounds[-1])
 
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the token after the last one of each of ``count`` documents from ``first`` on."""
+        """See `TokenStore.document_ends`."""
         ends = self._ends.read(first, count).astype(np.int64, copy=False)
         if count and not (ends[0] >= 0 and (np.diff(ends) >= 0).all() and ends[-1] <= self.num_tokens):
             raise DataError(
@@ -104,9 +76,8 @@ class CachedTokens:
 
     def close(self) -> None:
         """Close the files. May be called twice."""
-        for reader in (self._tokens, self._ends, self._trained):
-            if reader is not None:
-                reader.close()
+        super().close()
+        self._ends.close()
 
 
 def _read_index(entry: Path) -> Detected:
@@ -158,15 +129,5 @@ def _remove_abandoned(cache_dir: Path) -> None:
     mine = f"{_TEMPORARY}-{socket.gethostname()}-"
     for path in cache_dir.glob(f"{mine}*"):
         pid = path.name.removeprefix(mine).split("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             files.system().remove_tree(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,36 +20,6 @@ from outsize.files import system
 
 # Rows are widened while they are in a cache: more of them are read first than this only where one alone is larger.
 _ROWS_BYTES = 2**17
-
-
-class TokenStore(Protocol):
-    """A sequence of tokens, with a training mask and document bounds where there are any."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-
-    @property
-    def num_documents(self) -> int | None:
-        """Number of documents; ``None`` where bounds are not known."""
-
-    def read(self, start: int, count: int) -> NDArray[np.int32]:
-        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
-
-    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
-        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
-
-    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
-        """Return which of these tokens are targets, ``[count]``; ``None`` where all are, and then everywhere."""
-
-    def document_range(self, index: int) -> tuple[int, int]:
-        """Return the first token of a document and the token after its last."""
-
-    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return the token after the last one of each of ``count`` documents from ``first`` on."""
-
-    def close(self) -> None:
-        """Give the files back."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +148,77 @@ class ArrayReader:
             if num_read == 0:
                 raise DataError(f"{path}: ends at byte {position}; it was changed or cut since it was opened")
             room, position = room[num_read:], position + num_read
+
+
+class TokenStore:
+    """A sequence of tokens, with a training mask and document bounds where there are any.
+
+    Attributes:
+        num_documents: number of documents; ``None`` where bounds are not known.
+
+    Args:
+        tokens: integers of any kind.
+        trained: which of them are targets; ``None`` where all are.
+    """
+
+    num_documents: int | None = None
+
+    def __init__(self, tokens: ArrayReader, trained: ArrayReader | None = None) -> None:
+        self._tokens = tokens
+        self._trained = trained
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, in all."""
+        return len(self._tokens)
+
+    def reach(self, num_tokens: int) -> int | None:
+        """Wait for ``num_tokens`` tokens, or for the last one.
+
+        Returns:
+            How many tokens there are in all; None where more are to come.
+        """
+        return self.num_tokens
+
+    def read(self, start: int, count: int) -> NDArray[np.int32]:
+        """Return ``count`` tokens from ``start``, int32 ``[count]``."""
+        return self._up_to(start + count).read(start, count).astype(np.int32, copy=False)
+
+    def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
+        """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
+        self._up_to(max(starts) + targets[0].shape[1]).read_rows(starts, *targets)
+
+    def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
+        """Return which of these tokens are targets, ``[count]``; ``None`` where all are, and then everywhere."""
+        self._up_to(start + count)
+        return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
+
+    def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the token after the last one of each of ``count`` documents from ``first`` on.
+
+        Raises:
+            DataError: `num_documents` is not known.
+        """
+        raise DataError("the data has no document bounds; set data.pack to stream")
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        self._tokens.close()
+        if self._trained is not None:
+            self._trained.close()
+
+    def _up_to(self, num_tokens: int) -> ArrayReader:
+        """Return what reads tokens, once there are so many."""
+        return self._tokens
+
+
+def token_readers(directory: Path, count: int) -> tuple[ArrayReader, ArrayReader | None]:
+    """Return what reads ``tokens.bin`` and ``trained.bin`` of an entry of the cache; None where all are targets."""
+    trained = directory / "trained.bin"
+    return (
+        ArrayReader([ArrayFile(directory / "tokens.bin", np.dtype("<i4"), count)]),
+        ArrayReader([ArrayFile(trained, np.dtype("u1"), count)]) if trained.exists() else None,
+    )
 
 
 def _close_all(descriptors: list[int]) -> None:

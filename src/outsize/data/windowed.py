@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.data.detected import Detected
-from outsize.data.growing import GrowingTokens, reach
+from outsize.data.growing import GrowingTokens
 from outsize.data.packed_dataset import NUM_COMPARED, Packed, PackedDataset
 from outsize.data.permute import SeededPermutation
 from outsize.data.survey import KeptTokens
@@ -41,9 +41,8 @@ class WindowedDataset(PackedDataset):
     ) -> None:
         super().__init__(layout, detected, seq_len=layout.seq_len, seed=seed)
         self._store, self._window, self._num_bytes = layout.store, window, num_bytes
-        self._is_whole = (
-            reach(self._store, 0) == detected.num_tokens
-        )  # what was found may be of the first documents
+        # What was found may be of the first documents.
+        self._is_whole = self._store.reach(0) == detected.num_tokens
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def describe(self, kept: KeptTokens | None = None) -> str:
@@ -72,7 +71,7 @@ class WindowedDataset(PackedDataset):
 
     def epoch(self, step: int, num_sequences: int) -> float | None:
         """Return how many times the data was used before ``step``; None while nobody knows how much there is."""
-        return None if self._grows else super().epoch(step, num_sequences)
+        return None if self._store.reach(0) is None else super().epoch(step, num_sequences)
 
     def num_made(self) -> int:
         """Return how many tokens are there, of data that are tokenised meanwhile."""
@@ -83,13 +82,9 @@ class WindowedDataset(PackedDataset):
         if isinstance(self._store, GrowingTokens):
             self._store.stop()
 
-    @property
-    def _grows(self) -> bool:
-        return reach(self._store, 0) is None
-
     def _reach(self, num_sequences: int) -> int | None:
         """Wait for so many sequences, or for the last; returns how many there are in all, None where more come."""
-        total = reach(self._store, num_sequences * self.seq_len)
+        total = self._store.reach(num_sequences * self.seq_len)
         return None if total is None else total // self.seq_len
 
     def _drawn(self, run_positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,6 +1,7 @@
 """What can be wrong with links and with what the GPUs hang on."""
 
 from itertools import combinations
+from os.path import basename, commonpath
 
 from outsize.accelerators import is_accelerator
 from outsize.doctor.facts import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
@@ -150,11 +151,11 @@ def wrong_node(facts: Facts) -> Seen | None:
 def shared_uplink(facts: Facts) -> Seen | None:
     """Two GPUs hang below the same bridge; what is above it carries both."""
     gpus = _gpus(facts, least=2)
-    paths = {index: text(gpu.pci_path, "place on the bus").split("/") for index, gpu in gpus}
+    paths = {index: text(gpu.pci_path, "place on the bus") for index, gpu in gpus}
     shared = {
-        (one, other): _common(paths[one], paths[other])
+        (one, other): common
         for one, other in combinations(paths, 2)
-        if len(_common(paths[one], paths[other])) > 1  # the root complex alone is not a link
+        if "/" in (common := commonpath([paths[one], paths[other]]))  # the root complex alone is not a link
     }
     if not shared:
         return None
@@ -162,7 +163,7 @@ def shared_uplink(facts: Facts) -> Seen | None:
     (one, other), common = next(iter(shared.items()))
     return Seen(
         severity="info",
-        evidence=f"cuda:{one} and cuda:{other} share the bridge {common[-1]}; {most} GPUs at most hang on one",
+        evidence=f"cuda:{one} and cuda:{other} share the bridge {basename(common)}; {most} GPUs at most hang on one",
         expected=(
             f"each alone at full rate, all at once at 1/{most} of it where the bridge has one uplink of one GPU's width"
         ),
@@ -221,10 +222,3 @@ def _as_generation(bytes_per_s: float, gpu: GpuFacts) -> str:
         if _WRONG * theory <= bytes_per_s <= theory:
             return f", as much as generation {generation} gives"
     return ""
-
-
-def _common(one: list[str], other: list[str]) -> list[str]:
-    length = 0
-    while length < min(len(one), len(other)) and one[length] == other[length]:
-        length += 1
-    return one[:length]

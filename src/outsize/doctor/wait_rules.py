@@ -48,10 +48,6 @@ class Wait:
     needs: str = ""
 
 
-def _for_a_batch(_: Facts) -> str:
-    return "it waits for its batch"
-
-
 def _for_python(facts: Facts) -> str:
     between_s, step_s = facts.run.mean("between_s"), facts.run.mean("seconds")
     if between_s > facts.run.waits().get("python", 0.0) * step_s / 2:
@@ -101,7 +97,7 @@ def _for_workers(facts: Facts) -> str:
 
 _WAITS: Final[Mapping[str, Wait]] = {
     "data": Wait(
-        tell=_for_a_batch,
+        tell=lambda _: "it waits for its batch",
         expected="batches that are ready before they are asked for",
         gain=_all_of_it,
         needs="data_s",

@@ -1,7 +1,7 @@
 """Ranks over the network, or over the loopback of one machine: tensors go by torch's gloo, point to point.
 
 Collectives of gloo have to be called in one order by all ranks of a process group, and add in an order of their own. So
-only its messages are used: each channel is a tag, and `Collectives` makes the rest.
+only its messages are used: each channel is a tag, and `Group` makes the rest.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import LostRankError
-from outsize.group.group import Collectives
+from outsize.group.group import Group
 from outsize.group.liveness import Liveness
 from outsize.group.meeting import meet
 
@@ -43,7 +43,7 @@ class Messages(Protocol):
         """Begin to receive one tensor."""
 
 
-class GlooGroup(Collectives):
+class GlooGroup(Group):
     """The ranks of one rendezvous; a context manager, which leaves with the error that passes through it.
 
     Args:
@@ -154,7 +154,7 @@ class GlooGroup(Collectives):
         return LostRankError(str(lost), lost.rank)
 
 
-class GlooChannel(Collectives):
+class GlooChannel(Group):
     """A channel of a `GlooGroup`."""
 
     def __init__(self, whole: GlooGroup, tag: int) -> None:

@@ -12,8 +12,9 @@ to and from N - 1 partners.
 
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,15 @@ from torch import Tensor
 CHUNK_BYTES = 4 * 2**20
 
 
-class Group(Protocol):
-    """The ranks of a run, seen by one of them.
+def even_ranges(length: int, size: int, granule: int = 1) -> tuple[range, ...]:
+    """Cut ``length`` elements into ranges for ``size`` ranks: as even as whole granules allow, in order, none lost."""
+    granules = -(-length // granule)
+    bounds = [min(granules * rank // size * granule, length) for rank in range(size + 1)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+class Group(ABC):
+    """The ranks of a run, seen by one of them; everything is made of `exchange`, which is the kind's own.
 
     Attributes:
         rank: number of this one, from 0.
@@ -33,17 +41,17 @@ class Group(Protocol):
     Every call raises `LostRankError` where a rank is gone, with its number, and leaves what it was to write undefined.
     """
 
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
+    rank: int
+    size: int
 
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
+    def __init__(self) -> None:
+        self._stage: dict[torch.dtype, Tensor] = {}
 
+    @abstractmethod
     def channel(self, name: str) -> "Group":
         """Return the same ranks with an order of calls of its own; the same name is the same channel."""
 
+    @abstractmethod
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Send ``outgoing[p]`` to each rank p and fill ``incoming[p]`` from it.
 
@@ -52,63 +60,12 @@ class Group(Protocol):
             incoming: likewise; each as many bytes as that rank sends to this one. Nothing is sent of none.
         """
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace ``tensor`` by its sum over all ranks; for small ones, as every rank sends it to every other."""
-
-    def reduce_scatter(self, flat: Tensor, ranges: Sequence[range]) -> Tensor:
-        """Add ``ranges[self.rank]`` of ``flat`` over all ranks, in place, and return that part of it.
-
-        Args:
-            flat: contiguous ``[n]``, of the same n on all ranks; outside the own range it stays as it was.
-            ranges: elements that each rank is to have summed, by rank, the same on all of them; may be empty.
-        """
-
-    def all_gather(self, flat: Tensor, ranges: Sequence[range]) -> None:
-        """Fill ``flat`` from all ranks: of ``ranges[p]``, what rank p has there.
-
-        Args:
-            flat: contiguous ``[n]``, the own range filled in; outside all ranges it stays as it was.
-            ranges: elements that each rank has, by rank, the same on all of them; may be empty, never overlap.
-        """
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace ``tensor`` on all ranks by what ``source`` has."""
-
-    def barrier(self) -> None:
-        """Return when all ranks have come here."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return ``value`` of every rank, by rank, on all of them.
-
-        Values are what JSON can say, NaN and infinities included: tuples come back as lists.
-        """
-
+    @abstractmethod
     def close(self, error: BaseException | None = None) -> None:
         """Leave, and tell the others why; idempotent. A channel is closed with the group that it is of."""
 
-
-def even_ranges(length: int, size: int, granule: int = 1) -> tuple[range, ...]:
-    """Cut ``length`` elements into ranges for ``size`` ranks: as even as whole granules allow, in order, none lost."""
-    granules = -(-length // granule)
-    bounds = [min(granules * rank // size * granule, length) for rank in range(size + 1)]
-    return tuple(range(start, stop) for start, stop in itertools.pairwise(bounds))
-
-
-class Collectives:
-    """Everything of a `Group` but `exchange`, made of it."""
-
-    rank: int
-    size: int
-
-    def __init__(self) -> None:
-        self._stage: dict[torch.dtype, Tensor] = {}
-
-    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send to and receive from each other rank, see `Group.exchange`."""
-        raise NotImplementedError("say how tensors get from rank to rank")
-
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, see `Group.all_reduce`."""
+        """Replace ``tensor`` by its sum over all ranks; for small ones, as every rank sends it to every other."""
         pieces = self._from_everyone(tensor.contiguous())
         total = pieces[0].clone()
         for piece in pieces[1:]:
@@ -116,7 +73,14 @@ class Collectives:
         tensor.copy_(total)
 
     def reduce_scatter(self, flat: Tensor, ranges: Sequence[range]) -> Tensor:
-        """Sum the own range, see `Group.reduce_scatter`; chunk by chunk, every rank its k-th at the same time."""
+        """Add ``ranges[self.rank]`` of ``flat`` over all ranks, in place, and return that part of it.
+
+        It goes chunk by chunk, every rank its k-th at the same time.
+
+        Args:
+            flat: contiguous ``[n]``, of the same n on all ranks; outside the own range it stays as it was.
+            ranges: elements that each rank is to have summed, by rank, the same on all of them; may be empty.
+        """
         self._check(flat, ranges)
         length = CHUNK_BYTES // flat.element_size()
         longest = max(len(part) for part in ranges)
@@ -129,27 +93,26 @@ class Collectives:
         return _cut(flat, ranges[self.rank], 0, len(flat))
 
     def all_gather(self, flat: Tensor, ranges: Sequence[range]) -> None:
-        """Collect every range, see `Group.all_gather`."""
+        """Fill ``flat`` from all ranks: of ``ranges[p]``, what rank p has there.
+
+        Args:
+            flat: contiguous ``[n]``, the own range filled in; outside all ranges it stays as it was.
+            ranges: elements that each rank has, by rank, the same on all of them; may be empty, never overlap.
+        """
         self._check(flat, ranges)
         cut = {peer: _cut(flat, part, 0, len(flat)) for peer, part in enumerate(ranges)}
         own = cut.pop(self.rank)
         self.exchange(dict.fromkeys(cut, own), cut)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copy from one to all, see `Group.broadcast`."""
-        whole = tensor.contiguous()
-        if self.rank == source:
-            self.exchange(dict.fromkeys(self._others(), whole), {})
-        else:
-            self.exchange({}, {source: whole})
-            tensor.copy_(whole)
-
     def barrier(self) -> None:
-        """Wait for all, see `Group.barrier`."""
+        """Return when all ranks have come here."""
         self._from_everyone(torch.zeros(1, dtype=torch.uint8))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Collect small values, see `Group.gather_objects`."""
+        """Return ``value`` of every rank, by rank, on all of them.
+
+        Values are what JSON can say, NaN and infinities included: tuples come back as lists.
+        """
         text = bytearray(json.dumps(value).encode())
         own = torch.frombuffer(text, dtype=torch.uint8)
         lengths = self._from_everyone(torch.tensor([len(text)]))

@@ -18,25 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+
+from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import LostRankError, OutsizeError
 
 # Periods without a beat after which a rank whose connection is broken is taken to be dead, not just slow to beat.
 _SILENT_PERIODS = 3
-
-
-class BeatStore(Protocol):
-    """What is used of a `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these exist."""
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read values, all of which exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +72,7 @@ class Liveness:
     """
 
     def __init__(
-        self, store: BeatStore, rank: int, size: int, *, timeout_s: float, on_loss: Callable[[], None]
+        self, store: c10d.Store, rank: int, size: int, *, timeout_s: float, on_loss: Callable[[], None]
     ) -> None:
         self._store = store
         self._rank = rank

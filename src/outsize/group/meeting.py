@@ -13,27 +13,15 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol
+
+from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import ConfigError, LostRankError
 
 _POLL_S = 0.02
 
 
-class MeetingStore(Protocol):
-    """What is used of a `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-
-    def get(self, key: str) -> bytes:
-        """Read a value that exists."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these exist."""
-
-
-def meet(store: MeetingStore, rank: int, size: int, timeout_s: float) -> str:
+def meet(store: c10d.Store, rank: int, size: int, timeout_s: float) -> str:
     """Return the name of this start, the same on all ranks, when all of them have come.
 
     Raises:
@@ -54,7 +42,7 @@ def meet(store: MeetingStore, rank: int, size: int, timeout_s: float) -> str:
         ) from error
 
 
-def _invite(store: MeetingStore, size: int, session: str, timeout_s: float) -> str:
+def _invite(store: c10d.Store, size: int, session: str, timeout_s: float) -> str:
     store.set("outsize/session", session)
     answers = {peer: f"outsize/{session}/answer/{peer}" for peer in range(1, size)}
     if not _until(lambda: store.check(list(answers.values())), timeout_s):
@@ -64,7 +52,7 @@ def _invite(store: MeetingStore, size: int, session: str, timeout_s: float) -> s
     return session
 
 
-def _join(store: MeetingStore, rank: int, size: int, word: str, timeout_s: float) -> str:
+def _join(store: c10d.Store, rank: int, size: int, word: str, timeout_s: float) -> str:
     session = ""
 
     def met() -> bool:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from outsize.group.group import Collectives
+from outsize.group.group import Group
 
 
-class SingleGroup(Collectives):
+class SingleGroup(Group):
     """One rank, alone: sums are what is there already."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from outsize.hardware.machine_file import LinkRates, MachineFile, readings
+from outsize.hardware.machine_file import MachineFile, readings
 from outsize.hardware.readings import Measurement
 
 # Below this no difference is told from noise, however narrow the samples: two probes minutes apart differ by as much.
@@ -61,9 +61,6 @@ def _rates(found: MachineFile) -> dict[str, tuple[float, float]]:
     for device in found.devices:
         for link in device.links:
             if link.fit is not None:
-                rates[_link_name(device.device, link)] = (link.fit.bytes_per_s, link.fit.residual_median)
+                name = f"devices.{device.device}.links.{link.path} {link.direction}.bytes_per_s"
+                rates[name] = (link.fit.bytes_per_s, link.fit.residual_median)
     return rates
-
-
-def _link_name(device: str, link: LinkRates) -> str:
-    return f"devices.{device}.links.{link.path} {link.direction}.bytes_per_s"

@@ -7,7 +7,7 @@ or parameters per second; a link's rates are per direction.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 from outsize.errors import ConfigError
 
@@ -23,8 +23,15 @@ CUBLAS_BYTES = 2 * 32 * 2**20
 PRODUCTS_OF_A_CORE = 40e9
 
 
+class _Described:
+    """Base of what a description may hold: pydantic reads it, and refuses what is unknown."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class Figure(_Described):
     """A number and where it comes from.
 
     Attributes:
@@ -45,7 +52,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(_Described):
     """One compute device.
 
     Attributes:
@@ -77,7 +84,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(_Described):
     """The way between host memory and one device.
 
     Attributes:
@@ -94,7 +101,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class Peer(_Described):
     """Copies from one device's memory to another's that do not pass through host memory.
 
     Attributes:
@@ -111,7 +118,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class Host(_Described):
     """Processor and memory.
 
     Attributes:
@@ -136,7 +143,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
+class Disk(_Described):
     """A disk, or several as one.
 
     Attributes:
@@ -151,7 +158,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(_Described):
     """One box.
 
     Attributes:
@@ -208,30 +215,11 @@ def from_json(text: str) -> Machine:
     Raises:
         ConfigError: not JSON, or fields are missing, unknown or of the wrong kind.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        found = json.loads(text)
-        gpus = tuple(_gpu(entry) for entry in found["gpus"])
-        links = tuple(Link(**{**entry, **_figures(entry)}) for entry in found["links"])
-        host, disk = found["host"], found["disk"]
-        return Machine(
-            name=found["name"],
-            gpus=gpus,
-            links=links,
-            host=Host(**{**host, **_figures(host)}),
-            disk=None if disk is None else Disk(**{**disk, **_figures(disk)}),
-            uplinks=_figures(found["uplinks"]),
-            # Descriptions from before there were any have none.
-            peers=tuple(Peer(**{**entry, **_figures(entry)}) for entry in found.get("peers", ())),
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"not the description of a machine: {error!r}") from error
-
-
-def _gpu(entry: Mapping[str, Any]) -> Gpu:
-    return Gpu(**{**entry, **_figures(entry), "peak_flops_per_s": _figures(entry["peak_flops_per_s"])})
-
-
-def _figures(entry: Mapping[str, Any]) -> dict[str, Figure]:
-    """Return the values of ``entry`` that are figures."""
-    found = {name: value for name, value in entry.items() if isinstance(value, dict) and "value" in value}
-    return {name: Figure(**value) for name, value in found.items()}
+        return TypeAdapter(Machine).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        told = ".".join(map(str, first["loc"])) or "the whole"
+        raise ConfigError(f"not the description of a machine: {told}: {first['msg']}") from error

@@ -15,7 +15,7 @@ from outsize.codecs.codec_spec import codec_spec
 from outsize.errors import ModelError
 from outsize.model.build import DTYPES
 from outsize.model.sizes.model_spec import PartKind
-from outsize.model.split import split
+from outsize.model.split import end_of, split
 
 DTYPE_NAME = {dtype: name for name, dtype in DTYPES.items()}
 Apart = Callable[[str], PartKind | None]
@@ -40,10 +40,9 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
     Tables are the embedding and the head. Norms, biases, convolutions, adapters and what lies outside the blocks are
     small, or count for more than they weigh.
     """
-    getters = (getattr(model, f"get_{end}_embeddings", lambda: None) for end in ("input", "output"))
-    ends = [module for getter in getters if isinstance(module := getter(), nn.Module)]
+    ends = [end_of(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
     named = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
-    inside = {id(p) for module in ends for p in module.parameters() if p.dim() == 2}
+    inside = {id(p) for module in ends if module is not None for p in module.parameters() if p.dim() == 2}
     plain = {
         id(p)
         for module in model.modules()

@@ -119,7 +119,10 @@ def _pack(
         if part is None:
             kept.append(row)
         elif trains:
-            raise ModelError(f"{member} lies with what never trains; give it requires_grad before the split")
+            raise ModelError(
+                f"{member} trains, and lies with what did not when the model was wrapped; call requires_grad_(True) "
+                "before outsize.wrap, also on adapters that are switched to later"
+            )
         else:
             parts.setdefault(part.plane, (part, []))[1].append((member, shape))
     return pack_unit(index, name, kind, kept, tuple(pack_part(*part) for part in parts.values()))
@@ -129,14 +132,14 @@ def _unit_modules(model: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]
     path = {id(module): name for name, module in model.named_modules()}
     prefix, blocks = _block_list(model)
     inside = {id(module) for module in blocks.modules()}
-    embedding = _ask(model, "get_input_embeddings")
+    embedding = end_of(model, "get_input_embeddings")
     if embedding is not None and _has_twin(model, embedding):
         embedding = None
     if embedding is not None and id(embedding) in path and id(embedding) not in inside:
         yield path[id(embedding)], "embedding", embedding
     for index, block in enumerate(blocks):
         yield f"{prefix}.{index}", "block", block
-    head = _ask(model, "get_output_embeddings")
+    head = end_of(model, "get_output_embeddings")
     if head is not None and head is not embedding and id(head) in path and id(head) not in inside:
         yield path[id(head)], "head", head
 
@@ -170,7 +173,8 @@ def _has_twin(model: nn.Module, embedding: nn.Module) -> bool:
     )
 
 
-def _ask(model: nn.Module, method: str) -> nn.Module | None:
+def end_of(model: nn.Module, method: str) -> nn.Module | None:
+    """Return what a model answers ``method``, its embedding or its head; None where it has none."""
     getter = getattr(model, method, None)
     if getter is None:
         return None

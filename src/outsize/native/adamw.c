@@ -8,10 +8,8 @@
 
 /* optim/adamw_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
 struct adamw {
-    uint16_t *hi;
-    int16_t *lo;
-    uint8_t *ties;  /* may be NULL */
-    float *master;  /* used where there is no hi */
+    struct halves halves;
+    float *master; /* used where it is not split */
     void *gradient;
     void *exp_avg;
     void *exp_avg_sq;

@@ -39,11 +39,13 @@ static inline void NATIVE(update_rounded)(
 
 /* A whole group of 8-bit moments beside split masters without ties: the same as below, in two passes that keep to
  * registers what they can. */
-static inline __attribute__((always_inline)) void NATIVE(step_group)(const struct adamw *s, size_t at, int is_bf16)
+static inline __attribute__((always_inline)) void NATIVE(step_group)(
+    const struct adamw *s, size_t at, int is_bf16, int keeps_8)
 {
     float master[GROUP], m[GROUP], v[GROUP];
-    uint16_t *restrict hi = s->hi + at;
-    int16_t *restrict lo = s->lo + at;
+    uint16_t *restrict hi = s->halves.hi + at;
+    int16_t *restrict lo = s->halves.lo + (keeps_8 ? 0 : at);
+    int8_t *restrict lo8 = s->halves.lo8 + (keeps_8 ? at : 0);
     uint8_t *restrict m_codes = (uint8_t *)s->exp_avg + at, *restrict v_codes = (uint8_t *)s->exp_avg_sq + at;
     const uint16_t *restrict narrow = (const uint16_t *)s->gradient + at;
     const float *restrict wide = (const float *)s->gradient + at;
@@ -53,7 +55,8 @@ static inline __attribute__((always_inline)) void NATIVE(step_group)(const struc
     float decay = s->decay, inverse = 1.0f / s->correction;
     uint32_t m_most = 0, v_most = 0;
     for (size_t i = 0; i < GROUP; i++) {
-        union word p = {((uint32_t)hi[i] << 16) + (uint32_t)(int32_t)lo[i]}, a, b, g;
+        uint32_t low = keeps_8 ? (uint32_t)(int32_t)lo8[i] << 8 : (uint32_t)(int32_t)lo[i];
+        union word p = {((uint32_t)hi[i] << 16) + low}, a, b, g;
         g.bits = is_bf16 ? (uint32_t)narrow[i] << 16 : ((union word){.value = wide[i]}).bits;
         float gradient = g.value * clip;
         uint32_t magnitude = m_codes[i] & 127u;
@@ -72,19 +75,22 @@ static inline __attribute__((always_inline)) void NATIVE(step_group)(const struc
     NATIVE(chances)((uint32_t)(s->first + at), s->key, GROUP, chance);
     s->exp_avg_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)m, chance, m_most, 0, MANTISSA, 1, GROUP, m_codes);
     s->exp_avg_sq_top[at / GROUP] = NATIVE(encode_below)((uint32_t *)v, chance, v_most, 16, MANTISSA, 0, GROUP, v_codes);
-    NATIVE(split)((uint32_t *)master, at, GROUP, hi, lo, NULL);
+    if (keeps_8)
+        NATIVE(split24)((uint32_t *)master, chance, GROUP, hi, lo8);
+    else
+        NATIVE(split)((uint32_t *)master, at, GROUP, hi, lo, NULL);
 }
 
 /* Block by block: what a block needs stays in the first-level cache, and each plane is read and written once. */
 static void NATIVE(adamw_range)(const void *arguments, size_t begin, size_t end)
 {
     const struct adamw *s = arguments;
-    if (s->state == STATE_8BIT && s->hi && !s->ties) {
+    if (s->state == STATE_8BIT && s->halves.hi && !s->halves.ties) {
         for (; begin + GROUP <= end; begin += GROUP) {
-            if (s->gradient_is_bf16)
-                NATIVE(step_group)(s, begin, 1);
+            if (s->halves.lo8)
+                s->gradient_is_bf16 ? NATIVE(step_group)(s, begin, 1, 1) : NATIVE(step_group)(s, begin, 0, 1);
             else
-                NATIVE(step_group)(s, begin, 0);
+                s->gradient_is_bf16 ? NATIVE(step_group)(s, begin, 1, 0) : NATIVE(step_group)(s, begin, 0, 0);
         }
     }
     union word joined[BLOCK], m[BLOCK], v[BLOCK];
@@ -94,7 +100,9 @@ static void NATIVE(adamw_range)(const void *arguments, size_t begin, size_t end)
         size_t count = end - at < BLOCK ? end - at : BLOCK;
         union word *master = s->master ? (union word *)s->master + at : joined;
         if (!s->master)
-            NATIVE(join)(s->hi + at, s->lo + at, s->ties, at, count, &joined->bits);
+            NATIVE(join_halves)(&s->halves, at, count, &joined->bits);
+        if (s->halves.lo8 || s->state != STATE_FP32)
+            NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
         NATIVE(clipped)(s->gradient, s->gradient_is_bf16, s->clip, at, count, gradient);
         if (s->state == STATE_FP32) {
             float *exp_avg = (float *)s->exp_avg + at, *exp_avg_sq = (float *)s->exp_avg_sq + at;
@@ -103,11 +111,10 @@ static void NATIVE(adamw_range)(const void *arguments, size_t begin, size_t end)
             NATIVE(decode_moment)(s->exp_avg, s->exp_avg_top, s->state, 1, at, count, &m->bits);
             NATIVE(decode_moment)(s->exp_avg_sq, s->exp_avg_sq_top, s->state, 0, at, count, &v->bits);
             NATIVE(update_rounded)(s, gradient, count, &master->value, &m->value, &v->value);
-            NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
             NATIVE(encode_moment)(&m->bits, chance, 0, s->state, 1, at, count, s->exp_avg, s->exp_avg_top);
             NATIVE(encode_moment)(&v->bits, chance, 16, s->state, 0, at, count, s->exp_avg_sq, s->exp_avg_sq_top);
         }
         if (!s->master)
-            NATIVE(split)(&joined->bits, at, count, s->hi + at, s->lo + at, s->ties);
+            NATIVE(split_halves)(&s->halves, &joined->bits, chance, at, count);
     }
 }

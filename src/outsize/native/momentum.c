@@ -13,10 +13,8 @@ enum { FUSED_NONE = 0, FUSED_MOMENTUM = 1, FUSED_GRADIENT = 2 };
 
 /* optim/momentum_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
 struct momentum {
-    uint16_t *hi;
-    int16_t *lo;
-    uint8_t *ties; /* may be NULL */
-    float *master; /* used where there is no hi */
+    struct halves halves;
+    float *master; /* used where it is not split */
     void *gradient;
     void *moment; /* NULL for SGD without momentum */
     uint8_t *moment_top;

@@ -85,7 +85,9 @@ static void NATIVE(momentum_range)(const void *arguments, size_t begin, size_t e
         size_t count = end - at < BLOCK ? end - at : BLOCK;
         union word *master = s->master ? (union word *)s->master + at : joined;
         if (!s->master)
-            NATIVE(join)(s->hi + at, s->lo + at, s->ties, at, count, &joined->bits);
+            NATIVE(join_halves)(&s->halves, at, count, &joined->bits);
+        if (s->halves.lo8 || s->state != STATE_FP32)
+            NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
         NATIVE(clipped)(s->gradient, s->gradient_is_bf16, s->clip, at, count, gradient);
         if (!s->moment || s->state == STATE_FP32) {
             float *moment = s->moment ? (float *)s->moment + at : NULL;
@@ -93,10 +95,9 @@ static void NATIVE(momentum_range)(const void *arguments, size_t begin, size_t e
         } else {
             NATIVE(decode_moment)(s->moment, s->moment_top, s->state, 1, at, count, &m->bits);
             NATIVE(update)(s, gradient, count, &master->value, &m->value);
-            NATIVE(chances)((uint32_t)(s->first + at), s->key, count, chance);
             NATIVE(encode_moment)(&m->bits, chance, 0, s->state, 1, at, count, s->moment, s->moment_top);
         }
         if (!s->master)
-            NATIVE(split)(&joined->bits, at, count, s->hi + at, s->lo + at, s->ties);
+            NATIVE(split_halves)(&s->halves, &joined->bits, chance, at, count);
     }
 }

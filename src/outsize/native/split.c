@@ -1,35 +1,30 @@
 /* Masters to planes and back, of whole ranges. */
-#include <stddef.h>
-#include <stdint.h>
-
+#include "state.h"
 #include "threads.h"
 
-/* Elements that are looked at together for exceptions, and those that one thread takes at once. Tie bits of two chunks
- * never share a byte: a chunk is a multiple of 8 elements. */
-enum { BLOCK = 512, CHUNK = 1 << 16 };
-
-struct planes {
-    uint16_t *hi;
-    int16_t *lo;
-    uint8_t *ties;
+struct range {
+    struct halves halves;
     uint32_t *master;
+    uint32_t first, key; /* of the chances */
+    int32_t by_chance;   /* else to the nearest */
 };
 
 #define BODY "split_range_body.h"
 #include "versions.h"
 
-/* master[0..count) from planes; ties may be NULL, and has bit i of byte i / 8 for element i otherwise. */
+/* master[0..count) from planes. */
 EXPORTED void outsize_join(
-    uint16_t *hi, int16_t *lo, uint8_t *ties, uint32_t *master, size_t count, int num_threads)
+    uint16_t *hi, int16_t *lo, int8_t *lo8, uint8_t *ties, uint32_t *master, size_t count, int num_threads)
 {
-    struct planes planes = {hi, lo, ties, master};
-    outsize_parallel(CHOOSE(join_range), &planes, count, CHUNK, num_threads);
+    struct range range = {{hi, lo, lo8, ties}, master, 0, 0, 0};
+    outsize_parallel(CHOOSE(join_range), &range, count, CHUNK, num_threads);
 }
 
-/* Planes of master[0..count). */
+/* Planes of master[0..count), which begins with element `first` of its unit. */
 EXPORTED void outsize_split(
-    uint16_t *hi, int16_t *lo, uint8_t *ties, uint32_t *master, size_t count, int num_threads)
+    uint16_t *hi, int16_t *lo, int8_t *lo8, uint8_t *ties, uint32_t *master, size_t count, int num_threads,
+    uint32_t first, uint32_t key, int32_t by_chance)
 {
-    struct planes planes = {hi, lo, ties, master};
-    outsize_parallel(CHOOSE(split_range), &planes, count, CHUNK, num_threads);
+    struct range range = {{hi, lo, lo8, ties}, master, first, key, by_chance};
+    outsize_parallel(CHOOSE(split_range), &range, count, CHUNK, num_threads);
 }

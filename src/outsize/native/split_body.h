@@ -10,6 +10,9 @@
  * the tie bit of any other hi = 0x7FC0 is 0. All other NaNs round their tie up.
  *
  * Without ties (NULL) the tie that was rounded down is kept as lo = 32767: one fp32 step less, in one master of 131,072.
+ *
+ * Or lo8 alone: the 8 bits below hi, and no more. Of two weights that are as near hi is the one further from zero, so
+ * that (hi << 16) + (lo8 << 8) is any number of 24 bits; a NaN keeps its upper half, made quiet.
  */
 
 static inline int NATIVE(needs_tie)(uint16_t hi, int16_t lo)
@@ -82,4 +85,43 @@ static inline void NATIVE(split)(
     }
     if (odd_ones)
         NATIVE(split_exceptions)(bits, first, count, hi, lo, ties);
+}
+
+static inline void NATIVE(join24)(
+    const uint16_t *restrict hi, const int8_t *restrict lo8, size_t count, uint32_t *restrict bits)
+{
+    for (size_t i = 0; i < count; i++)
+        bits[i] = ((uint32_t)hi[i] << 16) + ((uint32_t)(int32_t)lo8[i] << 8);
+}
+
+/* What is cut off rounds up by chance; these 8 bits and either half of a chance, by which moments go, are independent. */
+static inline void NATIVE(split24)(
+    const uint32_t *restrict bits, const uint32_t *restrict chance, size_t count, uint16_t *restrict hi,
+    int8_t *restrict lo8)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint32_t u = bits[i], rounded = u + ((chance[i] >> 24 ^ chance[i] >> 8) & 0xFF);
+        uint32_t kept = (u & 0x7FFFFFFF) > 0x7F800000 ? (u | 0x400000) & 0xFFFF0000 : rounded;
+        hi[i] = (uint16_t)((kept + 0x8000) >> 16);
+        lo8[i] = (int8_t)(kept >> 8);
+    }
+}
+
+/* Masters of elements at to at + count, as they are kept. */
+static inline void NATIVE(join_halves)(const struct halves *h, size_t at, size_t count, uint32_t *bits)
+{
+    if (h->lo8)
+        NATIVE(join24)(h->hi + at, h->lo8 + at, count, bits);
+    else
+        NATIVE(join)(h->hi + at, h->lo + at, h->ties, at, count, bits);
+}
+
+/* The reverse; chances are looked at where 8 bits are kept. */
+static inline void NATIVE(split_halves)(
+    const struct halves *h, const uint32_t *bits, const uint32_t *chance, size_t at, size_t count)
+{
+    if (h->lo8)
+        NATIVE(split24)(bits, chance, count, h->hi + at, h->lo8 + at);
+    else
+        NATIVE(split)(bits, at, count, h->hi + at, h->lo + at, h->ties);
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from outsize.config import Config
 from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
-from outsize.errors import DataError
+from outsize.errors import ConfigError, DataError
 from outsize.objectives.objective_records import Classes, Row, read_rows
 from outsize.objectives.recipes import RECIPES, Recipe
 from outsize.training.run_data import ModelFiles, files_of, load_tokenizer, open_dataset
@@ -122,9 +122,17 @@ def _encoded(
         changes, collate = classes.changes, DataCollatorWithPadding(tokenizer)
 
         def encode(row: Row) -> Row:
-            return {"input_ids": tokens(row["text"]), "labels": classes.number(row["label"])}
+            ids = tokens(row["text"])
+            if files.hf_config.is_encoder_decoder:  # which takes what it says at the end
+                ids = _ended(ids, tokenizer, seq_len)
+            return {"input_ids": ids, "labels": classes.number(row["label"])}
 
     elif objective == "embed":
+        if min(len(found[0]), config.sequences_per_step) < 2:
+            raise ConfigError(
+                "train.objective=embed sets a text apart from those of the other records of a step; have two at "
+                "least, in the data and in train.tokens_per_step"
+            )
         collate = PairCollator(tokenizer)
 
         def encode(row: Row) -> Row:
@@ -144,9 +152,9 @@ def _encoded(
 
 
 def _ended(ids: list[int], tokenizer: Any, seq_len: int) -> list[int]:
-    """Return tokens that a decoder is to write, and the one that ends them."""
+    """Return tokens, cut to ``seq_len``, and the one that ends them."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [*ids[: seq_len - len(end)], *end]
+    return ids if ids[-1:] == end else [*ids[: seq_len - len(end)], *end]
 
 
 def _known_classes(files: ModelFiles) -> dict[str, int]:

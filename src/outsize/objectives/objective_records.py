@@ -1,5 +1,6 @@
 """Records with fields of their own: pairs of answers, marked answers, texts of a class, texts that belong together."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,8 @@ def _of_source(
                 )
             except DataError as error:
                 bad.forgive(error)
+    if objective == "classify" and sources.container in ("csv", "tsv"):
+        _type_labels(rows)
     if bad.count:
         announce(f"{corpus.path}: {bad.count} malformed records left out; the first: {bad.messages[0]}")
     if not corpus.split:
@@ -80,13 +83,14 @@ def _of_source(
 
 
 def _row(record: Record, objective: str, recipe: Recipe, roles: Mapping[str, str], where: str) -> Row:
-    missing = [name for name in recipe.fields if record.get(name) is None]
+    there = [name for name, value in record.items() if value is not None]
+    missing = [name for name in recipe.fields if name not in there]
     if missing:
         raise DataError(
             f"{where}: train.objective={objective} takes records with {_listed(recipe.fields)}, and found "
-            f"{_listed(record)}; data.columns maps other names, e.g. {{{missing[0]}: theirs}}"
+            f"{_listed(there)}; data.columns maps other names, e.g. {{{missing[0]}: theirs}}"
         )
-    names = (*recipe.fields, *(name for name in recipe.optional if record.get(name) is not None))
+    names = (*recipe.fields, *(name for name in recipe.optional if name in there))
     return {name: _value(record, name, objective, recipe, roles, where) for name in names}
 
 
@@ -97,15 +101,37 @@ def _value(
     if name == "label":
         if objective == "kto":
             return _truth(value, where)
-        if isinstance(value, (str, int, float)):
+        if isinstance(value, str) or (isinstance(value, (int, float)) and math.isfinite(value)):
             return value
-        raise DataError(f"{where}: field 'label' is a name or a number, not {type(value).__name__}")
+        found = value if isinstance(value, float) else type(value).__name__
+        raise DataError(f"{where}: field 'label' is a name or a number, not {found}")
     if isinstance(value, str):
+        if name != "prompt" and not value.strip():
+            raise DataError(
+                f"{where}: field {name!r} is empty; leave such records out, or raise data.max_bad_records"
+            )
         return value
-    if not recipe.by_trl:
-        raise DataError(f"{where}: field {name!r} must be a string, found {type(value).__name__}")
+    if not (recipe.by_trl and isinstance(value, list)):
+        what = "a string or a list of messages" if recipe.by_trl else "a string"
+        raise DataError(f"{where}: field {name!r} must be {what}, found {type(value).__name__}")
     messages = read_messages(record, name, where, roles)
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _type_labels(rows: list[Row]) -> None:
+    """Make numbers of the labels of a table, which has no types, where all of them are."""
+    labels = [row["label"] for row in rows]
+    try:
+        numbers: list[int | float] = [float(label) for label in labels]
+    except ValueError:
+        return
+    if all(label.lstrip("-").isdigit() for label in labels):
+        numbers = [int(label) for label in labels]
+        if labels != [str(number) for number in numbers]:  # 007 is a name
+            return
+    if all(map(math.isfinite, numbers)):
+        for row, number in zip(rows, numbers, strict=True):
+            row["label"] = number
 
 
 def _truth(value: Any, where: str) -> bool:

@@ -25,6 +25,7 @@ from outsize import files
 from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
+from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.config import Config, Surroundings, dump_config, load_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
@@ -49,7 +50,7 @@ from outsize.wrapped.module import is_wrapped, runner_of
 
 Announce = Callable[[str], None]
 # What a run that goes on has to have in common with the run so far.
-_THE_SAME = ("model.path", "data.path", "data.seq_len", "train.objective", "train.method", "train.seed")
+_THE_SAME = ("model.path", "data.path", "data.seq_len", "train.method", "train.seed")
 
 
 def train(
@@ -89,7 +90,7 @@ def _train(
     run_dir = choose_run_dir(config)
     resumed = run_checkpoint.find(config.train.resume, run_dir)
     config = as_before(config, run_dir, resumed)
-    _check_goes_on(config, run_dir)
+    _check_goes_on(config, run_dir, resumed)
     done = 0 if resumed is None else run_checkpoint.position_of(resumed).step
     if config.train.epochs is None and done >= config.train.steps:
         announce(f"{resumed} has {done} of {config.train.steps} steps: nothing is left to do")
@@ -298,12 +299,17 @@ def _refused_as_configuration(objective: str) -> Iterator[None]:
         raise ConfigError(f"train.objective={objective}: {error}") from error
 
 
-def _check_goes_on(config: Config, run_dir: Path) -> None:
-    """Check that a run goes on with the run that its directory holds.
+def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None) -> None:
+    """Check that a run goes on with the run that its directory holds, or from a checkpoint of a ``Trainer``.
 
     Raises:
         ConfigError: it is another.
     """
+    if resumed is not None and not is_trainers(resumed):
+        raise ConfigError(
+            f"train.resume: {resumed} is a checkpoint of the engine's, and this run is a trainer's of another library; "
+            "begin from its weights with model.path, and leave train.resume out"
+        )
     path = run_dir / CONFIG_FILE
     if config.train.resume != "auto" or not path.is_file():
         return

@@ -58,7 +58,7 @@ class Adafactor:
         if update.clip != 1.0:
             gradient.mul_(update.clip)
         self._step(master, gradient, parameter, update)
-        parameter.put_back(master)
+        parameter.put_back(master, update.key)
 
     def _step(self, master: Tensor, gradient: Tensor, parameter: WholeParameter, update: Update) -> None:
         """Step an fp32 master by a gradient that is clipped, both in their shape."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outsize import native
 from outsize.optim.planes import StatePlanes
+from outsize.optim.split_masters import low_pair
 from outsize.optim.update import Update
 
 # torch's vectors have 16 elements at most.
@@ -43,7 +44,7 @@ class _Arguments(ctypes.Structure):
     """``struct adamw`` of native/adamw.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("hi", "lo", "ties", "master", "gradient")),
+        *((name, ctypes.c_void_p) for name in ("hi", "lo", "lo8", "ties", "master", "gradient")),
         *((name, ctypes.c_void_p) for name in ("exp_avg", "exp_avg_sq", "exp_avg_top", "exp_avg_sq_top")),
         ("count", ctypes.c_size_t),
         ("first", ctypes.c_size_t),
@@ -91,9 +92,11 @@ def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Ten
 def common_arguments(planes: StatePlanes, gradient: Tensor, count: int, update: Update) -> dict[str, Any]:
     """Return what every kernel is told of the first ``count`` elements: how masters lie, the gradient, the chances."""
     split = planes.master_low is not None
+    low, low8 = low_pair(planes.master_low)
     return {
         "hi": address(planes.weights if split else None),
-        "lo": address(planes.master_low),
+        "lo": address(low),
+        "lo8": address(low8),
         "ties": address(planes.master_ties),
         "master": address(None if split else planes.weights if planes.master is None else planes.master),
         "gradient": address(gradient),

@@ -27,7 +27,7 @@ class _Arguments(ctypes.Structure):
     """``struct momentum`` of native/momentum.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("hi", "lo", "ties", "master", "gradient", "moment")),
+        *((name, ctypes.c_void_p) for name in ("hi", "lo", "lo8", "ties", "master", "gradient", "moment")),
         ("moment_top", ctypes.c_void_p),
         ("count", ctypes.c_size_t),
         ("first", ctypes.c_size_t),

@@ -79,7 +79,7 @@ class Muon:
         if update.decay and self.weight_decay:
             master.mul_(1 - update.lr * (self.weight_decay * update.decay))
         master.add_(direction, alpha=-update.lr * self._rate_of(*gradient.shape))
-        parameter.put_back(master)
+        parameter.put_back(master, update.key)
 
     def _follow(self, state: StatePlanes, gradient: Tensor, update: Update) -> None:
         """Move the momentum towards a gradient, both flat, and make of the gradient what is to be stepped along."""

@@ -2,12 +2,13 @@
 
 A plane holds a number for every element of a unit, padding included, or one for every group of elements: a byte of
 eight bits, an exponent of a block of `BLOCK_ELEMENTS`. All optimizer arithmetic is fp32 whatever is kept, and with fp32
-compute the weights are their own masters. Beside 16-bit weights there are two ways to keep a master:
+compute the weights are their own masters. Beside 16-bit weights there are three ways to keep a master:
 
 * separate: a plane of fp32 beside the weights, 6 bytes for both;
 * split (bf16): the weight is the upper half of the master, rounded to nearest, and ``master_low`` what is left of its
   bits, 4 bytes for both. Where a master lies in the middle between two weights, what is left fits 16 bits for the
-  upper of them only; ``master_ties`` says with a bit where it was the lower one.
+  upper of them only; ``master_ties`` says with a bit where it was the lower one;
+* split24 (bf16): of what is left the upper 8 bits, rounded by chance, 3 bytes for both.
 
 ==========  =====================================================  ===============
 moments     planes                                                 bytes
@@ -21,7 +22,7 @@ AdamW keeps both; Lion, and SGD with a momentum, ``exp_avg`` alone, which is hal
 Adafactor keeps second moments of rows and columns instead (`outsize.optim.factors`), a few thousandths of a byte. Muon
 keeps ``exp_avg`` of all, its momentum, and ``exp_avg_sq`` of what AdamW steps beside it.
 
-Ties are kept where the moments are exact; elsewhere such a master moves by the last of its 32 bits.
+Ties are kept where the moments are exact; elsewhere such a master of 32 bits moves by the last of them.
 
 A home that commits every step keeps what a step changes twice, so that the state of the step before is whole until the
 next one is; gradients are made anew in every step and lie there once, or not at all where a ring takes them.
@@ -48,7 +49,7 @@ EXP_AVG_SCALES = "exp_avg_scales"
 EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
 GRADIENT = "gradient"
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "uint8": 1}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "int8": 1, "uint8": 1}
 # Elements of 8-bit moments that share the exponent which their codes count from: that of the largest of them.
 BLOCK_ELEMENTS = 64
 
@@ -61,7 +62,7 @@ _FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
 # the products is read. What lies between is in their rate.
 _MUON_BYTES = 22
 
-Masters = Literal["separate", "split"]
+Masters = Literal["separate", "split", "split24"]
 Moments = Literal["fp32", "bf16", "int8"]
 Gradients = Literal["fp32", "bf16", "none"]
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
@@ -138,7 +139,7 @@ class StateLayout:
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"no state layout for dtype {self.dtype!r}; there is fp32, bf16, fp16")
-        if self.masters == "split" and self.dtype != "bf16":
+        if self.splits and self.dtype != "bf16":
             raise ValueError(f"masters are split beside bf16 weights, not {self.dtype}")
         if self.factored and self.num_moments:
             raise ValueError("factors stand in place of moments")
@@ -148,8 +149,8 @@ class StateLayout:
     def planes(self) -> Mapping[str, Plane]:
         """The planes of a trained unit, in the order in which they lie; others have ``weights`` only."""
         found = {WEIGHTS: Plane(self.dtype)}
-        if self.masters == "split":
-            found[MASTER_LOW] = Plane("int16")
+        if self.splits:
+            found[MASTER_LOW] = Plane("int16" if self.masters == "split" else "int8")
             if self.exact:
                 found[MASTER_TIES] = Plane("uint8", 8)
         elif self.dtype != "fp32":
@@ -175,14 +176,26 @@ class StateLayout:
         return {name: plane for name, plane in self.planes.items() if name not in masters}
 
     @property
+    def splits(self) -> bool:
+        """Whether weights are the upper halves of masters."""
+        return self.masters != "separate"
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """What is kept in fewer bits than a plain fp32 run has, in words."""
+        rounded = {f"moments in {self.moments}": self.num_moments > 0 and self.moments != "fp32"}
+        rounded["masters in 24 bits"] = self.masters == "split24"
+        return tuple(what for what, is_so in rounded.items() if is_so)
+
+    @property
     def exact(self) -> bool:
         """Whether moments and masters keep every bit of a plain fp32 run."""
-        return self.moments == "fp32" or not self.num_moments
+        return not self.lossy
 
     @property
     def plain(self) -> bool:
         """Whether every plane holds plain numbers that a step can take as they lie."""
-        return self.masters == "separate" and self.exact and not self.whole
+        return not self.splits and self.exact and not self.whole
 
     @property
     def whole(self) -> bool:
@@ -258,8 +271,8 @@ class StateLayout:
 
     @property
     def _scratches(self) -> tuple[bool, bool, bool]:
-        split, narrow = self.masters == "split", self.gradients == "bf16"
-        return self.whole and split, self.whole and narrow, self.newton_schulz > 0
+        narrow = self.gradients == "bf16"
+        return self.whole and self.splits, self.whole and narrow, self.newton_schulz > 0
 
     def scratch_elements(self, model: ModelSpec) -> int:
         """Return the elements of each of `num_scratches` for ``model``."""
@@ -344,16 +357,6 @@ def planes_for(dtype: str) -> dict[str, int]:
         ValueError: unknown dtype.
     """
     return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}
-
-
-def master_plane(dtype: str) -> str:
-    """Return the plane that the optimizer steps in a plain layout: ``master`` where there is one, else ``weights``."""
-    return MASTER if MASTER in planes_for(dtype) else WEIGHTS
-
-
-def bytes_per_parameter(dtype: str) -> int:
-    """Return the bytes of all planes of a plain layout per trained element: 16 for fp32, 18 for bf16 and fp16."""
-    return sum(planes_for(dtype).values())
 
 
 # A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a

@@ -33,7 +33,7 @@ _MOMENTS: dict[torch.dtype, Moments] = {
 _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "weights": (torch.float32, torch.bfloat16, torch.float16),
     "master": (torch.float32,),
-    "master_low": (torch.int16,),
+    "master_low": (torch.int16, torch.int8),
     "master_ties": (torch.uint8,),
     "exp_avg": tuple(_MOMENTS),
     "exp_avg_sq": tuple(_MOMENTS),
@@ -55,7 +55,7 @@ class StatePlanes:
     Attributes:
         weights: fp32 ``[n]``, which are the masters; or bf16 or fp16 beside masters.
         master: fp32 ``[n]``.
-        master_low: int16 ``[n]``, beside bf16 weights: the lower halves of split masters.
+        master_low: int16 ``[n]``, beside bf16 weights: the lower halves of split masters; int8 of masters of 24 bits.
         master_ties: uint8 ``[n / 8]``, see `outsize.optim.split_masters`; None for masters that may lose the last bit.
         exp_avg: first moment, or the momentum of SGD and Lion: fp32, bf16 or uint8 ``[n]``; None for none.
         exp_avg_sq: second moment, of the same dtype; None for optimizers that have none.
@@ -190,10 +190,10 @@ class WholeParameter:
         wide = self.scratches[MASTER_LOW in self.planes][: self.tensor.numel]
         return wide.view(self.tensor.shape).copy_(gradient)
 
-    def put_back(self, master: Tensor) -> None:
-        """Make of a master that has been stepped what lies beside it."""
+    def put_back(self, master: Tensor, key: int) -> None:
+        """Make of a master that has been stepped what lies beside it; ``key`` is that of the chances of the update."""
         if MASTER_LOW in self.planes:
-            split_master(master.view(-1), *self._halves())
+            split_master(master.view(-1), *self._halves(), self.tensor.offset, key)
         elif MASTER in self.planes:
             self._shaped(WEIGHTS).copy_(master)
 

@@ -10,15 +10,21 @@ one element in 65,536 of those that training makes, so its plane costs memory an
 Without ``ties`` the first is stored as ``lo = 32767``: that master, one of 131,072, is one unit in the last place
 smaller.
 
+Or ``lo`` has the upper 8 of its bits, an int8, and there are no ties: masters of 24 bits. What is cut off is rounded by
+chance, as moments are (`outsize.optim.moments`), and of two bf16 numbers that are as near ``hi`` is the one further
+from zero, so that every number of 24 bits comes back as it is.
+
 `outsize.native` does this in C (``split_body.h`` tells what becomes of NaNs); here are the same bits in torch ops.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outsize import native
+from outsize.optim.moments import chances
 
 # Kinds of numbers whose upper half rounding would change: bits of a quiet NaN, and of the least and the greatest.
 _QUIET, _LEAST_NAN, _MOST_NAN, _INFINITY = 0x7FC0, 0x7F80, 0x7FFF, 0x7F800000
@@ -33,25 +39,33 @@ def ties_bytes(numel: int) -> int:
 
 
 @torch.no_grad()
-def split_master(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
+def split_master(
+    master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None, first: int = 0, key: int | None = None
+) -> None:
     """Set the planes of ``master``.
 
     Args:
         master: fp32 ``[n]``, in host memory like the others.
         hi: bf16 ``[n]``.
-        lo: int16 ``[n]``.
+        lo: int16 ``[n]``, or int8 ``[n]`` of masters of 24 bits.
         ties: uint8 ``[ties_bytes(n)]``; None for planes that do not tell ties apart.
+        first: index of the first element in its unit.
+        key: of the chances by which 24 bits are rounded; None rounds them to the nearest.
 
     Raises:
         ValueError: planes that do not fit one another.
     """
     _check(master, hi, lo, ties)
     if native.available():
-        _call("split", master, hi, lo, ties)
+        chance = ctypes.c_uint32(first), ctypes.c_uint32(key or 0), ctypes.c_int32(key is not None)
+        _call("split", master, hi, lo, ties, *chance)
         return
     for start in range(0, master.numel(), _PIECE_ELEMENTS):
         piece = slice(start, start + _PIECE_ELEMENTS)
-        _split(master[piece], hi[piece], lo[piece], None if ties is None else ties[start // 8 :])
+        if lo.dtype is torch.int8:
+            _split24(master[piece], hi[piece], lo[piece], first + start, key)
+        else:
+            _split(master[piece], hi[piece], lo[piece], None if ties is None else ties[start // 8 :])
 
 
 @torch.no_grad()
@@ -93,10 +107,23 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
         ties[places] = ties[places] & (0xFF ^ 1 << bit) | tie[chosen] << bit
 
 
+def _split24(master: Tensor, hi: Tensor, lo: Tensor, first: int, key: int | None) -> None:
+    bits = master.view(torch.int32)
+    chance = 0x80 if key is None else _byte_of(chances(first, key, master.numel()))
+    kept = torch.where(bits & 0x7FFFFFFF > _INFINITY, (bits | 0x400000) & -0x10000, bits + chance)
+    hi.view(torch.int16).copy_(kept + 0x8000 >> 16)
+    lo.copy_(kept >> 8)
+
+
+def _byte_of(chance: Tensor) -> Tensor:
+    """Return 8 bits of `chances` that are independent of either half, by which moments are rounded."""
+    return (chance >> 24 ^ chance >> 8) & 0xFF
+
+
 def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
     hi_bits = hi.view(torch.int16)
     master.copy_(hi)
-    bits = master.view(torch.int32).add_(lo)
+    bits = master.view(torch.int32).add_(lo, alpha=256 if lo.dtype is torch.int8 else 1)
     if ties is None or not _any_special(hi, lo):
         return
     at = _needs_tie(hi_bits, lo).nonzero().view(-1)
@@ -116,15 +143,23 @@ def _needs_tie(hi_bits: Tensor, lo: Tensor) -> Tensor:
     return (lo == _TIE) & (hi_bits & 1 == 0) | (hi_bits & 0x7FFF == _QUIET)
 
 
-def _call(name: str, master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
+def low_pair(lo: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return lower halves as the kernels take them: those of 16 bits, and those of 8; one of them is None."""
+    return (None, lo) if lo is not None and lo.dtype is torch.int8 else (lo, None)
+
+
+def _call(name: str, master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None, *chance: Any) -> None:
     planes = [
-        None if plane is None else ctypes.c_void_p(plane.data_ptr()) for plane in (hi, lo, ties, master)
+        None if plane is None else ctypes.c_void_p(plane.data_ptr())
+        for plane in (hi, *low_pair(lo), ties, master)
     ]
-    native.call(name, *planes, ctypes.c_size_t(master.numel()), ctypes.c_int(torch.get_num_threads()))
+    count, num_threads = ctypes.c_size_t(master.numel()), ctypes.c_int(torch.get_num_threads())
+    native.call(name, *planes, count, num_threads, *chance)
 
 
 def _check(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
-    kinds = {"master": (master, torch.float32), "hi": (hi, torch.bfloat16), "lo": (lo, torch.int16)}
+    low = torch.int8 if lo.dtype is torch.int8 and ties is None else torch.int16
+    kinds = {"master": (master, torch.float32), "hi": (hi, torch.bfloat16), "lo": (lo, low)}
     shapes = dict.fromkeys(kinds, master.shape)
     if ties is not None:
         kinds["ties"] = (ties, torch.uint8)

@@ -1,8 +1,9 @@
 """A step of an optimizer over whatever planes a home keeps: split or separate masters, moments in fp32 or fewer bits.
 
 With moments in fp32 a step is bit for bit that of torch's own optimizer with ``fused=True`` on fp32 masters, followed
-by their cast to the weights: AdamW and SGD. With fewer bits the arithmetic is still fp32, and what is kept is rounded
-as `outsize.optim.moments` says. The kernel in C and torch ops give the same bits.
+by their cast to the weights: AdamW and SGD. With fewer bits of moments or masters the arithmetic is still fp32, and
+what is kept is rounded as `outsize.optim.moments` and `outsize.optim.split_masters` say. The kernel in C and torch ops
+give the same bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ def step_state(
         lr: learning rate of parameters whose factor is 1.
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
-        seed: of the chances by which moments of fewer bits are rounded.
+        seed: of the chances by which fewer bits are rounded.
 
     Raises:
         ValueError: planes or a gradient that do not fit the unit, the optimizer or one another.
@@ -115,7 +116,7 @@ def step_whole(
         clip_coefficient: factor of the gradient; None for 1.
         skip: names of parameters that got no gradient.
         rounds: whether weights beside a separate master are made of it.
-        seed: of the chances by which moments of fewer bits are rounded.
+        seed: of the chances by which fewer bits are rounded.
     """
     if MASTER in planes and not rounds:  # then it steps as weights that are their own masters
         planes = {name: planes[MASTER if name == WEIGHTS else name] for name in planes if name != MASTER}
@@ -152,7 +153,7 @@ def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: 
     if not exact:
         pack(planes, state, moments.chances(first, update.key, planes.numel))
     if planes.master_low is not None:
-        split_master(master, planes.weights, planes.master_low, planes.master_ties)
+        split_master(master, planes.weights, planes.master_low, planes.master_ties, first, update.key)
     elif planes.master is not None:
         planes.weights.copy_(master)
 

@@ -50,7 +50,7 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
                     depths.append(_measure_depth(file, buffer, depth, effort))
                     if depth == max(queue_depths) and effort.sustained_s > 0:
                         sustained = _sustained(file, buffer, effort)
-                    buffered = file.statistics().num_buffered_fallbacks > 0
+                    buffered = file.is_refused
                     direct = Fact.read(not buffered, "O_DIRECT on the file system")
     except (StorageError, OSError) as error:
         why = explain(error)

@@ -20,11 +20,11 @@ from outsize.hardware.streaming import NumaRates, PinCost
 from outsize.probing.effort import Effort
 from outsize.probing.link import why_pageable
 from outsize.probing.timing import sample
+from outsize.runtime.device.allocator import resident_bytes
 from outsize.storage.arena import Arena
 
 # Above a power of two, so that rounding up to the next one shows: 1.25 of one becomes 2.
 _ABOVE = 1.25
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 T = TypeVar("T")
 
 
@@ -78,7 +78,7 @@ def _pin_cost(
 def _mlock(num_bytes: int) -> tuple[float, int]:
     libc = ctypes.CDLL(None, use_errno=True)
     with Arena() as arena:
-        before = _resident_bytes()
+        before = resident_bytes()
         memory = arena.take(num_bytes, "memory to lock")
         started = time.perf_counter()
         address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes)
@@ -86,19 +86,19 @@ def _mlock(num_bytes: int) -> tuple[float, int]:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         seconds = time.perf_counter() - started
-        grown = _resident_bytes() - before
+        grown = resident_bytes() - before
         libc.munlock(address, size)
     return seconds, grown
 
 
 def _register(device: str, num_bytes: int) -> tuple[float, int]:
-    before, started = _resident_bytes(), time.perf_counter()
+    before, started = resident_bytes(), time.perf_counter()
     with Arena(pinner=pinner_of(device)) as arena:
         arena.take(num_bytes, "memory to pin")
         seconds = time.perf_counter() - started
         if arena.statistics().num_pageable_fallbacks:
             raise StorageError(why_pageable(device))
-        return seconds, _resident_bytes() - before
+        return seconds, resident_bytes() - before
 
 
 def _torch_pin(device: str, num_bytes: int) -> tuple[float, int]:
@@ -109,11 +109,6 @@ def _torch_pin(device: str, num_bytes: int) -> tuple[float, int]:
     grown = vendor_of(device).pinned_bytes() - before
     del memory
     return seconds, grown
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * _PAGE_BYTES
 
 
 def measure_numa(

@@ -10,6 +10,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,7 +93,8 @@ def probe(
     started = time.perf_counter()
     created_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     inventory = take_inventory(directories, root=root)
-    run = _Probe(within_memory(effort, inventory.memory.free_bytes()), inventory, list(directories), wishes)
+    effort = within_memory(effort, inventory.memory.free_bytes())
+    run = _Probe(effort, inventory, list(directories), wishes, _devices())
     parts, longest_s = run.parts(), 0.0
     num_needed = sum(needed for _, needed, _ in parts)
     for index, (name, needed, measure) in enumerate(parts):
@@ -117,6 +119,7 @@ class _Probe:
     inventory: Inventory
     directories: list[Path]
     wishes: Wishes
+    names: list[str]
     host: HostRates | None = None
     disks: list[DiskRates] = field(default_factory=list)
     devices: dict[str, DeviceRates] = field(default_factory=dict)
@@ -129,52 +132,29 @@ class _Probe:
 
     def parts(self) -> list[tuple[str, bool, Callable[[], None]]]:
         """Return name, whether no plan does without it, and what measures it, in order."""
-        names = _devices()
-        units = self.wishes.model.units if self.wishes.model is not None else ()
-        found: list[tuple[str, bool, Callable[[], None]]] = [
-            ("host memory and optimizer", True, lambda: self._set(host=measure_host(self.effort, units)))
-        ]
-        for directory in self.directories:
-            found.append(
-                (
-                    f"disk of {directory}",
-                    True,
-                    lambda at=directory: self.disks.append(measure_disk(at, self.effort)),  # type: ignore[misc]
-                )
-            )
-        for name in names:
+        found: list[tuple[str, bool, Callable[[], None]]] = [("host memory and optimizer", True, self._host)]
+        found += [(f"disk of {at}", True, partial(self._disk, at)) for at in self.directories]
+        for name in self.names:
             found += [
-                (f"compute of {name}", True, lambda at=name: self._compute(at, self._shared(names))),  # type: ignore[misc]
-                (f"link of {name}", True, lambda at=name: self._link(at, self._shared(names))),  # type: ignore[misc]
+                (f"compute of {name}", True, partial(self._compute, name)),
+                (f"link of {name}", True, partial(self._link, name)),
             ]
-        found += [
-            (
-                f"overlap and feeding of {name}",
-                False,
-                lambda at=name: self._streaming(at, self._shared(names)),  # type: ignore[misc]
-            )
-            for name in names
-        ]
+        for name in self.names:
+            found.append((f"overlap and feeding of {name}", False, partial(self._streaming, name)))
         if self.wishes.model is not None:
-            found += [
-                (
-                    f"the model's shapes on {name}",
-                    False,
-                    lambda at=name: self._shapes(at, self._shared(names)),  # type: ignore[misc]
-                )
-                for name in names
-            ]
+            for name in self.names:
+                found.append((f"the model's shapes on {name}", False, partial(self._shapes, name)))
         found += [
-            ("optimizer beside copies", False, lambda: self._beside(names[0])),
-            ("memory that is locked or far", False, lambda: self._host_costs(names)),
+            ("optimizer beside copies", False, self._beside),
+            ("memory that is locked or far", False, self._host_costs),
             ("tokenizer and loader", False, self._data),
         ]
         if self.wishes.tensors is not None:
             # Asked for by name, so it is done however late it is.
             found.append((f"codecs on {self.wishes.tensors}", True, self._codecs))
-        if len(names) > 1:
+        if len(self.names) > 1:
             found += [
-                ("all GPUs at once", False, lambda: self._set(together=measure_together(names, self.effort))),
+                ("all GPUs at once", False, self._together),
                 ("copies between GPUs", False, self._peers),
             ]
         found.append(("sums over processes", False, self._all_reduce))
@@ -183,9 +163,6 @@ class _Probe:
     def give(self, seconds: float) -> None:
         """Set when the time of the part that begins now is up."""
         self.effort = replace(self.effort, until_s=time.perf_counter() + seconds)
-
-    def _shared(self, devices: Sequence[str]) -> Effort:
-        return shared(self.effort, len(devices))
 
     def result(self, created_at: str, duration_s: float) -> MachineFile:
         """Return all that was measured."""
@@ -206,15 +183,23 @@ class _Probe:
             left_out=Fact.read(", ".join(self.left_out), f"no time was left of {self.effort.limit_s:g} s"),
         )
 
-    def _set(self, **found: object) -> None:
-        for name, value in found.items():
-            setattr(self, name, value)
+    def _for_each(self) -> Effort:
+        """Return the effort for one device where all are timed."""
+        return shared(self.effort, len(self.names))
 
     def _change(self, device: str, **found: object) -> None:
         self.devices[device] = self.devices[device].model_copy(update=found)
 
-    def _compute(self, device: str, effort: Effort) -> None:
+    def _host(self) -> None:
+        model = self.wishes.model
+        self.host = measure_host(self.effort, model.units if model is not None else ())
+
+    def _disk(self, directory: Path) -> None:
+        self.disks.append(measure_disk(directory, self.effort))
+
+    def _compute(self, device: str) -> None:
         assert self.host is not None
+        effort = self._for_each()
         name, num_sms, memory_bytes = _describe(device, self.inventory)
         on_cpu = device == "cpu"
         self.devices[device] = DeviceRates(
@@ -233,12 +218,14 @@ class _Probe:
             throttle_bytes_per_s=Fact.read(None, "this is no emulated device"),
         )
 
-    def _link(self, device: str, effort: Effort) -> None:
+    def _link(self, device: str) -> None:
+        effort = self._for_each()
         links = tuple(measure_links(device, effort))
         generation, lanes = read_loaded_link(device, effort)
         self._change(device, links=links, pcie_generation_loaded=generation, pcie_lanes_loaded=lanes)
 
-    def _streaming(self, device: str, effort: Effort) -> None:
+    def _streaming(self, device: str) -> None:
+        effort = self._for_each()
         usable = (
             at for at, disk in zip(self.directories, self.disks, strict=True) if disk.direct.value is not None
         )
@@ -248,19 +235,19 @@ class _Probe:
             device, overlap=overlap, feed=_once_more_if_noisy(lambda: measure_feed(device, directory, effort))
         )
 
-    def _shapes(self, device: str, effort: Effort) -> None:
-        self._change(device, shapes=measure_shapes(device, self.wishes.model, effort))
+    def _shapes(self, device: str) -> None:
+        self._change(device, shapes=measure_shapes(device, self.wishes.model, self._for_each()))
 
-    def _beside(self, device: str) -> None:
+    def _beside(self) -> None:
         assert self.host is not None
-        steps, copies = measure_adamw_beside(device, self.effort)
+        steps, copies = measure_adamw_beside(self.names[0], self.effort)
         beside = {"adamw_beside_copies_params_per_s": steps, "copies_beside_adamw_bytes_per_s": copies}
         self.host = self.host.model_copy(update=beside)
 
-    def _host_costs(self, devices: Sequence[str]) -> None:
+    def _host_costs(self) -> None:
         assert self.host is not None
         nodes = self.inventory.cpu.numa_nodes
-        gpus = [name for name in devices if is_accelerator(name)]
+        gpus = [name for name in self.names if is_accelerator(name)]
         costs = {
             "pinning": measure_pinning(self.effort, device=gpus[0] if gpus else None),
             "numa": measure_numa(nodes, self.effort),
@@ -279,6 +266,9 @@ class _Probe:
 
     def _codecs(self) -> None:
         self.codecs = measure_codecs(self.wishes.tensors)
+
+    def _together(self) -> None:
+        self.together = measure_together(self.names, self.effort)
 
     def _peers(self) -> None:
         self.peers = measure_peers(list(self.devices.values()), self.inventory.gpus, self.effort)

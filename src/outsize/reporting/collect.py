@@ -48,7 +48,7 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
     return {
         "name": directory.resolve().name,
         "status": _status(history, about, config),
-        "about": _without(about, "machine"),
+        "about": {name: value for name, value in about.items() if name != "machine"},
         "machine": _facts(about.get("machine", {})),
         "config": config,
         "figures": _figures(history),
@@ -209,7 +209,3 @@ def _facts(inventory: Mapping[str, Any]) -> dict[str, Any]:
         elif entry not in (None, "", [], ()):
             found[name] = entry
     return found
-
-
-def _without(mapping: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name not in names}

@@ -7,10 +7,12 @@ stands in it as JSON, in which ``<`` is escaped, so that no text of a run can en
 import html
 import json
 from collections.abc import Sequence
-from importlib.resources import files
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from outsize import __version__
+from outsize import __version__, files
+from outsize.errors import StorageError
 from outsize.units import without_nan
 
 # In this order: later ones use what earlier ones define.
@@ -29,7 +31,7 @@ def make_page(data: dict[str, Any], *, live: bool = False) -> str:
         data: see `page_data`.
         live: whether it may ask its own server for newer data.
     """
-    parts = files("outsize.reporting").joinpath("page")
+    parts = resources.files("outsize.reporting").joinpath("page")
 
     def read(name: str) -> str:
         return parts.joinpath(name).read_text(encoding="utf-8")
@@ -48,6 +50,21 @@ def make_page(data: dict[str, Any], *, live: bool = False) -> str:
         name, _, text = part.partition("}}")
         pieces += [filled[name], text]
     return "".join(pieces)
+
+
+def write_page(path: Path, page: str) -> int:
+    """Write a page to ``path``, whole or not at all, and return its bytes.
+
+    Raises:
+        StorageError: it cannot be written; what was there before still is.
+    """
+    try:
+        files.write_whole(path, page)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; name another place with --output"
+        ) from error
+    return path.stat().st_size
 
 
 def to_json(data: dict[str, Any]) -> str:

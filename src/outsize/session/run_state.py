@@ -115,6 +115,7 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("optimizer.name", state.get("optimizer", "adamw"), config.optimizer.name),
         ("optimizer.momentum", *(_momentum(found) for found in (state, _optimizer(config)))),
         ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
+        ("optimizer.masters", *_rounded_masters(state, config.optimizer.masters)),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
         ("data.pack", packing_of(data["pack"]), config.data.pack),
         ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
@@ -168,7 +169,7 @@ def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
 def _settings(config: Config) -> dict[str, Any]:
     """Return what may change on a resume and then trains otherwise, by key, as far as it is not the default.
 
-    How masters lie at home changes no bit.
+    How masters lie at home changes no bit, or is another run.
     """
     sections = {"optimizer": config.optimizer, "model": config.model, "train": config.train}
     return {
@@ -187,7 +188,7 @@ def _default(key: str) -> Any:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """What a state says of an optimizer, where that is not AdamW with moments in fp32."""
+    """What a state says of an optimizer, where that is not AdamW with moments and masters in fp32."""
     optimizer = config.optimizer
     found: dict[str, Any] = {}
     if optimizer.name != "adamw":
@@ -196,7 +197,14 @@ def _optimizer(config: Config) -> dict[str, Any]:
         found["momentum"] = optimizer.momentum > 0
     if optimizer.state != "fp32":
         found["moments"] = optimizer.state
+    if optimizer.masters == "split24":
+        found["masters"] = optimizer.masters
     return found
+
+
+def _rounded_masters(state: Mapping[str, Any], given: str) -> tuple[str, str]:
+    """How masters were kept and are; those that keep 32 bits are all the same."""
+    return state.get("masters", "auto" if given == "split24" else given), given
 
 
 def _momentum(state: Mapping[str, Any]) -> str:

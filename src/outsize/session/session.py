@@ -226,7 +226,7 @@ class Session:
         arenas = (self.host, self._home_buffers, *(() if self._buffers is None else (self._buffers,)))
         found = {"pageable": sum(arena.statistics().num_pageable_fallbacks for arena in arenas)}
         if isinstance(self.home, DiskHome):
-            found["buffered"] = self.home.file.statistics().num_buffered_fallbacks
+            found["buffered"] = int(self.home.file.is_refused)
         return found if self._engine is None else {**found, "recomputed": self._engine.num_let_go}
 
     def close(self) -> None:

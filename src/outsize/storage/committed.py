@@ -244,6 +244,36 @@ class CommittedHome(DiskHome):
                 self.read(unit, plane, at, part)
                 home.write(unit, plane, at, part)
 
+    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        """See `Home.read_planes`; what is read is checked."""
+        spans: list[Span] = []
+        checks: list[Inspect] = []
+        for plane, tensor in into.items():
+            self._layout.locate(unit, plane, start, tensor)
+            granules = self._granules[unit, plane]
+            at = granules.extent.item_of(start)
+            for side, first, last in granules.to_read(at, tensor.numel()):
+                spans.append(_span(granules, tensor, at, side, first, last))
+                checks.append(self._checked(unit, plane, granules, granules.check(side, first)))
+        self.file.read_spans(spans, checks)
+
+    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        """See `Home.write_planes`; what is committed stays as it is."""
+        spans: list[Span] = []
+        notes: list[Inspect] = []
+        written: list[tuple[Granules, int, int, int]] = []
+        for plane, tensor in sources.items():
+            self._layout.locate(unit, plane, start, tensor)
+            granules = self._granules[unit, plane]
+            at = granules.extent.item_of(start)
+            for side, first, last in granules.to_write(at, tensor.numel()):
+                spans.append(_span(granules, tensor, at, side, first, last))
+                notes.append(granules.note(side, first))
+                written.append((granules, side, first, last))
+        self.file.write_spans(spans, notes)
+        for granules, side, first, last in written:
+            granules.newest[first:last] = side
+
     def _restore(self, record: CommitRecord) -> None:
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
@@ -278,34 +308,6 @@ class CommittedHome(DiskHome):
 
     def _cut(self, key: tuple[int, str], granule_elements: int) -> Granules:
         return Granules(self._layout.extents[key], self._granule_items(key, granule_elements))
-
-    def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
-        spans: list[Span] = []
-        checks: list[Inspect] = []
-        for plane, tensor in into.items():
-            self._layout.locate(unit, plane, start, tensor)
-            granules = self._granules[unit, plane]
-            at = granules.extent.item_of(start)
-            for side, first, last in granules.to_read(at, tensor.numel()):
-                spans.append(_span(granules, tensor, at, side, first, last))
-                checks.append(self._checked(unit, plane, granules, granules.check(side, first)))
-        self.file.read_spans(spans, checks)
-
-    def _write(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
-        spans: list[Span] = []
-        notes: list[Inspect] = []
-        written: list[tuple[Granules, int, int, int]] = []
-        for plane, tensor in sources.items():
-            self._layout.locate(unit, plane, start, tensor)
-            granules = self._granules[unit, plane]
-            at = granules.extent.item_of(start)
-            for side, first, last in granules.to_write(at, tensor.numel()):
-                spans.append(_span(granules, tensor, at, side, first, last))
-                notes.append(granules.note(side, first))
-                written.append((granules, side, first, last))
-        self.file.write_spans(spans, notes)
-        for granules, side, first, last in written:
-            granules.newest[first:last] = side
 
     def _checked(self, unit: int, plane: str, granules: Granules, check: Inspect) -> Inspect:
         """Let ``check`` raise what tells the user."""

@@ -42,22 +42,20 @@ Inspect = Callable[[memoryview, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStatistics:
-    """What a file has moved since it was opened.
+class Transfers:
+    """What a file, or a home, has moved since it was opened.
 
     Attributes:
         bytes_read: bytes of finished reads.
         bytes_written: bytes of finished writes.
         read_s: seconds that callers waited for reads, summed over callers.
         write_s: the same for writes.
-        num_buffered_fallbacks: 1 where the file system refused direct I/O.
     """
 
     bytes_read: int = 0
     bytes_written: int = 0
     read_s: float = 0.0
     write_s: float = 0.0
-    num_buffered_fallbacks: int = 0
 
 
 class Tally(threading.local):
@@ -89,6 +87,7 @@ class DirectFile:
 
     Attributes:
         tally: bytes moved for the thread that asks.
+        is_refused: whether the file system refused direct I/O.
 
     Raises:
         StorageError: disk full, not writable, in use by another run; no file is left behind.
@@ -126,7 +125,8 @@ class DirectFile:
         )  # also of an owner who let go without closing
         self._end.atexit = False
         refusal = enable_direct(self._descriptor, SECTOR_BYTES) if direct else None
-        self._buffered = not direct or refusal is not None
+        self.is_refused = refusal is not None
+        self._buffered = not direct or self.is_refused
         if refusal is not None:
             _log.warning("%s: no direct I/O here (%s); buffered I/O costs more CPU", path, refusal)
         if temporary:
@@ -134,7 +134,7 @@ class DirectFile:
         self._idle = threading.Condition()
         self._num_active = 0
         self._closed = False
-        self._statistics = DiskStatistics(num_buffered_fallbacks=int(refusal is not None))
+        self._statistics = Transfers()
         self.tally = Tally()
 
     def read_into(self, buffer: Tensor, offset: int) -> None:
@@ -205,7 +205,7 @@ class DirectFile:
         except OSError as error:
             raise explain(error, f"make {self.path} durable") from error
 
-    def statistics(self) -> DiskStatistics:
+    def statistics(self) -> Transfers:
         """Return what was moved so far."""
         return self._statistics
 
@@ -285,12 +285,11 @@ class DirectFile:
         self.tally.written_bytes += bytes_written
         with self._idle:
             former = self._statistics
-            self._statistics = DiskStatistics(
+            self._statistics = Transfers(
                 bytes_read=former.bytes_read + bytes_read,
                 bytes_written=former.bytes_written + bytes_written,
                 read_s=former.read_s + read_s,
                 write_s=former.write_s + write_s,
-                num_buffered_fallbacks=former.num_buffered_fallbacks,
             )
 
     def _forget_name(self) -> None:

@@ -1,8 +1,9 @@
 """Which extent of a scratch holds what: the half of a scratch that moves no bytes."""
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ class ScratchStatistics:
         high_water: the most tensors that it ever held.
         bytes_in: bytes put, as the caller counts them.
         bytes_out: bytes taken, as the caller counts them.
-        bounced_bytes: bytes that went through a bounce buffer because the caller's tensor was not aligned.
     """
 
     num_extents: int
@@ -29,16 +29,13 @@ class ScratchStatistics:
     high_water: int
     bytes_in: int
     bytes_out: int
-    bounced_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What an extent holds."""
+class _Held(NamedTuple):
+    """Which extent it is, and dtype and number of elements of each tensor in it."""
 
-    index: int
-    dtype: torch.dtype
-    numel: int
+    number: int
+    forms: list[tuple[torch.dtype, int]]
 
 
 class Extents:
@@ -51,13 +48,13 @@ class Extents:
         self.extent_bytes = extent_bytes
         self._free = list(range(num_extents - 1, -1, -1))
         self._held: dict[Hashable, _Held] = {}
-        self._high_water = self._bytes_in = self._bytes_out = self._bounced = 0
+        self._high_water = self._bytes_in = self._bytes_out = 0
         self._lock = threading.Lock()
 
-    def enter(self, key: Hashable, tensor: Tensor) -> int:
-        """Give ``key`` an extent for ``tensor``."""
-        if tensor.nbytes > self.extent_bytes:
-            raise ValueError(f"{key}: {tensor.nbytes} bytes do not fit an extent of {self.extent_bytes}")
+    def enter(self, key: Hashable, tensors: Sequence[Tensor], num_bytes: int) -> int:
+        """Give ``key`` an extent for ``tensors``, which take ``num_bytes`` of it."""
+        if num_bytes > self.extent_bytes:
+            raise ValueError(f"{key}: {num_bytes} bytes do not fit an extent of {self.extent_bytes}")
         with self._lock:
             if key in self._held:
                 raise ValueError(f"{key} is in this scratch already")
@@ -67,44 +64,32 @@ class Extents:
                     f"all {self.num_extents} extents of {size} are taken, none left for {key}"
                 )
             index = self._free.pop()
-            self._held[key] = _Held(index, tensor.dtype, tensor.numel())
+            self._held[key] = _Held(index, _forms(tensors))
             self._high_water = max(self._high_water, len(self._held))
             return index
 
-    def find(self, key: Hashable, into: Tensor) -> int:
-        """Return the extent of ``key``, whose bytes ``into`` must be able to hold exactly."""
+    def find(self, key: Hashable, into: Sequence[Tensor]) -> int:
+        """Return the extent of ``key``, whose tensors ``into`` must be able to hold exactly."""
         with self._lock:
             held = self._held.get(key)
         if held is None:
             raise ValueError(f"{key} is not in this scratch")
-        if (held.dtype, held.numel) != (into.dtype, into.numel()):
-            raise ValueError(
-                f"{key} holds {held.numel} elements of {held.dtype}, not {into.numel()} of {into.dtype}"
-            )
-        return held.index
-
-    def leave(self, key: Hashable) -> None:
-        """Free the extent of ``key``."""
-        with self._lock:
-            self._free.append(self._held.pop(key).index)
+        if held.forms != _forms(into):
+            raise ValueError(f"{key} holds {_told(held.forms)}, not {_told(_forms(into))}")
+        return held.number
 
     def drop(self, key: Hashable) -> None:
         """Free the extent of ``key``, if it has one."""
         with self._lock:
             held = self._held.pop(key, None)
             if held is not None:
-                self._free.append(held.index)
+                self._free.append(held.number)
 
-    def fits(self, num_bytes: int) -> bool:
-        """Whether an extent holds ``num_bytes``."""
-        return num_bytes <= self.extent_bytes
-
-    def count(self, *, bytes_in: int = 0, bytes_out: int = 0, bounced: int = 0) -> None:
+    def count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """Add to the statistics."""
         with self._lock:
             self._bytes_in += bytes_in
             self._bytes_out += bytes_out
-            self._bounced += bounced
 
     def statistics(self) -> ScratchStatistics:
         """Return the record of now."""
@@ -115,5 +100,12 @@ class Extents:
                 high_water=self._high_water,
                 bytes_in=self._bytes_in,
                 bytes_out=self._bytes_out,
-                bounced_bytes=self._bounced,
             )
+
+
+def _forms(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, int]]:
+    return [(tensor.dtype, tensor.numel()) for tensor in tensors]
+
+
+def _told(forms: Sequence[tuple[torch.dtype, int]]) -> str:
+    return ", ".join(f"{numel} elements of {dtype}" for dtype, numel in forms)

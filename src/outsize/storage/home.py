@@ -12,11 +12,12 @@ a file. Both pass the same contract (`outsize.testing`):
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,34 +27,22 @@ from outsize.codecs.transport import room_bytes
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.storage.arena import Arena
-from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Transfers
 from outsize.storage.encoded_planes import PackedPlane
 from outsize.storage.home_layout import HomeLayout, Planes
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HomeStatistics:
-    """What a home has moved; work done in place on views of a `HostHome` is not seen.
+class Home(ABC):
+    """What the runtime needs of a home; a context manager."""
 
-    Attributes:
-        num_bytes: size of all planes.
-        bytes_read: bytes handed out.
-        bytes_written: bytes taken in.
-        read_s: seconds that callers waited for reads, summed over callers.
-        write_s: the same for writes.
-    """
+    _layout: HomeLayout
 
-    num_bytes: int
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_s: float = 0.0
-    write_s: float = 0.0
-
-
-class Home(Protocol):
-    """What the runtime needs of a home."""
+    @property
+    def num_bytes(self) -> int:
+        """Size of all planes."""
+        return self._layout.num_bytes
 
     def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         """Fill ``into`` with the elements of a plane from ``start`` on.
@@ -62,24 +51,36 @@ class Home(Protocol):
             StorageError: the medium failed.
             ValueError: no such plane or range, or a tensor of another dtype or alignment.
         """
+        self.read_planes(unit, start, {plane: into})
 
     def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         """Replace the elements of a plane from ``start`` on by ``source``; errors as in `read`."""
+        self.write_planes(unit, start, {plane: source})
 
+    @abstractmethod
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """Read the same range of several planes together: plane name to tensor; errors as in `read`."""
 
+    @abstractmethod
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """Write the same range of several planes together: plane name to tensor; errors as in `read`."""
 
-    def statistics(self) -> HomeStatistics:
-        """Return what was moved so far."""
+    @abstractmethod
+    def statistics(self) -> Transfers:
+        """Return what was moved so far; work done in place on views of a `HostHome` is not seen."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the medium back; a second call does nothing."""
 
+    def __enter__(self) -> Self:
+        return self
 
-class HostHome:
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class HostHome(Home):
     """A home in host memory; `view` lends planes out for work in place.
 
     Args:
@@ -115,7 +116,7 @@ class HostHome:
                 continue
             memory = arena.take(extent.num_bytes, f"home: {plane}")
             self._planes[unit, plane] = memory.view(extent.dtype)
-        self._statistics = HomeStatistics(num_bytes=self._layout.num_bytes)
+        self._statistics = Transfers()
         self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
 
@@ -152,8 +153,17 @@ class HostHome:
                 self._planes[key] = arena.take(extent.num_bytes, f"home: {key[1]}").view(extent.dtype)
                 self._layout.extents[key] = extent
 
-    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
-        """See `Home.read`; ``into`` may lie on any device."""
+    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
+        """See `Home.read_planes`; tensors may lie on any device."""
+        for plane, tensor in into.items():
+            self._read(unit, plane, start, tensor)
+
+    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
+        """See `Home.write_planes`; tensors may lie on any device."""
+        for plane, tensor in sources.items():
+            self._write(unit, plane, start, tensor)
+
+    def _read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
         start -= self._layout.locate(unit, plane, start, into).first
         started = time.perf_counter()
         packed = self._packed.get((unit, plane))
@@ -169,8 +179,7 @@ class HostHome:
                 former, bytes_read=former.bytes_read + into.nbytes, read_s=former.read_s + elapsed
             )
 
-    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
-        """See `Home.write`; ``source`` may lie on any device."""
+    def _write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         start -= self._layout.locate(unit, plane, start, source).first
         started = time.perf_counter()
         packed = self._packed.get((unit, plane))
@@ -187,18 +196,8 @@ class HostHome:
                 former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed
             )
 
-    def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
-        """See `Home.read_planes`."""
-        for plane, tensor in into.items():
-            self.read(unit, plane, start, tensor)
-
-    def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
-        """See `Home.write_planes`."""
-        for plane, tensor in sources.items():
-            self.write(unit, plane, start, tensor)
-
-    def statistics(self) -> HomeStatistics:
-        """Return what was moved so far by `read` and `write`."""
+    def statistics(self) -> Transfers:
+        """See `Home.statistics`."""
         return self._statistics
 
     def close(self) -> None:
@@ -206,14 +205,8 @@ class HostHome:
         self._planes.clear()
         self._packed.clear()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class DiskHome:
+class DiskHome(Home):
     """A home in one preallocated file of aligned extents.
 
     Tensors must lie at addresses that are multiples of 4096, as those of `outsize.storage.arena` do.
@@ -265,17 +258,9 @@ class DiskHome:
             existing=existing,
         )
 
-    def read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
-        """See `Home.read`."""
-        self._read(unit, start, {plane: into})
-
-    def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
-        """See `Home.write`."""
-        self._write(unit, start, {plane: source})
-
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; all requests are in flight together."""
-        self._read(unit, start, into)
+        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
 
     def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
         """Read several ranges of one plane, each ``(start, into)``, all in flight together; errors as in `read`."""
@@ -283,39 +268,20 @@ class DiskHome:
 
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """See `Home.write_planes`; all requests are in flight together."""
-        self._write(unit, start, sources)
+        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
 
-    def statistics(self) -> HomeStatistics:
-        """Return what was moved so far."""
-        moved = self.file.statistics()
-        return HomeStatistics(
-            num_bytes=self._layout.num_bytes,
-            bytes_read=moved.bytes_read,
-            bytes_written=moved.bytes_written,
-            read_s=moved.read_s,
-            write_s=moved.write_s,
-        )
+    def statistics(self) -> Transfers:
+        """See `Home.statistics`."""
+        return self.file.statistics()
 
     def close(self) -> None:
         """Close the file, after the transfers under way; a second call does nothing."""
         self.file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _lay_out(
         self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
     ) -> HomeLayout:
         return HomeLayout(model, planes, own=own, whole=whole)
-
-    def _read(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
-        self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
-
-    def _write(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
-        self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
 
     def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> Span:
         extent = self._layout.locate(unit, plane, start, tensor)

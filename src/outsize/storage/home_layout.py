@@ -10,7 +10,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import WEIGHTS, Plane
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ITEM_DTYPE = {**COMPUTE_DTYPE, "int16": torch.int16, "uint8": torch.uint8}
+ITEM_DTYPE = {**COMPUTE_DTYPE, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8}
 # Bytes per element of each plane, or what it is made of.
 Planes = Mapping[str, int] | Mapping[str, Plane]
 

@@ -15,16 +15,14 @@ class TierStatistics:
     """One tier of a ledger.
 
     Attributes:
-        budget_bytes: what may be held at once; None is no limit.
         used_bytes: what is held now.
         high_water_bytes: the most that was ever held at once.
-        num_reservations: reservations held now.
+        budget_bytes: what may be held at once; None is no limit.
     """
 
-    budget_bytes: int | None
     used_bytes: int
     high_water_bytes: int
-    num_reservations: int
+    budget_bytes: int | None
 
 
 class Reservation:
@@ -113,7 +111,6 @@ class Ledger:
                     budget_bytes=budget,
                     used_bytes=self._used[tier],
                     high_water_bytes=self._high_water[tier],
-                    num_reservations=len(self._held[tier]),
                 )
                 for tier, budget in self._budgets.items()
             }

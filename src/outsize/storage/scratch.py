@@ -6,12 +6,11 @@ pass the same contract (`outsize.testing`).
 
 import ctypes
 import queue
-from collections.abc import Callable, Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from outsize.storage.arena import Arena
@@ -24,64 +23,74 @@ from outsize.units import align_up
 DEFAULT_BOUNCE_BYTES = 2**20
 
 
-class Scratch(Protocol):
-    """What the runtime needs of a scratch."""
+class Scratch(ABC):
+    """What the runtime needs of a scratch; its kinds say how the bytes of one tensor move."""
 
-    def put(self, key: Hashable, tensor: Tensor) -> None:
-        """Keep a copy of ``tensor`` under ``key``; the tensor is free to change when this returns.
+    _extents: Extents
+
+    def put(self, key: Hashable, *tensors: Tensor) -> None:
+        """Keep copies of ``tensors`` in one extent under ``key``; they are free to change when this returns.
 
         Raises:
             BudgetExceededError: all extents are taken.
             StorageError: the medium failed; the extent is free again.
-            ValueError: the key is taken, or the tensor is larger than an extent.
+            ValueError: the key is taken, or the tensors are larger than an extent.
         """
+        index = self._extents.enter(key, tensors, _end_of(tensors))
+        try:
+            for at, tensor in _places(tensors):
+                self._write(index, at, tensor)
+        except BaseException:
+            self._extents.drop(key)
+            raise
+        self._count(bytes_in=sum(tensor.nbytes for tensor in tensors))
 
-    def take(self, key: Hashable, into: Tensor) -> None:
-        """Fill ``into`` with what was put under ``key`` and forget it.
+    def take(self, key: Hashable, *into: Tensor) -> None:
+        """Fill ``into`` with what was put under ``key``, in the same order, and forget it.
 
         Raises:
-            StorageError: the medium failed; the tensor is still held.
-            ValueError: nothing under this key, or another dtype or number of elements.
+            StorageError: the medium failed; the tensors are still held.
+            ValueError: nothing under this key, or other dtypes or numbers of elements.
         """
+        self.read(key, *into)
+        self._extents.drop(key)
 
-    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
+    def read(self, key: Hashable, *into: Tensor) -> None:
+        """Fill ``into`` as `take` does, and keep what was put; raises the same."""
+        index = self._extents.find(key, into)
+        for at, tensor in _places(into):
+            self._read(index, at, tensor)
+        self._count(bytes_out=sum(tensor.nbytes for tensor in into))
+
+    def holds(self, *tensors: Tensor) -> bool:
         """Whether ``tensors`` fit one extent together."""
-
-    def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Keep copies of ``tensors`` in one extent; raises as `put`."""
-
-    def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
-        """Fill ``into``, tensors of the same sizes in the same order, and forget ``key``; raises as `take`."""
+        return _end_of(tensors) <= self._extents.extent_bytes
 
     def forget(self, key: Hashable) -> None:
         """Free the extent of ``key`` without reading it; nothing happens where there is none."""
-
-    def statistics(self) -> ScratchStatistics:
-        """Return what is held and what was moved."""
-
-    def close(self) -> None:
-        """Forget everything and give the medium back; a second call does nothing."""
-
-
-class _OverExtents:
-    """What scratches have in common that keep each tensor in an extent."""
-
-    _extents: Extents
-
-    def holds_all(self, tensors: Sequence[Tensor]) -> bool:
-        """See `Scratch.holds_all`."""
-        return self._extents.fits(_together(tensors).nbytes)
-
-    def forget(self, key: Hashable) -> None:
-        """See `Scratch.forget`."""
         self._extents.drop(key)
 
     def statistics(self) -> ScratchStatistics:
-        """See `Scratch.statistics`."""
+        """Return what is held and what was moved."""
         return self._extents.statistics()
 
+    @abstractmethod
+    def close(self) -> None:
+        """Forget everything and give the medium back; a second call does nothing."""
 
-class HostScratch(_OverExtents):
+    @abstractmethod
+    def _write(self, index: int, at: int, tensor: Tensor) -> None:
+        """Copy ``tensor`` into an extent, from byte ``at`` on."""
+
+    @abstractmethod
+    def _read(self, index: int, at: int, into: Tensor) -> None:
+        """Fill ``into`` from an extent, from byte ``at`` on."""
+
+    def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        self._extents.count(bytes_in=bytes_in, bytes_out=bytes_out)
+
+
+class HostScratch(Scratch):
     """A scratch in host memory, for tensors of any device and stride.
 
     Args:
@@ -96,48 +105,22 @@ class HostScratch(_OverExtents):
         memory = arena.take(num_extents * size, "saved activations")
         self._memory = [memory[at : at + size] for at in range(0, len(memory), size)]
 
-    def put(self, key: Hashable, tensor: Tensor) -> None:
-        """See `Scratch.put`."""
-        index = self._extents.enter(key, tensor)
-        self._view(index, tensor).copy_(tensor.detach())
-        self._extents.count(bytes_in=tensor.nbytes)
-
-    def take(self, key: Hashable, into: Tensor) -> None:
-        """See `Scratch.take`."""
-        self.read(key, into)
-        self._extents.leave(key)
-
-    def read(self, key: Hashable, into: Tensor) -> None:
-        """Fill ``into`` with what was put under ``key``, and keep it; raises as `take`."""
-        index = self._extents.find(key, into)
-        into.detach().copy_(self._view(index, into))
-        self._extents.count(bytes_out=into.nbytes)
-
-    def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """See `Scratch.put_all`."""
-        index = self._extents.enter(key, _together(tensors))
-        for at, tensor in _places(tensors):
-            self._view(index, tensor, at).copy_(tensor.detach())
-        self._extents.count(bytes_in=sum(tensor.nbytes for tensor in tensors))
-
-    def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
-        """See `Scratch.take_all`."""
-        index = self._extents.find(key, _together(into))
-        for at, tensor in _places(into):
-            tensor.detach().copy_(self._view(index, tensor, at))
-        self._extents.count(bytes_out=sum(tensor.nbytes for tensor in into))
-        self._extents.leave(key)
-
     def close(self) -> None:
         """Let go of the memory; the arena gives it back."""
         self._memory.clear()
 
-    def _view(self, index: int, like: Tensor, at: int = 0) -> Tensor:
+    def _write(self, index: int, at: int, tensor: Tensor) -> None:
+        self._view(index, at, tensor).copy_(tensor.detach())
+
+    def _read(self, index: int, at: int, into: Tensor) -> None:
+        into.detach().copy_(self._view(index, at, into))
+
+    def _view(self, index: int, at: int, like: Tensor) -> Tensor:
         extent: Tensor = self._memory[index][at : at + like.nbytes].view(like.dtype)
         return extent.view(like.shape)
 
 
-class DiskScratch(_OverExtents):
+class DiskScratch(Scratch):
     """A scratch in a file without a name, for contiguous CPU tensors.
 
     PyTorch aligns its tensors to 64 bytes and direct I/O wants 4096, so a request goes through one of a few
@@ -184,67 +167,32 @@ class DiskScratch(_OverExtents):
             self.file.close()
             raise
 
-    def put(self, key: Hashable, tensor: Tensor) -> None:
-        """See `Scratch.put`; refuses tensors of another device or with gaps."""
-        _check_plain(tensor)
-        index = self._extents.enter(key, tensor)
-        try:
-            self._move(tensor, index * self._stride, written=True)
-        except BaseException:
-            self._extents.leave(key)
-            raise
-        self._count(bytes_in=tensor.nbytes)
-
-    def take(self, key: Hashable, into: Tensor) -> None:
-        """See `Scratch.take`; refuses tensors of another device or with gaps."""
-        _check_plain(into)
-        index = self._extents.find(key, into)
-        self._move(into, index * self._stride, written=False)
-        self._extents.leave(key)
-        self._count(bytes_out=into.nbytes)
-
-    def put_all(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """See `Scratch.put_all`; refuses tensors of another device or with gaps."""
-        for tensor in tensors:
-            _check_plain(tensor)
-        index = self._extents.enter(key, _together(tensors))
-        try:
-            for at, tensor in _places(tensors):
-                self._move(tensor, index * self._stride + at, written=True)
-        except BaseException:
-            self._extents.leave(key)
-            raise
-        self._count(bytes_in=sum(tensor.nbytes for tensor in tensors))
-
-    def take_all(self, key: Hashable, into: Sequence[Tensor]) -> None:
-        """See `Scratch.take_all`; refuses tensors of another device or with gaps."""
-        for tensor in into:
-            _check_plain(tensor)
-        index = self._extents.find(key, _together(into))
-        for at, tensor in _places(into):
-            self._move(tensor, index * self._stride + at, written=False)
-        self._extents.leave(key)
-        self._count(bytes_out=sum(tensor.nbytes for tensor in into))
-
     def close(self) -> None:
         """Close the file, which frees its space; the arena gives the bounce buffers back."""
         self.file.close()
 
+    def _write(self, index: int, at: int, tensor: Tensor) -> None:
+        self._move(tensor, index * self._stride + at, written=True)
+
+    def _read(self, index: int, at: int, into: Tensor) -> None:
+        self._move(into, index * self._stride + at, written=False)
+
     def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        self._extents.count(bytes_in=bytes_in, bytes_out=bytes_out)
+        super()._count(bytes_in=bytes_in, bytes_out=bytes_out)
         self.file.tally.written_bytes += bytes_in
         self.file.tally.read_bytes += bytes_out
 
     def _move(self, tensor: Tensor, offset: int, *, written: bool) -> None:
         """Move the bytes of ``tensor``, cut into requests that are in flight together."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(
+                f"need a contiguous CPU tensor, not one on {tensor.device} with strides {tensor.stride()}"
+            )
         size = self._bounce_bytes
         view = _view_of(tensor)
-        request: Callable[[memoryview, int], None]
+        request = self.file.write_request if written else self.file.read_request
         if (tensor.data_ptr() | len(view)) % SECTOR_BYTES:
             request = partial(self._bounce, written=written)
-            self._extents.count(bounced=len(view))
-        else:
-            request = self.file.write_request if written else self.file.read_request
         self.file.run(
             [partial(request, view[at : at + size], offset + at) for at in range(0, len(view), size)]
         )
@@ -273,10 +221,9 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     return places
 
 
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """Something as large as the extent that holds them all; it has no memory."""
-    num_bytes = sum(align_up(tensor.nbytes, SECTOR_BYTES) for tensor in tensors)
-    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+def _end_of(tensors: Sequence[Tensor]) -> int:
+    """Return how much of an extent ``tensors`` take together."""
+    return max((at + tensor.nbytes for at, tensor in _places(tensors)), default=0)
 
 
 def _view_of(tensor: Tensor) -> memoryview:
@@ -292,10 +239,3 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _check_plain(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(
-            f"need a contiguous CPU tensor, not one on {tensor.device} with strides {tensor.stride()}"
-        )

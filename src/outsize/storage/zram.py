@@ -32,7 +32,6 @@ class Zram:
         algorithm: that compresses.
         algorithms: all that this kernel offers.
         original_bytes: written to it.
-        compressed_bytes: of these, after compression.
         memory_bytes: of RAM that it takes for them, its own bookkeeping included.
         limit_bytes: most RAM that it may take; 0 is no limit.
     """
@@ -42,7 +41,6 @@ class Zram:
     algorithm: str
     algorithms: tuple[str, ...]
     original_bytes: int
-    compressed_bytes: int
     memory_bytes: int
     limit_bytes: int
 
@@ -56,7 +54,7 @@ class Zram:
         block = sysfs / "block" / name
         try:
             found = [int(word) for word in (block / "mm_stat").read_text().split()]
-            original, compressed, memory, limit = found[:4]
+            original, _, memory, limit = found[:4]
             num_bytes = int((block / "disksize").read_text())
             algorithms = (block / "comp_algorithm").read_text()
         except FileNotFoundError as error:
@@ -73,7 +71,6 @@ class Zram:
             algorithm=chosen[1] if chosen else algorithms.strip(),
             algorithms=tuple(re.sub(r"[\[\]]", "", algorithms).split()),
             original_bytes=original,
-            compressed_bytes=compressed,
             memory_bytes=memory,
             limit_bytes=limit,
         )

@@ -1,16 +1,6 @@
-"""Ranks as processes of this machine, as torchrun would start them, but forked: torch is imported once for all.
+"""What processes that are ranks need of their machine, and what torchrun would tell them."""
 
-A process that has computed something must not be forked: threads of its libraries do not come along. So `fork_ranks` is
-for a script of its own, whose first deed it is.
-"""
-
-import multiprocessing
-import os
 import socket
-import sys
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 
 def free_port(address: str = "127.0.0.1") -> int:
@@ -32,30 +22,3 @@ def rank_variables(rank: int, size: int, port: int, restarts: int = 0) -> dict[s
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
     }
-
-
-def fork_ranks(
-    size: int, work: Callable[[int], None], logs: Path, *, restarts: int = 0
-) -> Sequence[BaseProcess]:
-    """Start ``size`` processes that call ``work`` with their rank, and return them; wait for them with ``join``.
-
-    Args:
-        size: how many.
-        work: what each does; its output goes to ``logs/<rank>.txt``, and its SystemExit is its status.
-        logs: an existing directory.
-        restarts: how often the ranks have been started before, as they are told.
-    """
-    port, context = free_port(), multiprocessing.get_context("fork")
-
-    def one(rank: int) -> None:
-        os.environ.update(rank_variables(rank, size, port, restarts))
-        log = os.open(logs / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        work(rank)
-
-    processes = [context.Process(target=one, args=(rank,)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    return processes

@@ -86,16 +86,16 @@ def check_scratch_puts_several_tensors_into_one_extent(make: MakeScratch) -> Non
     scratch = make(2, 4 * 4096)
     storage = torch.arange(4000, dtype=torch.float32)
     parts = [storage[1:900], torch.tensor([True]), torch.empty(0), storage[:10].to(torch.bfloat16)]
-    assert scratch.holds_all(parts)
-    scratch.put_all("a", parts)
-    scratch.put_all("b", parts[:1])
+    assert scratch.holds(*parts)
+    scratch.put("a", *parts)
+    scratch.put("b", *parts[:1])
     for key, wanted in (("b", parts[:1]), ("a", parts)):
         into = [torch.zeros_like(part) for part in wanted]
-        scratch.take_all(key, into)
+        scratch.take(key, *into)
         assert all(torch.equal(one, other) for one, other in zip(into, wanted, strict=True))
-    assert not scratch.holds_all([storage[:1025]] * 3)
-    assert raises(ValueError, lambda: scratch.put_all("a", [storage[:1025]] * 3))
-    assert raises(ValueError, lambda: scratch.take_all("a", parts))
+    assert not scratch.holds(*[storage[:1025]] * 3)
+    assert raises(ValueError, lambda: scratch.put("a", *[storage[:1025]] * 3))
+    assert raises(ValueError, lambda: scratch.take("a", *parts))
     assert scratch.statistics().num_held == 0
     scratch.close()
 

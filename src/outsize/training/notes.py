@@ -1,4 +1,4 @@
-"""Which settings have no effect, told once a run knows its machine, its model and its data."""
+"""Which settings have no effect and which lose bits, told once a run knows its machine, its model and its data."""
 
 import contextlib
 from pathlib import Path
@@ -11,7 +11,10 @@ from outsize.session.job.prepare import Job
 
 
 def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]:
-    """Return a line for every setting of ``config``, as the user gave it, without effect on the run that it came to."""
+    """Return a line for every setting of ``config``, as the user gave it, without effect on the run that it came to.
+
+    And one of what of the optimizer's state is kept in fewer bits than a plain fp32 run has.
+    """
     container = None
     with contextlib.suppress(DataError):  # which says so itself where it is opened
         container = find_sources(Path(config.data.path), config.data.glob).container
@@ -25,4 +28,6 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
         container=container,
         one_file=Path(config.data.path).is_file(),
     )
-    return [f"note: {note}" for note in config.notes(around)]
+    lossy = prepared.plan.state.lossy
+    rounded = [f"not bit-exact, since rounded by chance: {' and '.join(lossy)}"] if lossy else []
+    return [f"note: {note}" for note in (*config.notes(around), *rounded)]

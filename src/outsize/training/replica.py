@@ -17,9 +17,9 @@ from outsize.optim.optimizer_spec import (
     EXP_AVG,
     EXP_AVG_SQ,
     GRADIENT,
+    MASTER,
     WEIGHTS,
     StateLayout,
-    master_plane,
     planes_for,
 )
 from outsize.runtime.forward.binding import buffers_on
@@ -106,7 +106,7 @@ class Replica:
                 yield (unit, tensor), self.parameters[tensor.name]
 
     def _master(self, unit: UnitSpec) -> str:
-        return master_plane(self.spec.dtype) if unit.trainable else WEIGHTS
+        return MASTER if unit.trainable and MASTER in self.state.planes else WEIGHTS
 
     def _view(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
         flat = self.home.view(unit.index, plane)

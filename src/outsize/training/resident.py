@@ -2,14 +2,16 @@
 
 Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`, `SGD` or
 `Adafactor`, `Muon` beside `AdamW`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over
-microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off. For bf16 and
-fp16 the model computes in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the
-chunks of a loss as over microbatches. On a GPU the masters stay in host memory, and the optimizer steps there. The
-gradient of a weight that several modules share (tied embeddings) is summed module by module, each over all of a round,
-in the order in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
+microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off, and the
+rounding of masters of 24 bits. For bf16 and fp16 the model computes in that dtype, and the optimizer steps fp32
+masters with gradients summed in fp32, over the chunks of a loss as over microbatches. On a GPU the masters stay in
+host memory, and the optimizer steps there. The gradient of a weight that several modules share (tied embeddings) is
+summed module by module, each over all of a round, in the order in which a backward reaches them: plain PyTorch sums
+microbatch by microbatch, which rounds differently.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +26,8 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.optim.decay_groups import parameter_groups
 from outsize.optim.factors import muon_matrices
+from outsize.optim.moments import chance_key
+from outsize.optim.split_masters import join_master, split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
@@ -78,6 +82,14 @@ class ResidentTrainer:
         self._sums: dict[str, Tensor] = {}
         self._late: dict[str, dict[int, list[Tensor]]] = {}
         self._optimizers = _optimizers_of(config.optimizer, split.spec, masters)
+        self._split24 = layout_for(config, split.spec).masters == "split24"
+        self._places = {
+            t.name: (unit, t) for unit in split.spec.units if unit.trainable for t in unit.tensors
+        }
+        self._updates = Counter[str]()
+        if self._split24:
+            for name in self._places:
+                self._put_back(name)
         self._scale = LossScale(enabled="fp16" in split.spec.dtypes)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[float]:
@@ -167,13 +179,27 @@ class ResidentTrainer:
                 for settings in optimizer.param_groups:
                     settings["lr"] = lr * settings["lr_scale"]
                 optimizer.step()
-            with torch.no_grad():
-                for name in names:
-                    if self.masters[name] is not self._parameters[name]:
-                        self._parameters[name].copy_(self.masters[name])
+            self._updates.update(names)
+            for name in names:
+                self._put_back(name)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._scale.update(not finite)
+
+    @torch.no_grad()
+    def _put_back(self, name: str) -> None:
+        """Make the weights of a master; it keeps 24 of its bits itself where those of a run do."""
+        master, weights = self.masters[name], self._parameters[name]
+        if self._split24:
+            unit, tensor = self._places[name]
+            seed, count = self._config.train.seed, self._updates[name]
+            upper, lower = master.view(-1).bfloat16(), torch.empty(master.numel(), dtype=torch.int8)
+            key = chance_key(seed, unit.index, count) if count else None
+            split_master(master.view(-1), upper, lower, None, tensor.offset, key)
+            join_master(upper, lower, None, master.view(-1))
+            weights.copy_(upper.view(master.shape))
+        elif master is not weights:
+            weights.copy_(master)
 
     def _clipped_together(self, names: list[str]) -> list[list[str]]:
         """The parameters of which one norm is taken: all, or those of each unit."""

@@ -51,7 +51,7 @@ def as_before(
         num_ranks: that share a step now; of more than there were, each may have too few sequences for as many.
 
     Raises:
-        ConfigError: the configuration of the run so far cannot be read.
+        ConfigError: the configuration of the run so far cannot be read, or has another objective.
     """
     if config.train.resume == "none":
         return config
@@ -60,6 +60,7 @@ def as_before(
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
+        _check_objective(config, run)
         if config.model.compile == "auto" and (run / CONFIG_FILE).is_file():
             config = config.compiling(load_config(run / CONFIG_FILE, environ={}).model.compile)
     named = config.train.microbatches
@@ -75,6 +76,17 @@ def as_before(
             keeps = not rounds_named and in_a_round is not None and in_a_round <= count
             return config.in_microbatches(count, in_a_round if keeps else None) if fits else config
     return config
+
+
+def _check_objective(config: Config, run: Path) -> None:
+    if not (run / CONFIG_FILE).is_file():
+        return
+    was, now = load_config(run / CONFIG_FILE, environ={}).train.objective, config.train.objective
+    if was != now:
+        raise ConfigError(
+            f"train.objective: the run in {run} has {was}, and cannot go on with {now}; leave it as it was, or begin "
+            "from the weights of a checkpoint, with model.path and train.resume=none"
+        )
 
 
 @contextlib.contextmanager

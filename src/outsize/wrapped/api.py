@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.choices import Compile, Dtype, Home, Moments
+from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.compiled import compile_blocks, take_eager
+from outsize.model.liger import check_plain, take_liger, take_plain
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
@@ -45,6 +46,7 @@ def wrap(
     state: Moments = "fp32",
     mlp_parts: int = 1,
     compile: Compile = "off",
+    kernels: BlockKernels = "none",
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -63,17 +65,17 @@ def wrap(
             of TRL's trainers do; ``auto`` does so from the first such forward on; ``streamed`` refuses it.
         base_codec: how frozen matrices of blocks rest and travel: ``raw``, ``nf4``, ``nf4-double`` or ``int8``.
         table_codec: the same for a frozen embedding and head.
-        transport: codecs on the link, by crossing, e.g. ``{"weights": "lossless4", "gradients": "int8"}``; None sends
-            everything as it is. With one of weights, units that do not train rest encoded.
+        transport: codecs on the link, e.g. ``{"gradients": "int8"}``; with one of ``weights``, frozen units rest so.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.
         mlp_parts: parts in which MLPs take the tokens of a microbatch, see the section ``train`` of a run.
         compile: ``blocks`` compiles each kind of block at the first call of a form, see the section ``model`` of a run.
+        kernels: ``liger`` has norms, rotations and gated activations computed by Liger's, see there.
         run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`. None writes nothing.
         memory: other keys of the section ``memory`` of a run: ``host_memory``, ``disk_memory``, ``activations``, …
 
     Raises:
         ConfigError: an argument that cannot be, or a model that is wrapped.
-        ModelError: a model without a list of blocks, one that trains several dtypes, or one whose MLPs take no parts.
+        ModelError: a model without a list of blocks, one that trains several dtypes, or one that does not go as asked.
         BudgetExceededError: the home does not fit its tier.
     """
     settings = WrapSettings(
@@ -86,6 +88,7 @@ def wrap(
         moments=state,
         mlp_parts=mlp_parts,
         compile=compile,
+        kernels=kernels,
     )
     return _recorded(_attach(model, settings, _from_memory(model)), run_dir)
 
@@ -109,6 +112,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     state: Moments = "fp32",
     mlp_parts: int = 1,
     compile: Compile = "off",
+    kernels: BlockKernels = "none",
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -139,6 +143,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         moments=state,
         mlp_parts=mlp_parts,
         compile=compile,
+        kernels=kernels,
     )
     base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
@@ -275,9 +280,15 @@ def unwrap(model: nn.Module) -> nn.Module:
                 module._parameters[attribute] = parameter
     runner.close()
     detach(model)
+    _take_own(model)
+    return model
+
+
+def _take_own(model: nn.Module) -> None:
+    """Give the model's modules their own forwards back."""
     take_whole(model)
     take_eager(model)
-    return model
+    take_plain(model)
 
 
 def _discard(model: nn.Module) -> None:
@@ -303,14 +314,16 @@ def _recorded(
 def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
+    check_plain(model)
     if settings.mlp_parts > 1:
         take_in_parts(split(model), settings.mlp_parts)
     if settings.compile == "blocks":
         compile_blocks(split(model), _log.warning)
+    if settings.kernels == "liger":
+        _log.info("kernels: %s", take_liger(model, choose_device(settings.memory.device)))
     try:
         attach(model, Runner(model, settings, fill))
     except BaseException:
-        take_whole(model)
-        take_eager(model)
+        _take_own(model)
         raise
     return model

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from outsize.choices import Compile, Home, Moments
+from outsize.choices import BlockKernels, Compile, Home, Moments
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
@@ -34,6 +34,7 @@ class WrapSettings:
         moments: what `outsize.AdamW` keeps moments in.
         mlp_parts: parts in which MLPs take the tokens of a microbatch.
         compile: what torch compiles.
+        kernels: whose kernels blocks have.
 
     Raises:
         ConfigError: a value that there is not.
@@ -48,6 +49,7 @@ class WrapSettings:
     moments: Moments = "fp32"
     mlp_parts: int = 1
     compile: Compile = "off"
+    kernels: BlockKernels = "none"
 
     def __post_init__(self) -> None:
         if self.head not in get_args(Head):
@@ -68,6 +70,12 @@ class WrapSettings:
         if self.compile != "off" and self.mlp_parts > 1:
             raise ConfigError(
                 "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
+            )
+        if self.kernels not in get_args(BlockKernels):
+            raise ConfigError(f"kernels={self.kernels!r}: it is {' or '.join(get_args(BlockKernels))}")
+        if self.kernels != "none" and (self.compile != "off" or self.mlp_parts > 1):
+            raise ConfigError(
+                f"kernels: {self.kernels} goes with mlp_parts at 1 and compile off; leave them, or set it none"
             )
 
     @property

@@ -292,7 +292,7 @@ class HomeParameters:
         """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
         former.grad = None
         if self._is_view(unit, plane):
-            view = self._view(unit, tensor, plane)
+            view = _alone(self._view(unit, tensor, plane))
         else:
             view = torch.empty(tensor.shape, dtype=self._form(unit, plane)[1], device="meta")
         if former.device == view.device:
@@ -316,6 +316,11 @@ def _read_gradient_of(
 
 def _note_factor_of(parameters: "weakref.ref[HomeParameters]", name: str, factor: Tensor) -> None:
     _alive(parameters)._note_factor(name, factor)
+
+
+def _alone(view: Tensor) -> Tensor:
+    """Return the same bytes as a storage that holds nothing else, as whoever saves tensors expects of parameters."""
+    return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
 
 
 def _follow(master: Tensor, value: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import is_accelerator, module_of
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.runtime.engine.engine import Engine
+from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.storage.home import HostHome
 from outsize.wrapped import batching, loop_records, wrap_planning
@@ -68,11 +68,8 @@ class Runner(Inferring):
         rows = len(main)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        if cached and keeps:
-            raise ConfigError(
-                "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
-                "with use_cache or past_key_values"
-            )
+        if keeps:
+            _check_trains(model, cached=cached)
         sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
@@ -90,11 +87,13 @@ class Runner(Inferring):
         weights = batching.divisors(parts, sizes, self._measured.shifted)
         programs = self._programs_for(plan, len(sizes))
         joined = Joined(sizes, weights)
+        draws_on = len(sizes) == 1 and self.session.machine.num_workers == 1
         context = StepContext(
-            number=self._number(model),
+            number=self._number(model, draws_on=draws_on),
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
             ambient=autocast.enter,
+            draws_on=draws_on,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
             times_home=programs.times_home,
@@ -120,9 +119,9 @@ class Runner(Inferring):
         """Have the model run forward on all microbatches, all rounds but the first to be run again."""
         passes = programs.passes
         if not context.keeps:
-            self._walk(passes.inference, context)
+            self._walk(passes.inference, context, draws=context.draws_on)
             return
-        self._walk(passes.lean_forward if lean else passes.forward, context)
+        self._walk(passes.lean_forward if lean else passes.forward, context, draws=context.draws_on)
         if passes.following.ops:
             again = partial(joined.add, again=True)
             slots = programs.following_slots
@@ -131,15 +130,15 @@ class Runner(Inferring):
                 replace(context, again=True, slots=slots, deliver=again, runs={}, moved={}),
             )
 
-    def _number(self, model: nn.Module) -> int:
-        """What the random numbers of a forward are made of: of the caller's, as long as the model draws any.
+    def _number(self, model: nn.Module, *, draws_on: bool) -> int:
+        """What tells a forward from others: what leaves the device goes by it, and perhaps the model's random numbers.
 
-        Else nothing is taken from the caller's, so that samples drawn between steps are those of the plain loop. Each
-        forward has another one: what leaves the device goes by it.
+        Where these are not drawn as by the plain model, one number from the caller's generator seeds them, as long as
+        the model draws any. So samples drawn between steps are those of the plain loop wherever they can be.
         """
         self._num_forwards += 1
         draws = model.training and (self._measured is None or self._measured.draws_random)
-        return int(torch.randint(2**62, ())) if draws else self._num_forwards
+        return int(torch.randint(2**62, ())) if draws and not draws_on else self._num_forwards
 
     def _passage(
         self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int], *, lean: bool
@@ -237,17 +236,15 @@ class Runner(Inferring):
         self.settle()
         return self._held()
 
-    def _walk(self, program: Program, context: StepContext) -> None:
-        """Have the engine walk ``program``; the caller's random state, and its modules' parameters, are as before.
+    def _walk(self, program: Program, context: StepContext, *, draws: bool = False) -> None:
+        """Have the engine walk ``program``; the modules' parameters, and unless it ``draws`` generators, are as before.
 
         Lanes read what the caller's stream may still be making: inputs on their way, gradients of outputs.
         """
         engine = self._engine
         assert engine is not None
         self._caller.finish()
-        state = torch.get_rng_state()
-        backend = module_of(self._device) if is_accelerator(self._device) else None
-        device_state = backend.get_rng_state(self._device) if backend else None
+        states = random_states(self._device)
         try:
             with nullcontext() if self.records is None else self.records.passing(engine, context):
                 engine.follow()
@@ -255,6 +252,8 @@ class Runner(Inferring):
                 engine.settle()
             if engine.num_noted > loop_records.MOST_EVENTS:  # nobody has asked for long
                 engine.take_timeline()
+            if draws:
+                states = random_states(self._device)
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
@@ -267,9 +266,7 @@ class Runner(Inferring):
             raise
         finally:
             engine.let_go()
-            torch.set_rng_state(state)
-            if backend is not None:
-                backend.set_rng_state(device_state, self._device)
+            set_random_states(self._device, states)
 
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
@@ -310,6 +307,24 @@ class Runner(Inferring):
         for index, positions in held.items():
             if positions:
                 self.session.home.view(index, "gradient").mul_(coefficient)
+
+
+def _check_trains(model: nn.Module, *, cached: bool) -> None:
+    """Check that a backward can follow a call.
+
+    Raises:
+        ConfigError: it would fill a cache again, or is to call hooks on parameters.
+    """
+    if cached:
+        raise ConfigError(
+            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
+            "with use_cache or past_key_values"
+        )
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
+        raise ConfigError(
+            "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
+            "`parameter.grad` between backward and step"
+        )
 
 
 def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:

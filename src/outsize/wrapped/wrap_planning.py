@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -155,12 +156,13 @@ def measure(
     try:
         for module in split.modules:  # a trial is not what the hooks on units are there to see
             module._forward_hooks = OrderedDict()
-        try:
-            measured = tried(shape.length)
-        except ModelError:
-            if shape.length == 1:
-                raise
-            measured = tried(1)  # perhaps rows that cannot be cut: sounds, images among the tokens
+        with torch.random.fork_rng(devices=[]):  # one that fails leaves the generator where it is
+            try:
+                measured = tried(shape.length)
+            except ModelError:
+                if shape.length == 1:
+                    raise
+                measured = tried(1)  # perhaps rows that cannot be cut: sounds, images among the tokens
     finally:
         for module, own in zip(split.modules, hooks, strict=True):
             own.update(module._forward_hooks)  # what transformers hangs there on the first call

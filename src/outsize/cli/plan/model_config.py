@@ -81,9 +81,12 @@ def _parsed(model: str, file: Path) -> Mapping[str, Any]:
             f"{model} has no config.json; give a model directory, its config.json, or a hub id"
         ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot read {file} as JSON: {error}; fetch it again, or give another"
-        ) from error
+        remedy = "fetch it again, or give another"
+        if file.suffix in (".yaml", ".yml"):
+            remedy = (
+                f"outsize plan takes a model; the plan of a run is that of outsize train {file} --dry-run"
+            )
+        raise CheckpointError(f"cannot read {file} as JSON: {error}; {remedy}") from error
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{file} is not the config of a model; give the config.json that lies beside its weights"

@@ -67,7 +67,7 @@ def largest(config: Mapping[str, Any], fits: Fits) -> tuple[Scaled, ...]:
     """
     found = []
     for what, smallest, most, change in (
-        ("more layers", 1, MOST_LAYERS, _with_layers),
+        ("more layers", 1, MOST_LAYERS, lambda config, layers: {**config, "num_hidden_layers": layers}),
         ("wider layers", 1, WIDEST * _PARTS, _with_widths),
     ):
         best = _last(smallest, most, partial(_parameters, config, fits, change))
@@ -103,10 +103,6 @@ def _parameters(
     size: int,
 ) -> int | None:
     return fits(change(config, size))
-
-
-def _with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    return {**config, "num_hidden_layers": layers}
 
 
 def _with_widths(config: Mapping[str, Any], eighths: int) -> dict[str, Any]:

@@ -116,7 +116,9 @@ class PlanFlags:
     ] = "fp32"
     masters: Annotated[
         Masters,
-        typer.Option(help="How fp32 masters lie beside bf16 weights: split takes 4.13 bytes, not 6."),
+        typer.Option(
+            help="How fp32 masters lie beside bf16 weights: split takes 4.13 bytes, not 6; split24 3."
+        ),
     ] = "auto"
     transport_weights: Annotated[
         TransportWeights,

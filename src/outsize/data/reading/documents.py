@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outsize.data.reading.corpus import Corpus, Tolerance
-from outsize.data.reading.corpus_files import SourceFile, Sources, read_chunks
+from outsize.data.reading.corpus_files import Sources, read_chunks
 from outsize.data.reading.formats import Document, FormatName, detect_format, renamed, to_document
-from outsize.data.reading.lines import TextPiece, cut_pieces, decode_chunks
+from outsize.data.reading.lines import cut_pieces, decode_chunks
 from outsize.data.reading.record_reader import Record, read_records
 from outsize.errors import DataError
 
@@ -86,7 +86,9 @@ class DocumentReader:
                 continue
             self.num_files += 1
             pieces = cut_pieces(decode_chunks(read_chunks(file.path, self._count), file.path))
-            yield from (_piece_document(piece, file) for piece in pieces)
+            for piece in pieces:
+                where = f"{file.path}:{piece.line}"
+                yield Document(where, piece.text, opens=piece.opens, closes=piece.closes)
 
     def _structured(self) -> Iterator[Document]:
         for where, record in self._records():
@@ -123,10 +125,6 @@ class DocumentReader:
 
     def _count(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
-
-
-def _piece_document(piece: TextPiece, file: SourceFile) -> Document:
-    return Document(f"{file.path}:{piece.line}", piece.text, opens=piece.opens, closes=piece.closes)
 
 
 def _is_text(path: Path) -> bool:

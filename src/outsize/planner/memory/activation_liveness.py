@@ -23,7 +23,6 @@ from typing import NamedTuple
 from outsize.planner.program.activation_policy import KeptBytes, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW
 from outsize.planner.program.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind, Op
-from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
 
 NOTHING: KeptBytes = MappingProxyType({})
@@ -110,12 +109,3 @@ class ActivationMeter:
         """Count all SAVEs as done but the last few."""
         while len(self._leaving) > but:
             self._device -= self._leaving.popleft()
-
-
-def peak_activations(
-    program: Program, layout: StepLayout, boundary_bytes: Sequence[int], kept_bytes: KeptBytes = NOTHING
-) -> Live:
-    """Return the most bytes of activations that are ever live on the device, and saved below it."""
-    meter = ActivationMeter(layout, boundary_bytes, kept_bytes)
-    live = [meter.add(op) for op in program]
-    return Live(max((x.device_bytes for x in live), default=0), max((x.below_bytes for x in live), default=0))

@@ -9,6 +9,7 @@ fp32      weights 4, exp_avg 4, exp_avg_sq 4, gradient 4                        
 bf16      weights 2, master 4, exp_avg 4, exp_avg_sq 4, gradient 4               18
 fp16      the same                                                               18
 split     bf16 weights 2, master_low 2, master_ties 1/8 instead of 6             16.13
+split24   bf16 weights 2, master_low 1 instead of 6                              15
 moments   bf16 or int8 instead of 8, and no ties                                 4 or 2.03
 moment    of SGD and Lion, exp_avg alone                                         half of it
 factors   of Adafactor: mean squares of rows and columns instead                 a few thousandths
@@ -16,8 +17,8 @@ gradient  bf16, or none at home: clipped by unit or not at all                  
 frozen    weights only                                                           4 or 2
 ========  =====================================================================  ==============
 
-So split masters take 12.13 without gradients at home, and 6.03 with 8-bit moments. A home that commits holds all but
-the gradient twice, and two commit records before them.
+So split masters take 12.13 without gradients at home, 6.03 with 8-bit moments, and 5.03 where they are of 24 bits. A
+home that commits holds all but the gradient twice, and two commit records before them.
 """
 
 from collections import Counter

@@ -49,17 +49,28 @@ def count_traffic(
     kept_bytes: KeptBytes = NOTHING,
 ) -> Traffic:
     """Return the bytes that ``program`` moves; the arguments are those of its plan."""
-    kept = layout_of(model.dtype if state is None else state)
-    count = _Count(model, layout, boundary_bytes, home, below, tile_elements, transport, kept, kept_bytes)
+    op_bytes = OpBytes(
+        model=model,
+        layout=layout,
+        boundary_bytes=boundary_bytes,
+        home=home,
+        below=below,
+        tile_elements=tile_elements,
+        transport=transport,
+        state=layout_of(model.dtype if state is None else state),
+        kept_bytes=kept_bytes,
+    )
     moved: Counter[str] = Counter()
     for op in program:
-        for way, num_bytes in count.moved_by(op):
+        for way, num_bytes in op_bytes.moved_by(op):
             moved[way] += num_bytes
     return Traffic(**moved)
 
 
-@dataclass(frozen=True, slots=True)
-class _Count:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpBytes:
+    """How many bytes each op of a plan moves, and from where to where; attributes are those of the plan."""
+
     model: ModelSpec
     layout: StepLayout
     boundary_bytes: Sequence[int]
@@ -74,38 +85,61 @@ class _Count:
         """Yield the ways that an op moves something, fields of `Traffic`, and how many bytes."""
         unit = op.unit or 0
         if op.kind is Kind.LOAD:
-            yield "up", load_bytes(self.transport, self.model.units[unit], self.model.dtype)
+            yield "up", self.on_link(op)
             if self.below == "disk" == self.home:
-                yield "disk_read", self._loaded(unit)
+                yield "disk_read", self.model.units[unit].link_bytes(self.model.dtype)
         elif op.kind is Kind.SUM:
-            yield "up", self.layout.gradient_bytes[unit]
+            yield "up", self.on_link(op)
             if self.home == "disk":
                 yield "disk_read", self.layout.gradient_bytes[unit]
         elif op.kind is Kind.GRAD:
-            yield from self._gradient(op, unit)
+            yield "down", self.on_link(op)
+            # One in a host buffer waits there for its REDUCE.
+            if op.tile is None and self.below == "disk" == self.home and op.buffer is None:
+                yield "disk_written", self._rounded(unit)
         elif op.kind in (Kind.SAVE, Kind.SEND, Kind.FETCH, Kind.RECV, Kind.OFFLOAD, Kind.ONLOAD):
-            yield from self._activations(op, unit)
+            leaves = op.kind in (Kind.SAVE, Kind.SEND, Kind.OFFLOAD)
+            yield "down" if leaves else "up", self.on_link(op)
+            if self.below == "disk":  # where they lie as they are
+                yield "disk_written" if leaves else "disk_read", self._activations(op)
         elif op.kind in (Kind.PASS, Kind.RETURN):
             yield "across", self.boundary_bytes[unit]
         elif op.kind in (Kind.REDUCE, Kind.GATHER) and self.home == "disk":
             yield from self._exchanged(op, unit)
-        elif op.kind is Kind.READ:
-            yield (
-                "disk_read",
-                self._loaded(unit) if op.tile is None else self._tile(op, self.state.read_planes),
-            )
-        elif op.kind is Kind.WRITE:
-            whole = self._rounded(unit)
-            yield "disk_written", whole if op.tile is None else self._tile(op, self.state.write_planes)
+        elif op.kind in (Kind.READ, Kind.WRITE):
+            yield "disk_read" if op.kind is Kind.READ else "disk_written", self.on_disk(op)
 
-    def _gradient(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
+    def on_link(self, op: Op) -> int:
+        """Return the bytes of an op on the link of its worker, as a codec writes them where there is one."""
+        unit = op.unit or 0
+        if op.kind is Kind.LOAD:
+            return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
+        if op.kind is Kind.SUM:
+            return self.layout.gradient_bytes[unit]
+        if op.kind is Kind.GRAD:
+            if op.tile is not None:
+                return 4 * self.elements(op)
+            item_bytes = ITEM_BYTES.get(
+                self.state.gradients, 4
+            )  # those that are rounded leave in fewer bytes
+            return gradient_bytes(self.transport, self.layout.gradient_bytes[unit]) * item_bytes // 4
+        size = self._activations(op)
+        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
+        return activation_bytes(self.transport, size, self.model.dtype) if encoded else size
+
+    def on_disk(self, op: Op) -> int:
+        """Return the bytes of a READ or a WRITE."""
+        unit = self.model.units[op.unit or 0]
         if op.tile is not None:
-            yield "down", 4 * self._elements(op)
-            return
-        item_bytes = ITEM_BYTES.get(self.state.gradients, 4)  # those that are rounded leave in fewer bytes
-        yield "down", gradient_bytes(self.transport, self.layout.gradient_bytes[unit]) * item_bytes // 4
-        if self.below == "disk" == self.home and op.buffer is None:  # else it waits for its REDUCE
-            yield "disk_written", self._rounded(unit)
+            planes = self.state.read_planes if op.kind is Kind.READ else self.state.write_planes
+            return self.state.bytes_of(unit, self.elements(op), planes)
+        return unit.link_bytes(self.model.dtype) if op.kind is Kind.READ else self._rounded(op.unit or 0)
+
+    def elements(self, op: Op) -> int:
+        """Return the elements that an op of a unit, or of a tile, is about; of several nodes, those of their share."""
+        unit = op.unit or 0
+        numel = self.layout.own_elements[unit] if self.layout.own_elements else self.model.units[unit].numel
+        return numel if op.tile is None else min(self.tile_elements, numel - op.tile * self.tile_elements)
 
     def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
         """The share of this node: its gradient once it is summed, its weights, and beside them those of the others."""
@@ -116,29 +150,13 @@ class _Count:
             yield "disk_read", own * itemsize
             yield "disk_written", (self.model.units[unit].numel - own) * itemsize
 
-    def _activations(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
-        """Activations that leave the device, or come back; on disk they lie as they are."""
-        leaves = op.kind in (Kind.SAVE, Kind.SEND, Kind.OFFLOAD)
-        size = self.boundary_bytes[unit]
+    def _activations(self, op: Op) -> int:
+        """Bytes of activations, or of their gradients, that leave the device or come back, as they are."""
+        unit = op.unit or 0
         if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
-            size = bytes_of(self.layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
-        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
-        on_link = activation_bytes(self.transport, size, self.model.dtype) if encoded else size
-        yield "down" if leaves else "up", on_link
-        if self.below == "disk":
-            yield "disk_written" if leaves else "disk_read", size
-
-    def _loaded(self, unit: int) -> int:
-        return self.model.units[unit].link_bytes(self.model.dtype)
+            return bytes_of(self.layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
+        return self.boundary_bytes[unit]
 
     def _rounded(self, unit: int) -> int:
         """Bytes of the gradient of a unit in the dtype that it waits at home in."""
         return self.layout.gradient_bytes[unit] * ITEM_BYTES.get(self.state.gradients, 4) // 4
-
-    def _elements(self, op: Op) -> int:
-        unit = op.unit or 0
-        numel = self.layout.own_elements[unit] if self.layout.own_elements else self.model.units[unit].numel
-        return min(self.tile_elements, numel - (op.tile or 0) * self.tile_elements)
-
-    def _tile(self, op: Op, planes: tuple[str, ...]) -> int:
-        return self.state.bytes_of(self.model.units[op.unit or 0], self._elements(op), planes)

@@ -35,7 +35,9 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
             ops += (Op(kind=Kind.AGREE), op)
         elif not layout.reduces_buffers and whole.get(op.unit) == index:
             ops += (op, Op(kind=Kind.REDUCE, unit=op.unit))
-        elif op.kind is not Kind.NORM and not (_comes_home(op) and op.unit in taken):
+        elif op.kind is not Kind.NORM and not (
+            op.kind is Kind.WRITE and op.tile is None and op.unit in taken
+        ):
             ops.append(op)
         if stepped.get(op.unit) == index:
             ops.append(Op(kind=Kind.GATHER, unit=op.unit))
@@ -45,10 +47,6 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
 def _steps(op: Op) -> bool:
     """Whether a unit has stepped behind ``op``, if no other such op of it follows."""
     return op.kind is Kind.STEP or (op.kind is Kind.WRITE and op.tile is not None)
-
-
-def _comes_home(op: Op) -> bool:
-    return op.kind is Kind.WRITE and op.tile is None
 
 
 def _reduced(op: Op, layout: StepLayout, count: int) -> Iterator[Op]:

@@ -93,7 +93,7 @@ def _choose(slots: list[_Slot], visits: Sequence[int], needed: list[int], visit:
 
     # The next visit soon to come that has only one slot to go to.
     narrow = next(
-        (v for v in range(visit + 1, min(visit + depth + 1, len(visits))) if _is_narrow(fits(needed[v]))),
+        (v for v in range(visit + 1, min(visit + depth + 1, len(visits))) if len(fits(needed[v])) == 1),
         None,
     )
 
@@ -107,7 +107,3 @@ def _choose(slots: list[_Slot], visits: Sequence[int], needed: list[int], visit:
         return late, taken_soon, -next_use, slot.size_bytes, index
 
     return min(fits(needed[visit]), key=cost)
-
-
-def _is_narrow(candidates: list[int]) -> bool:
-    return len(candidates) == 1

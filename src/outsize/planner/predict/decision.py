@@ -165,7 +165,7 @@ def _encoded(question: Question, best: Decision | None, crossing: str) -> Decisi
     """Return ``best``, or with a codec at ``crossing`` what is enough faster, or fits where nothing does."""
     raw = best
     for name in CODECS:
-        candidate = question.deciding(transport=_with(question.options.transport, crossing, name))
+        candidate = question.deciding(transport=replace(question.options.transport, **{crossing: name}))
         if raw is not None and (raw.plan.home == "host" or crossing != "weights"):
             # Nodes encode no more than it takes to have the home in host memory.
             if question.nodes > 1 or not question.timed:
@@ -189,10 +189,6 @@ def _encoded(question: Question, best: Decision | None, crossing: str) -> Decisi
             if not question.timed:  # the faster to write, of those that fit
                 break
     return best
-
-
-def _with(transport: Transport, crossing: str, name: str) -> Transport:
-    return replace(transport, **{crossing: name})
 
 
 def _fastest(question: Question) -> Decision:

@@ -118,7 +118,7 @@ class PlannedStep:
         """Return ``num_steps`` steps where ops take ``costs``, which are those of coarse tiles."""
         layout, _ = self._simulated()
         programs, steps = _in_order(layout, num_steps)
-        done = simulate(programs, layout, costs, below=self.plan.below, steps=steps)
+        done = simulate(programs, layout, costs, steps=steps)
         return Simulated(programs=programs, costs=costs, num_workers=layout.num_workers, done=done)
 
     def expect(self, costs: CostModel) -> Steps:

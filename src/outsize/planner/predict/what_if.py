@@ -237,7 +237,8 @@ def _with_state(name: str) -> Change:
         former = options.state or StateLayout(dtype=question.model.dtype)
         if not former.num_moments:
             raise ConfigError("what-if state: this optimizer keeps no moments that could be rounded")
-        masters: Masters = "split" if former.dtype == "bf16" else former.masters
+        unsplit = former.dtype == "bf16" and not former.splits
+        masters: Masters = "split" if unsplit else former.masters
         state = replace(former, moments=cast(Moments, name), masters=masters)
         if question.model.compute_dtype == "fp16" or question.nodes > 1:
             return question.deciding(state=state)

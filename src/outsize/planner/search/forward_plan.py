@@ -3,10 +3,9 @@
 A token visits every unit once, in order, and the next token begins again: a cyclic scan. A fixed set that stays is
 optimal for it. Per pass each unit is read once, so whatever the device can hold saves exactly its own bytes, and
 nothing can save more; while a cache that drops what was used longest ago always drops what is needed next, and saves
-nothing (`bytes_moved_by_lru` counts it). So slots are given first, and units stay in what is left.
+nothing (bench/bench_experts.py counts it). So slots are given first, and units stay in what is left.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -76,22 +75,6 @@ def plan_scan(
         "smaller batch or shorter prompts",
         {"device": least - room_bytes},
     )
-
-
-def bytes_moved_by_lru(weight_bytes: Sequence[int], room_bytes: int, num_passes: int) -> int:
-    """Return what a cache that drops the unit used longest ago would move in so many passes, for comparison."""
-    held: OrderedDict[int, int] = OrderedDict()
-    moved = 0
-    for _ in range(num_passes):
-        for unit, size in enumerate(weight_bytes):
-            if unit in held:
-                held.move_to_end(unit)
-                continue
-            moved += size
-            while held and sum(held.values()) + size > room_bytes:
-                held.popitem(last=False)
-            held[unit] = size
-    return moved
 
 
 def break_even_batch(

@@ -193,7 +193,7 @@ class Sizing:
             num_slots=self._at_most_slots(self.options.slots or 1),
             num_accumulators=min(1, len(self._accumulator_sizes)),
             num_kept=0,
-            tile_elements=tile_elements if self._has_tiles else 0,
+            tile_elements=tile_elements if self.options.home == "disk" or self.options.ring else 0,
             num_host_buffers=LEAST_HOST_BUFFERS if self.options.staged or self.options.nodes > 1 else 0,
             num_tile_buffers=1 if self.state.whole else NUM_TILE_BUFFERS,
         )
@@ -301,10 +301,6 @@ class Sizing:
         for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
             stays = frozenset(frozen[index * len(frozen) // number] for index in range(number))
             yield replace(knobs, stays=stays)
-
-    @property
-    def _has_tiles(self) -> bool:
-        return self.options.home == "disk" or self.options.ring
 
     def _at_most_slots(self, num_slots: int) -> int:
         return min(num_slots, len(self._slot_sizes))

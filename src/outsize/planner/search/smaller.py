@@ -7,6 +7,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.search.sizing import PlanOptions
 
 SPLIT, BY_UNIT, INT8 = "optimizer.masters=split", "optimizer.clip=unit", "optimizer.state=int8"
+SPLIT24 = "optimizer.masters=split24"
 
 
 def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[str, PlanOptions]]:
@@ -20,7 +21,7 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
     if options.cut:
         return
     keys: list[str] = []
-    if state.dtype == "bf16" and state.masters != "split":
+    if state.dtype == "bf16" and not state.splits:
         keys.append(SPLIT)
         state = replace(state, masters="split")
         yield _joined(keys), replace(options, state=state)
@@ -34,7 +35,11 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
         yield _joined(keys or [BY_UNIT]), replace(options, state=state)
     if state.moments != "int8" and state.num_moments:
         keys = [INT8, *keys]
-        yield _joined(keys), replace(options, state=replace(state, moments="int8"))
+        state = replace(state, moments="int8")
+        yield _joined(keys), replace(options, state=state)
+    if state.dtype == "bf16" and state.masters != "split24":
+        keys = [*(key for key in keys if key == INT8), SPLIT24, *(k for k in keys if k == BY_UNIT)]
+        yield _joined(keys), replace(options, state=replace(state, masters="split24"))
 
 
 def smaller_microbatches(options: PlanOptions, largest_kind: str | None) -> str:

@@ -346,6 +346,9 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
     )
 
 
+_FEWER_TOKENS = "fewer tokens per step"
+
+
 def _smaller_state(
     options: PlanOptions,
     state: StateLayout,
@@ -358,8 +361,10 @@ def _smaller_state(
         lacking = shortage(other)
         if not lacking:
             return f"{keys}, with which it fits"
+        if otherwise == _FEWER_TOKENS:  # which do without any of them
+            continue
         if not shortage(replace(other, microbatches=1, round_microbatches=None)):
-            return f"{keys} with fewer tokens per step"  # of one round, since no sums wait at home
+            return f"{keys} with {_FEWER_TOKENS}"  # of one round, since no sums wait at home
         least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
     return least
 
@@ -391,7 +396,7 @@ def _what_to_try(
         )
         if room and not options.cut:
             fits_one = not shortage(replace(options, microbatches=1, round_microbatches=None))
-            otherwise = "fewer tokens per step" if fits_one else smaller_microbatches(options, None)
+            otherwise = _FEWER_TOKENS if fits_one else smaller_microbatches(options, None)
         advice = _smaller_state(options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
         advice = (

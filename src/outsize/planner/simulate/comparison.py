@@ -8,7 +8,7 @@ A lane may be in the middle of an op when a step is known: only what lies within
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from outsize.planner.simulate.timeline import Timeline
@@ -108,8 +108,8 @@ class Comparison:
             "measured_steps": self.num_steps,
             "error": self.error,
             "expected_step_s": self.expected_s,
-            "parts": [_row(part) for part in self.parts],
-            "lanes": [_row(lane) for lane in self.lanes],
+            "parts": [asdict(part) for part in self.parts],
+            "lanes": [asdict(lane) for lane in self.lanes],
         }
 
     def lines(self) -> list[str]:
@@ -180,14 +180,6 @@ def _difference(name: str, before: Mapping[str, float], after: Mapping[str, floa
 
 def _is_told(lane: Difference, step_s: float) -> bool:
     return lane.predicted_s > 0 and abs(lane.seconds) >= TOLD_SHARE * step_s
-
-
-def _row(difference: Difference) -> dict[str, Any]:
-    return {
-        "name": difference.name,
-        "predicted_s": difference.predicted_s,
-        "measured_s": difference.measured_s,
-    }
 
 
 def _signed(seconds: float) -> str:

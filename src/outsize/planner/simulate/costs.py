@@ -14,11 +14,12 @@ from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
-from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout, layout_of
+from outsize.optim.optimizer_spec import StateLayout, layout_of
 from outsize.planner.memory.activation_liveness import NOTHING
-from outsize.planner.memory.link_bytes import activation_bytes, encoded_planes, gradient_bytes, load_bytes
+from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
-from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes, bytes_of
+from outsize.planner.memory.traffic import OpBytes
+from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes
 from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.simulate.discrete import Cost
@@ -30,6 +31,8 @@ ADAMW_BYTES = 28
 # How fast a step over moments of fewer bits moves its bytes beside one over fp32: what it saves in memory it spends in
 # part on rounding. Two cores, bench/results/optimizer_2core_2026-11.json: 19.3 and 18.8 of 24.1 GB/s.
 STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
+# Masters of 24 bits spend what they save: beside 8-bit moments as many parameters a second as those of 32.
+SPLIT24_PACE = 0.87
 # The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes. Two
 # cores, bench/results/adafactor_2core_2026-11.json: 0.52 G parameters/s beside 1.40 of AdamW.
 FACTORED_PACE = 0.69
@@ -127,20 +130,20 @@ def cost_model(
     if layout.num_nodes > 1:
         capacity["network"] = net_bytes_per_s
     pricing = _Pricing(
-        machine,
-        model,
-        layout,
-        times,
-        boundary_bytes,
-        home,
-        below,
-        tile_elements,
-        transport,
-        layout_of(model.dtype if state is None else state),
-        kept_bytes,
-        codec_rates,
-        wire,
-        crossing_rates,
+        machine=machine,
+        model=model,
+        layout=layout,
+        times=times,
+        boundary_bytes=boundary_bytes,
+        home=home,
+        below=below,
+        tile_elements=tile_elements,
+        transport=transport,
+        state=layout_of(model.dtype if state is None else state),
+        kept_bytes=kept_bytes,
+        codec_rates=codec_rates,
+        wire=wire,
+        crossing_rates=crossing_rates,
     )
     return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
 
@@ -163,7 +166,8 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
 
 def step_pace(state: StateLayout) -> float:
     """Return the rate of bytes of a step over that of one over fp32 moments."""
-    return FACTORED_PACE if state.factored else STEP_PACE[state.moments]
+    pace = FACTORED_PACE if state.factored else STEP_PACE[state.moments]
+    return pace * SPLIT24_PACE if state.masters == "split24" else pace
 
 
 def _wire(source: int, target: int) -> str:
@@ -176,19 +180,10 @@ def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
     return ("up", link.up_bytes_per_s.value), ("down", link.down_bytes_per_s.value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pricing:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pricing(OpBytes):
     machine: Machine
-    model: ModelSpec
-    layout: StepLayout
     times: UnitTimes
-    boundary_bytes: Sequence[int]
-    home: Tier
-    below: Tier
-    tile_elements: int
-    transport: Transport
-    state: StateLayout
-    kept_bytes: KeptBytes
     codec_rates: CodecRates | None
     wire: Wire
     crossing_rates: Mapping[str, CodecRates]
@@ -211,7 +206,7 @@ class _Pricing:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
         if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
-            size = self._sent_bytes(op)
+            size = self.on_link(op)
             copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
             # A sum comes up from its home itself, through no host buffer.
             staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
@@ -220,45 +215,32 @@ class _Pricing:
             if op.kind is Kind.GRAD and op.tile is None:
                 coding_s += self._coding_s("gradients", layout.gradient_bytes[unit], encode=True, decode=True)
             return replace(copy, seconds=copy.seconds + coding_s, through=through)
-        if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV):
-            way = "up" if op.kind in (Kind.FETCH, Kind.RECV) else "down"
-            size = self.boundary_bytes[unit]
-            if op.kind not in (Kind.SAVE, Kind.FETCH):  # gradients that workers hand over go as they are
-                return self._copy(op, size, way, True)
+        if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV, Kind.OFFLOAD, Kind.ONLOAD):
+            way = "up" if op.kind in (Kind.FETCH, Kind.RECV, Kind.ONLOAD) else "down"
+            copy = self._copy(op, self.on_link(op), way, True)
+            if op.kind not in (Kind.SAVE, Kind.FETCH):  # these go as they are
+                return copy
             saves = op.kind is Kind.SAVE
-            coding_s = self._coding_s("activations", size, encode=saves, decode=not saves)
-            copy = self._copy(op, activation_bytes(self.transport, size, self.model.dtype), way, True)
+            coding_s = self._coding_s(
+                "activations", self.boundary_bytes[unit], encode=saves, decode=not saves
+            )
             return replace(copy, seconds=copy.seconds + coding_s)
         if op.kind in (Kind.PASS, Kind.RETURN):
             return self._across(op)
-        if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
-            size = bytes_of(layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
-            return self._copy(op, size, "up" if op.kind is Kind.ONLOAD else "down", True)
         if op.kind is Kind.STEP:
             through = ("optimizer", "host memory")
             stepped = self.model.units[unit]
-            moved = self.state.step_bytes_of(stepped, self._elements(op)) / step_pace(self.state)
+            moved = self.state.step_bytes_of(stepped, self.elements(op)) / step_pace(self.state)
             products_s = self.state.step_flops_of(stepped) / self.machine.host.products.value
             return Cost(seconds=self._encode_s(op) + products_s, amount=round(moved), through=through)
         if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
             return self._exchange(op)
         if op.kind in (Kind.READ, Kind.WRITE):
-            return self._disk(op)
+            disk = "disk read" if op.kind is Kind.READ else "disk write"
+            return Cost(amount=self.on_disk(op), through=(disk, "host memory"))
         if op.kind is Kind.COMMIT:
             return Cost(seconds=COMMIT_S)
         return Cost()
-
-    def _sent_bytes(self, op: Op) -> int:
-        """Return the bytes of a LOAD, SUM or GRAD on the link."""
-        unit = op.unit or 0
-        if op.kind is Kind.LOAD:
-            return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
-        size = self.layout.gradient_bytes[unit]
-        if op.kind is not Kind.GRAD:
-            return size
-        if op.tile is not None:
-            return 4 * self._elements(op)
-        return gradient_bytes(self.transport, size) * ITEM_BYTES.get(self.state.gradients, 4) // 4
 
     def _encode_s(self, op: Op) -> float:
         """Return what encoding the weights of a unit takes on one core, once all of them have changed.
@@ -343,24 +325,3 @@ class _Pricing:
         if to_home and self.below == "disk":
             through.append("disk read" if way == "up" else "disk write")
         return Cost(seconds=link.latency_s.value, amount=size, through=tuple(through))
-
-    def _disk(self, op: Op) -> Cost:
-        unit, read = op.unit or 0, op.kind is Kind.READ
-        if op.tile is None:
-            narrow = ITEM_BYTES.get(self.state.gradients, 4)
-            size = self._link_bytes(unit) if read else self.layout.gradient_bytes[unit] * narrow // 4
-        else:
-            planes = self.state.read_planes if read else self.state.write_planes
-            size = self.state.bytes_of(self.model.units[unit], self._elements(op), planes)
-        return Cost(amount=size, through=("disk read" if read else "disk write", "host memory"))
-
-    def _link_bytes(self, unit: int) -> int:
-        return self.model.units[unit].link_bytes(self.model.dtype)
-
-    def _elements(self, op: Op) -> int:
-        """Return the elements that a STEP, or a READ or WRITE of a tile, is about; of several nodes, their share."""
-        unit = op.unit or 0
-        numel = self.layout.own_elements[unit] if self.layout.own_elements else self.model.units[unit].numel
-        if op.tile is None:
-            return numel
-        return min(self.tile_elements, numel - op.tile * self.tile_elements)

@@ -71,16 +71,6 @@ class LaneRun:
         """End of the last work."""
         return max(self.end_s, default=0.0)
 
-    def critical_path(self) -> tuple[int, ...]:
-        """Return the chain of work, first to last, whose durations add up to the makespan."""
-        if not self.end_s:
-            return ()
-        index = max(range(len(self.end_s)), key=lambda i: (self.end_s[i], -i))
-        path = [index]
-        while self.cause[path[-1]] >= 0:
-            path.append(self.cause[path[-1]])
-        return tuple(reversed(path))
-
 
 @dataclass(slots=True)
 class _Flow:

@@ -5,16 +5,12 @@ the former's loss and gradient norm are known, as the engine does. What differs 
 the durations come from: `CostModel` instead of a clock. The result is the executor's own `Timeline`.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
 
-from outsize.planner.memory.activation_liveness import NOTHING
-from outsize.planner.memory.usage import Change, Changes, changes_of
-from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
@@ -42,19 +38,17 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What would happen. Events and bytes are told when somebody asks.
+    """What would happen. Events are told when somebody asks.
 
     Attributes:
         steps: what was done after what.
         run: when each piece of it ran.
-        changes: bytes that an op takes and gives back.
         step_ends_s: when the last op of each step ended.
         decided_s: when loss and norm of each step were known, and the next one was submitted.
     """
 
     steps: "OrderedSteps" = field(compare=False)
     run: LaneRun
-    changes: Callable[[Op], Changes] = field(compare=False)
     step_ends_s: tuple[float, ...]
     decided_s: tuple[float, ...]
 
@@ -69,22 +63,6 @@ class Simulation:
         chosen = [i for i, end in enumerate(ends) if first_s < end <= end_s and lanes[i]]
         chosen.sort(key=self.run.start_s.__getitem__)
         return Timeline(tuple([self._event(index) for index in chosen]))
-
-    @property
-    def critical_path(self) -> tuple[Event, ...]:
-        """Events whose durations add up to the makespan."""
-        lanes = self.steps.order.lanes
-        return tuple(self._event(index) for index in self.run.critical_path() if lanes[index])
-
-    @property
-    def peak_bytes(self) -> Mapping[str, int]:
-        """By tier (``device:w0``, ``host``), the most bytes that ops held at once."""
-        return self._held[0]
-
-    @property
-    def left_bytes(self) -> Mapping[str, int]:
-        """By tier, what ops hold behind the last one; zero, or they forget to give it back."""
-        return self._held[1]
 
     @property
     def makespan_s(self) -> float:
@@ -102,10 +80,6 @@ class Simulation:
         """Time per step once steps follow one another: of the later half of the steps."""
         ends = self.steady_s
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.makespan_s
-
-    @cached_property
-    def _held(self) -> tuple[dict[str, int], dict[str, int]]:
-        return _held(self.steps.ops, self.run, self.changes)
 
     def _event(self, index: int) -> Event:
         run, lanes, cause = self.run, self.steps.order.lanes, self.run.cause[index]
@@ -174,9 +148,6 @@ def simulate(
     layout: StepLayout,
     costs: CostModel,
     *,
-    boundary_bytes: Sequence[int] = (),
-    kept_bytes: KeptBytes = NOTHING,
-    below: str = "host",
     steps: OrderedSteps | None = None,
 ) -> Simulation:
     """Run ``programs``, one per step, one after the other.
@@ -185,10 +156,6 @@ def simulate(
         programs: program of each step; usually the same one several times.
         layout: of all of them.
         costs: what ops take.
-        boundary_bytes: bytes of the input of each streamed unit, for the bytes held; none are counted
-            where it is empty.
-        kept_bytes: bytes that forwards of each extent keep, likewise.
-        below: tier that saved activations go to.
         steps: what `in_order` says of them, where that is known.
     """
     steps = steps or in_order(programs, layout)
@@ -197,14 +164,10 @@ def simulate(
         steps.order, [none if op is None else costs.cost_of(op) for op in steps.ops], costs.capacity
     )
 
-    def changes(op: Op) -> Changes:
-        return changes_of(op, layout, boundary_bytes, below, kept_bytes)
-
     ends = [end + 1 for end in steps.decided]
     return Simulation(
         steps=steps,
         run=run,
-        changes=changes,
         step_ends_s=tuple(max(run.end_s[a:b], default=0.0) for a, b in pairwise([0, *ends])),
         decided_s=tuple(run.end_s[i] for i in steps.decided),
     )
@@ -214,25 +177,3 @@ def _decisive(ops: Sequence[Op | None], first: int, layout: StepLayout) -> Itera
     """Yield the indices of what the engine waits for before it submits the next step."""
     kinds = {Kind.CLIP} if layout.clip and layout.step_order else _COMPUTE | {Kind.GRAD}
     return (first + i for i, op in enumerate(ops) if op is not None and op.kind in kinds)
-
-
-def _held(
-    ops: Sequence[Op | None], run: LaneRun, changes: Callable[[Op], Changes]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the most bytes held in each tier, and those held at the end.
-
-    At the same instant, what ends gives back first.
-    """
-    moments: list[tuple[float, int, int, Change]] = []
-    for index, op in enumerate(ops):
-        if op is None:
-            continue
-        at_start, at_end = changes(op)
-        moments += [(run.start_s[index], 2 * index + 1, 1, change) for change in at_start]
-        moments += [(run.end_s[index], 2 * index + 2, 0, change) for change in at_end]
-    held: defaultdict[str, int] = defaultdict(int)
-    peak: defaultdict[str, int] = defaultdict(int)
-    for *_, (tier, size) in sorted(moments, key=lambda moment: (moment[0], moment[2], moment[1])):
-        held[tier] += size
-        peak[tier] = max(peak[tier], held[tier])
-    return dict(peak), dict(held)

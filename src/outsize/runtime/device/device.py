@@ -137,7 +137,6 @@ class EmulatedDevice(CpuDevice):
         ledger: where its memory is reserved.
         link_bytes_per_s: rate of the link in each direction; None for an unthrottled one.
         tier: of the ledger.
-        slowdown: how many times as long as on this machine a computation takes, at least 1.
         peer_bytes_per_s: rate of copies to other devices; None for as fast as they go.
     """
 
@@ -148,23 +147,11 @@ class EmulatedDevice(CpuDevice):
         link_bytes_per_s: float | None = None,
         *,
         tier: str = "device",
-        slowdown: float = 1.0,
         peer_bytes_per_s: float | None = None,
     ) -> None:
         super().__init__(name, ledger, tier=tier)
         self._rate, self._peer_rate = link_bytes_per_s, peer_bytes_per_s
-        self._slowdown = slowdown
         self._never = threading.Event()
-
-    @contextmanager
-    def _slowly(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._never.wait((time.perf_counter() - started) * (self._slowdown - 1.0))
-
-    def computing(self) -> AbstractContextManager[None]:
-        """See `Device.computing`; takes as long as the emulated device would."""
-        return nullcontext() if self._slowdown == 1.0 else self._slowly()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy, and take as long as the emulated link would."""

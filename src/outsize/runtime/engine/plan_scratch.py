@@ -29,12 +29,12 @@ def open_scratch(
         StorageError: the file cannot be made.
         BudgetExceededError: a tier has too little left.
     """
+    size = extent_bytes(plan, boundary_bytes)
     if plan.layout.stages is not None:
-        return HostScratch(max(1, num_handed_over(plan.layout)), max(1, *boundary_bytes), arena)
+        return HostScratch(max(1, num_handed_over(plan.layout)), size, arena)
     if not plan.layout.offload:
         return None
     num_extents = len(plan.layout.offload) * plan.layout.round_size
-    size = extent_bytes(plan, boundary_bytes)
     if plan.below == "disk":
         return DiskScratch(num_extents, size, path, pool, arena, ledger=ledger)
     return HostScratch(num_extents, size, arena)
@@ -72,5 +72,7 @@ def open_rooms(
 
 
 def extent_bytes(plan: Plan, boundary_bytes: Sequence[int]) -> int:
-    """Return the bytes of the largest activation that ``plan`` saves; 0 where it saves none."""
+    """Return the bytes of the largest activation that ``plan`` saves or hands over; 0 where there is none."""
+    if plan.layout.stages is not None:
+        return max(1, *boundary_bytes)
     return max((boundary_bytes[unit] for unit in plan.layout.offload), default=0)

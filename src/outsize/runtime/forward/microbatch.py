@@ -30,7 +30,7 @@ from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.saved_tensors import SavedTensors
+from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
 
@@ -269,23 +269,10 @@ class MicrobatchRun:
     def _run_again(self, unit: int, call: Callable[[], Roots]) -> Roots:
         return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
 
-    def stored(self, unit: int) -> list[torch.UntypedStorage]:
-        """Storages of the differentiable inputs of ``unit``, each once: what SAVE and FETCH move."""
+    def stored(self, unit: int) -> list[tuple[torch.UntypedStorage, torch.dtype]]:
+        """Storages of the differentiable inputs of ``unit``, each once with its dtype: what SAVE and FETCH move."""
         visit = self._visits[unit]
-        found = {
-            visit.leaves[position].untyped_storage()._cdata: visit.leaves[position].untyped_storage()
-            for position in visit.sources
-        }
-        return list(found.values())
-
-    def stored_dtypes(self, unit: int) -> list[torch.dtype]:
-        """Dtypes of the elements of what `stored` returns, one for each."""
-        visit = self._visits[unit]
-        found = {
-            visit.leaves[position].untyped_storage()._cdata: visit.leaves[position].dtype
-            for position in visit.sources
-        }
-        return list(found.values())
+        return storages_of(visit.leaves[position] for position in visit.sources)
 
     def drop(self, unit: int) -> None:
         """Forget the arguments of a unit whose backward will not run (a frozen prefix)."""

@@ -52,7 +52,9 @@ class OuterForward:
         self._sums = sums
         self._rest = split.spec.units[-1]
         places = [glue_places(split, tensor.name) for tensor in self._rest.all_tensors]
-        self._places = {i: found for i, found in enumerate(places) if found} if self._has_rest else {}
+        self._places = (
+            {i: found for i, found in enumerate(places) if found} if self._rest.kind == "rest" else {}
+        )
         self._stand_ins = _stand_ins(split, workers)
         self._former = {
             (id(module), name): (module, module._parameters[name])
@@ -65,10 +67,6 @@ class OuterForward:
         self._runs: set[StagedRun] = set()
         start = (lambda: torch.set_num_threads(num_threads)) if num_threads is not None else None
         self._thread = ThreadPoolExecutor(1, "glue", initializer=start)
-
-    @property
-    def _has_rest(self) -> bool:
-        return self._rest.kind == "rest"
 
     @property
     def worker(self) -> int:

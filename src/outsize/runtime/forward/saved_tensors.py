@@ -21,29 +21,42 @@ class Memory:
         self.storage: torch.UntypedStorage | None = storage
 
 
-class Shown(NamedTuple):
-    """How a tensor shows memory that is held.
+class Form(NamedTuple):
+    """How a tensor shows its storage.
 
     Attributes:
-        memory: which one.
         dtype: of its elements.
         offset: of the first, in elements.
         size: by dimension.
         stride: likewise.
     """
 
-    memory: Memory
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def tensor(self) -> Tensor:
-        """Return the tensor again, without history."""
-        storage = self.memory.storage
-        assert storage is not None
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        """Return how a strided tensor shows its storage."""
+        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride()))
+
+    def shown(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor of this form in ``storage``, without history."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         return tensor.set_(storage, self.offset, self.size, self.stride)
+
+
+class Shown(NamedTuple):
+    """Memory that is held, and how a tensor shows it."""
+
+    memory: Memory
+    form: Form
+
+    def tensor(self) -> Tensor:
+        """Return the tensor again, without history."""
+        assert self.memory.storage is not None
+        return self.form.shown(self.memory.storage)
 
 
 class SavedTensors:
@@ -57,8 +70,7 @@ class SavedTensors:
         """Hold the memory of a strided tensor, and return how it is shown."""
         storage = tensor.untyped_storage()
         memory = self._memories.setdefault(storage._cdata, Memory(storage))
-        size, stride = tuple(tensor.size()), tuple(tensor.stride())
-        return Shown(memory, tensor.dtype, int(tensor.storage_offset()), size, stride)
+        return Shown(memory, Form.of(tensor))
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
         """Leave what is held of the memory of ``tensors``, which must still be alive, where it is."""
@@ -90,3 +102,14 @@ class SavedTensors:
         """Look after it no longer: each part lives as long as something that shows it."""
         self._memories.clear()
         self._gone.clear()
+
+
+def storages_of(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.dtype]]:
+    """Return the storages of ``tensors``, each once, with the dtype of the elements in it."""
+    found = {tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.dtype) for tensor in tensors}
+    return list(found.values())
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a storage as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -11,7 +11,7 @@ changes, the code between the units has run before they move; the head's argumen
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,10 @@ from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import box_of
 from outsize.runtime.forward.microbatch import Ambient, Forward, MicrobatchRun, Reseed, Roots, UnitVisit
 from outsize.runtime.forward.outer_forward import OuterForward
-from outsize.runtime.forward.saved_tensors import SavedTensors
+from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
 
 Storage = torch.UntypedStorage
-
-
-class _Form(NamedTuple):
-    """How a tensor shows its storage."""
-
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class StagedRun(MicrobatchRun):
@@ -74,8 +65,8 @@ class StagedRun(MicrobatchRun):
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
         self._recomputed: dict[int, Roots] = {}
-        self._copies: dict[tuple[torch.device, int, _Form], tuple[Tensor, Tensor]] = {}
-        self._gradient_forms: dict[int, dict[int, tuple[int, _Form]]] = {}
+        self._copies: dict[tuple[torch.device, int, Form], tuple[Tensor, Tensor]] = {}
+        self._gradient_forms: dict[int, dict[int, tuple[int, Form]]] = {}
 
     def arrive(self, unit: int) -> None:
         """Bring the model to ``unit``, so that its arguments exist."""
@@ -98,14 +89,11 @@ class StagedRun(MicrobatchRun):
 
     def input_storages(self, unit: int) -> list[Storage]:
         """Storages of what ``unit`` receives and of what moves with it, each once."""
-        leaves, positions = self._input(unit)
-        return _unique(leaves[position] for position in positions)
+        return [storage for storage, _ in self._moved(unit)]
 
     def input_dtypes(self, unit: int) -> list[torch.dtype]:
         """Dtypes of the elements of what `input_storages` returns, one for each."""
-        leaves, positions = self._input(unit)
-        found = {leaves[position].untyped_storage()._cdata: leaves[position].dtype for position in positions}
-        return list(found.values())
+        return [dtype for _, dtype in self._moved(unit)]
 
     def replace_input(self, unit: int, storages: list[Storage]) -> None:
         """Let what ``unit`` receives lie in other storages, in the order of `input_storages`."""
@@ -113,7 +101,7 @@ class StagedRun(MicrobatchRun):
         index = {storage._cdata: i for i, storage in enumerate(self.input_storages(unit))}
         for position in positions:
             old = leaves[position]
-            leaves[position] = _shown(_form(old), storages[index[old.untyped_storage()._cdata]])
+            leaves[position] = Form.of(old).shown(storages[index[old.untyped_storage()._cdata]])
         if unit not in self._visits:
             self._waiting = pytree.tree_unflatten(leaves, pytree.tree_structure(self._waiting))
 
@@ -127,10 +115,10 @@ class StagedRun(MicrobatchRun):
         """Take the gradient of the input of ``unit`` out, and return its storages, each once."""
         box = self._visits[unit - 1].box
         held = {i: gradient for i, gradient in enumerate(box.values) if gradient is not None}
-        storages = _unique(held.values())
+        storages = [storage for storage, _ in storages_of(held.values())]
         index = {storage._cdata: i for i, storage in enumerate(storages)}
         self._gradient_forms[unit] = {
-            i: (index[gradient.untyped_storage()._cdata], _form(gradient)) for i, gradient in held.items()
+            i: (index[gradient.untyped_storage()._cdata], Form.of(gradient)) for i, gradient in held.items()
         }
         box.values = [None] * len(box.values)
         return storages
@@ -139,7 +127,7 @@ class StagedRun(MicrobatchRun):
         """Put the gradient back, from storages in the order of `take_gradient`."""
         box = self._visits[unit - 1].box
         for i, (index, form) in self._gradient_forms.pop(unit).items():
-            box.values[i] = _shown(form, storages[index])
+            box.values[i] = form.shown(storages[index])
 
     def close(self) -> None:
         """See `MicrobatchRun.close`."""
@@ -162,6 +150,10 @@ class StagedRun(MicrobatchRun):
         tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         return leaves, tuple(i for i in tensors if i in self._passed) or tensors
 
+    def _moved(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
+        leaves, positions = self._input(unit)
+        return storages_of(leaves[position] for position in positions)
+
     def _arrive(self, unit: int) -> UnitVisit:
         if unit not in self._visits:
             before = _storages(pytree.tree_leaves(self._waiting))
@@ -182,7 +174,7 @@ class StagedRun(MicrobatchRun):
         device = self._glue.device()
         for i, leaf in enumerate(visit.leaves):
             if isinstance(leaf, Tensor) and leaf.device != device:
-                key = (device, leaf.untyped_storage()._cdata, _form(leaf))
+                key = (device, leaf.untyped_storage()._cdata, Form.of(leaf))
                 if key not in self._copies:
                     self._copies[key] = (leaf, leaf.to(device, non_blocking=True))
                 visit.leaves[i] = self._copies[key][1]
@@ -219,21 +211,6 @@ def _storages(leaves: list[Any]) -> dict[int, int]:
     return {i: leaf.untyped_storage()._cdata for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
 
-def _unique(tensors: Any) -> list[Storage]:
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return list(found.values())
-
-
-def _form(tensor: Tensor) -> _Form:
-    return _Form(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride()))
-
-
-def _shown(form: _Form, storage: Storage) -> Tensor:
-    """A tensor of ``form`` in ``storage``."""
-    shown = torch.empty(0, dtype=form.dtype, device=storage.device)
-    return shown.set_(storage, form.offset, form.size, form.stride)
-
-
 def _refill(source: Tensor, leaf: Tensor) -> None:
     """Fill the storage of a tensor that was moved away again, where code before the unit may go backward from it."""
     storage = source.untyped_storage()
@@ -242,8 +219,3 @@ def _refill(source: Tensor, leaf: Tensor) -> None:
     content = leaf.detach().untyped_storage()
     storage.resize_(content.nbytes())
     bytes_of(storage).copy_(bytes_of(content))
-
-
-def bytes_of(storage: Storage) -> Tensor:
-    """A storage as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

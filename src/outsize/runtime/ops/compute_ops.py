@@ -22,6 +22,7 @@ from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
+from outsize.runtime.forward.random_states import Drawing
 from outsize.runtime.forward.selective_recompute import Selected
 from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
@@ -232,14 +233,14 @@ class ComputeOps:
         # Not `self` and `context`, which hold the run that will hold this.
         seed, step = self._settings.seed, context.number
         where = self._device.torch_device
-        backend = module_of(where) if is_accelerator(where) else None
         among_all = context.first_microbatch + microbatch
 
-        def reseed(unit: int, glue: bool) -> None:
+        def seeded(unit: int, glue: bool) -> None:
             torch.default_generator.manual_seed(seed_of(seed, step, unit, among_all, glue))
-            if backend is not None:
-                backend.manual_seed(seed_of(seed, step, unit, among_all, glue))
+            if is_accelerator(where):
+                module_of(where).manual_seed(seed_of(seed, step, unit, among_all, glue))
 
+        reseed = Drawing(where) if context.draws_on else seeded
         inputs = pytree.tree_map_only(
             Tensor,
             lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),

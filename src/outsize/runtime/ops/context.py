@@ -62,6 +62,8 @@ class StepContext:
         fetched: how often the input of each unit for each microbatch has been fetched.
         below: what lies below the workers, by unit, microbatch and kind.
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
+        draws_on: whether code of the model draws random numbers where the generators are, as a plain forward does; else
+            each piece of it has a seed.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         again: whether that backward will run this forward again, so that nothing is kept of it either.
         slots: see `slots_used`, where the program is not the plan's own.
@@ -97,6 +99,7 @@ class StepContext:
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
     below: dict[tuple[int | None, int | None, str], list[EncodedTensor]] = field(default_factory=dict)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    draws_on: bool = False
     keeps: bool = True
     again: bool = False
     slots: Mapping[Op, Mapping[int, int]] | None = None

@@ -21,7 +21,8 @@ from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
-from outsize.runtime.forward.staged_run import StagedRun, bytes_of
+from outsize.runtime.forward.saved_tensors import bytes_of
+from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.encoded_storage import pack, room_for, unpack
 from outsize.runtime.ops.offload_ops import Away, OffloadOps

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.ops import Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.ops.context import StepContext
 from outsize.storage.scratch import Scratch
 
@@ -75,14 +75,14 @@ class OffloadOps:
         extent = choices[key[2] % len(choices)].extent
         assert extent is not None
         room = self._rooms[extent]
-        contents = [bytes_on(storage, self._device.torch_device) for storage in held.storages()]
-        if not room.holds_all(contents):  # it is measured on shorter sequences, and on other experts
+        contents = [bytes_of(storage) for storage in held.storages()]
+        if not room.holds(*contents):  # it is measured on shorter sequences, and on other experts
             run.let_go(key[1])
             self.num_let_go += 1
             return
         sizes = [content.nbytes for content in contents]
         with self._device.link(sum(sizes)):
-            room.put_all(key, contents)
+            room.put(key, *contents)
         self._away[key] = room, sizes
         self.down = self.down.and_then(sum(sizes), sum(sizes))
         held.take()
@@ -97,7 +97,7 @@ class OffloadOps:
         device = self._device.torch_device
         contents = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         with self._device.link(sum(sizes)):
-            room.take_all(key, contents)
+            room.take(key, *contents)
         del self._away[key]  # what fails before this can be forgotten
         self.up = self.up.and_then(sum(sizes), sum(sizes))
         for content in contents:
@@ -115,8 +115,3 @@ def key_of(op: Op, context: StepContext) -> tuple[Key, MicrobatchRun]:
     assert op.unit is not None
     assert op.microbatch is not None
     return (context.number, op.unit, op.microbatch), context.runs[op.microbatch]
-
-
-def bytes_on(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """Return a storage of ``device`` as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

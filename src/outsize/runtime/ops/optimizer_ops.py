@@ -6,7 +6,7 @@ Where gradients do not wait at home, a GRAD of the tile fills its gradient in as
 over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
-from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, Plane, StateLayout
+from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state, step_whole
 from outsize.optim.update import UpdateRule, WholeRule
@@ -91,12 +91,8 @@ class OptimizerOps:
         """READ of a tile: disk → tile buffer."""
         if context.skipped:
             return
-        unit, start, stop, planes = self._tile(op)
-        parts = {
-            name: _part(planes, self.state.planes, name, unit, stop - start)
-            for name in self.state.read_planes
-        }
-        self._home.read_planes(unit.index, start, parts)
+        unit, start, parts = self._parts(op, self.state.read_planes)
+        self._home.read_planes(unit, start, parts)
 
     def step(self, op: Op, context: StepContext) -> None:
         """STEP of a tile, or of a whole unit in place."""
@@ -166,12 +162,8 @@ class OptimizerOps:
         """WRITE of a tile: tile buffer → disk."""
         if context.skipped:
             return
-        unit, start, stop, planes = self._tile(op)
-        parts = {
-            name: _part(planes, self.state.planes, name, unit, stop - start)
-            for name in self.state.write_planes
-        }
-        self._home.write_planes(unit.index, start, parts)
+        unit, start, parts = self._parts(op, self.state.write_planes)
+        self._home.write_planes(unit, start, parts)
 
     def _apply(
         self,
@@ -241,6 +233,12 @@ class OptimizerOps:
         start = own.start + op.tile * self._memory.tile_elements
         return unit, start, min(start + self._memory.tile_elements, own.stop), self._buffers[op.buffer]
 
+    def _parts(self, op: Op, names: Iterable[str]) -> tuple[int, int, dict[str, Tensor]]:
+        """The unit and the first element of a tile, and what of its buffer is its elements in those planes."""
+        unit, start, stop, planes = self._tile(op)
+        made = self.state.planes
+        return unit.index, start, {n: planes[n][: made[n].items_of(unit, stop - start)] for n in names}
+
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
         whole = not isinstance(self._home, HostHome)
@@ -252,13 +250,6 @@ class OptimizerOps:
             planes[name] = buffer[offset:end].view(dtype)
             offset = end
         return planes
-
-
-def _part(
-    planes: Mapping[str, Tensor], made: Mapping[str, Plane], name: str, unit: UnitSpec, numel: int
-) -> Tensor:
-    """The first ``numel`` elements of ``unit`` in a plane of a tile buffer."""
-    return planes[name][: made[name].items_of(unit, numel)]
 
 
 def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:

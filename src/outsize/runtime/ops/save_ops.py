@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
 from outsize.codecs.codec import Codec
 from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.ops import Op
 from outsize.runtime.device.device import Device
-from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.encoded_storage import EncodedTensor, pack, room_for, unpack
-from outsize.runtime.ops.offload_ops import Key, OffloadOps, bytes_on, key_of
+from outsize.runtime.ops.offload_ops import Key, OffloadOps, key_of
 from outsize.storage.scratch import Scratch
 
 
@@ -45,13 +43,12 @@ class ActivationOps(OffloadOps):
 
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: device → scratch; the device memory is free afterwards."""
-        key, run, storages = self._storages(op, context)
-        dtypes = run.stored_dtypes(key[1]) if self._codec is not None else [torch.uint8] * len(storages)
+        key, run = key_of(op, context)
+        assert self._scratch is not None
         self._sizes[key] = []
-        for index, (storage, dtype) in enumerate(zip(storages, dtypes, strict=True)):
-            content = bytes_on(storage, self._device.torch_device)
+        for index, (storage, dtype) in enumerate(run.stored(key[1])):
+            content = bytes_of(storage)
             sent, parcel = pack(self._codec, content, dtype)
-            assert self._scratch is not None
             self._sizes[key].append(parcel)
             with self._device.link(sent.nbytes):
                 self._scratch.put((*key, index), sent)
@@ -61,12 +58,14 @@ class ActivationOps(OffloadOps):
 
     def fetch(self, op: Op, context: StepContext) -> None:
         """FETCH: scratch → device, into the storages that were emptied."""
-        key, _, storages = self._storages(op, context)
-        for index, (storage, parcel) in enumerate(zip(storages, self._sizes[key], strict=True)):
+        key, run = key_of(op, context)
+        assert self._scratch is not None
+        for index, ((storage, _), parcel) in enumerate(
+            zip(run.stored(key[1]), self._sizes[key], strict=True)
+        ):
             storage.resize_(parcel.num_bytes)
-            content = bytes_on(storage, self._device.torch_device)
+            content = bytes_of(storage)
             arrived = room_for(parcel, content)
-            assert self._scratch is not None
             with self._device.link(parcel.sent_bytes):
                 self._scratch.take((*key, index), arrived)
             unpack(self._codec, parcel, arrived, content)
@@ -81,9 +80,3 @@ class ActivationOps(OffloadOps):
                 assert self._scratch is not None
                 self._scratch.forget((*key, index))
         super().forget(number)
-
-    def _storages(
-        self, op: Op, context: StepContext
-    ) -> tuple[Key, MicrobatchRun, list[torch.UntypedStorage]]:
-        key, run = key_of(op, context)
-        return key, run, run.stored(key[1])

@@ -154,7 +154,7 @@ def state_layout(
         ConfigError: the masters cannot be split, or gradients not be rounded.
     """
     optimizer = config.optimizer
-    if optimizer.masters == "split" and spec.dtype != "bf16":
+    if optimizer.masters.startswith("split") and spec.dtype != "bf16":
         raise ConfigError(
             f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
             "here; leave it auto, or set model.dtype=bf16"

@@ -20,6 +20,7 @@ from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.compiled import compile_blocks
+from outsize.model.liger import take_liger
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.tiled_mlp import take_in_parts
@@ -142,7 +143,7 @@ def prepare(
     dtype = choose_dtype(config.model.dtype, choose_device(config.memory.device))
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
-    model = _skeleton(config, hf_config, dtype)
+    model = _skeleton(config, hf_config, dtype, announce)
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
@@ -235,12 +236,14 @@ def compiled_so(prepared: Job, run_dir: Path, announce: Announce) -> Job:
     return planned_so(replace(prepared, config=config, tried=tried), plan, run_dir)
 
 
-def _skeleton(config: Config, hf_config: Any, dtype: str) -> nn.Module:
+def _skeleton(config: Config, hf_config: Any, dtype: str, announce: Announce) -> nn.Module:
     model, frozen = config.model, config.train.method == "lora"
     built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
     trim()  # building a model takes its weights for a moment, one after the other
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
+    if model.kernels == "liger":
+        announce(f"kernels: {take_liger(built, choose_device(config.memory.device))}")
     return built
 
 

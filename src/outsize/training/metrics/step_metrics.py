@@ -4,7 +4,7 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from outsize.accelerators import is_accelerator, module_of
 from outsize.planner.program.ops import COMPUTE_KINDS
@@ -101,7 +101,7 @@ class Accounts:
             waits_s={lane: waits.of(lane) for lane in self._lanes},
             num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
             mfu=self._mfu(outcome.seconds),
-            tiers=self._tiers(),
+            tiers={name: asdict(tier) for name, tier in self._ledger.statistics().items()},
             device_bytes={name: module_of(name).memory_reserved(name) for name in self._gpus},
             gpus=tuple(sample.model_dump() for sample in self._sampler.sample()),
             host=None if host is None else host.model_dump(),
@@ -140,16 +140,6 @@ class Accounts:
         if self._flops is None or self._peak.flops_per_s is None:
             return None
         return self._flops / self._peak.flops_per_s / seconds
-
-    def _tiers(self) -> dict[str, dict[str, int | None]]:
-        return {
-            name: {
-                "used_bytes": tier.used_bytes,
-                "high_water_bytes": tier.high_water_bytes,
-                "budget_bytes": tier.budget_bytes,
-            }
-            for name, tier in self._ledger.statistics().items()
-        }
 
     def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""

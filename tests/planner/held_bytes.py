@@ -1,18 +1,67 @@
-"""Which bytes an op takes and gives back, tier by tier, at its start and at its end.
+"""What ops of a simulated run hold, tier by tier, and which of them its length is made of.
 
-These are bytes in use: a slot counts while a unit lies in it, an activation while it lives. What a plan sets
+Held are bytes in use: a slot counts while a unit lies in it, an activation while it lives. What a plan sets
 aside is never less.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
-from outsize.planner.memory.activation_liveness import NOTHING
+from outsize.planner.memory.activation_liveness import NOTHING, ActivationMeter, Live
 from outsize.planner.program.activation_policy import KeptBytes, bytes_of
 from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.simulate.discrete import LaneRun
+from outsize.planner.simulate.simulator import Simulation
 
 Change = tuple[str, int]
 Changes = tuple[list[Change], list[Change]]
+
+
+def held_bytes(
+    done: Simulation,
+    layout: StepLayout,
+    boundary_bytes: Sequence[int] = (),
+    kept_bytes: KeptBytes = NOTHING,
+    below: str = "host",
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the most bytes held in each tier (``device:w0``, ``host``), and those held at the end; see `changes_of`.
+
+    Of changes at the same time those at an end come first, and then those of earlier ops.
+    """
+    moments: list[tuple[float, int, int, Change]] = []
+    for index, op in enumerate(done.steps.ops):
+        if op is None:
+            continue
+        at_start, at_end = changes_of(op, layout, boundary_bytes, below, kept_bytes)
+        moments += [(done.run.start_s[index], 1, 2 * index + 1, change) for change in at_start]
+        moments += [(done.run.end_s[index], 0, 2 * index + 2, change) for change in at_end]
+    held: defaultdict[str, int] = defaultdict(int)
+    peak: defaultdict[str, int] = defaultdict(int)
+    for *_, (tier, size) in sorted(moments, key=lambda moment: moment[:3]):
+        held[tier] += size
+        peak[tier] = max(peak[tier], held[tier])
+    return dict(peak), dict(held)
+
+
+def peak_activations(
+    program: Program, layout: StepLayout, boundary_bytes: Sequence[int], kept_bytes: KeptBytes = NOTHING
+) -> Live:
+    """Return the most bytes of activations that are ever live on the device, and saved below it."""
+    meter = ActivationMeter(layout, boundary_bytes, kept_bytes)
+    live = [meter.add(op) for op in program]
+    return Live(max((x.device_bytes for x in live), default=0), max((x.below_bytes for x in live), default=0))
+
+
+def critical_path(run: LaneRun) -> tuple[int, ...]:
+    """Return the chain of work, first to last, whose durations add up to the makespan."""
+    if not run.end_s:
+        return ()
+    path = [max(range(len(run.end_s)), key=lambda i: (run.end_s[i], -i))]
+    while run.cause[path[-1]] >= 0:
+        path.append(run.cause[path[-1]])
+    return tuple(reversed(path))
 
 
 def changes_of(

@@ -1,0 +1,278 @@
+"""Liger's kernels in a model: norms, rotations and gated activations of its blocks, each in one kernel.
+
+Liger puts them in by an interface of its own (`_apply_liger_kernel_to_instance`), which changes the instance, and the
+module of transformers that its code lies in as well. Here the instance alone keeps them:
+
+1. What the interface put into modules of transformers is taken out again. The functions among it, rotations, reach the
+   instance by forwards of its own, in which their names mean them.
+2. Triton computes on accelerators. Where tensors lie on none, as in the trial of a microbatch, the model's own code
+   runs, and saves what the kernel would have saved, in as many tensors, so that what is measured is what a run takes.
+3. Rotations write over what they are given: what a product returned, behind autograd's back. Where a mode watches
+   operations, to keep what products return (`runtime.forward.selective_recompute`), they are given a copy.
+
+Norms and activations write in a backward alone, over a gradient or what they saved themselves, which is used once.
+Losses stay those of outsize.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from outsize.accelerators import is_accelerator
+from outsize.errors import ConfigError, ModelError
+
+_PACKAGE = "liger_kernel"
+# Forwards of Liger that are a product of an activation of one projection with another one.
+_GATED = ("LigerSwiGLUMLP.forward", "LigerGEGLUMLP.forward", "LigerQwen3MoeSwiGLUMLP.forward")
+# Its backward adds up what comes in any order: no two runs would be equal.
+_EXPERTS = "LigerExperts.forward"
+
+
+def take_liger(model: nn.Module, device: str) -> str:
+    """Have ``model``, of transformers or PEFT's around one, compute with Liger's kernels; `take_plain` undoes it.
+
+    Args:
+        model: its parameters may lie anywhere.
+        device: that it will compute on.
+
+    Returns:
+        What computes now: which kernel, how many times.
+
+    Raises:
+        ConfigError: Liger is not installed, or Triton does not compute there.
+        ModelError: Liger has no kernels for such a model, or the model has some already.
+    """
+    # What Triton's interpreter runs lies in host memory.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not is_accelerator(device) and not interpreted:
+        raise ConfigError(
+            f"kernels: those of Liger are Triton's, which computes on accelerators, not on {device}; set none"
+        )
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except ImportError as error:
+        raise ConfigError(
+            f"kernels: liger needs the package liger-kernel ({error}): pip install 'outsize[liger]'"
+        ) from error
+    around: Any = model
+    base = around.get_base_model() if hasattr(model, "get_base_model") else around
+    kind = getattr(getattr(base, "config", None), "model_type", None)
+    if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        known = ", ".join(sorted(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ModelError(f"kernels: Liger has none for a model of type {kind}, but for {known}; set none")
+    check_plain(base)
+    put = _put(monkey_patch._apply_liger_kernel_to_instance, base)
+    found = Counter(name for part in base.modules() for name in _take(part, put, interpreted))
+    return ", ".join(f"{name} × {count}" for name, count in sorted(found.items()))
+
+
+def check_plain(model: nn.Module) -> None:
+    """Check that a model has no kernels of Liger but by `take_liger`: others run on no CPU, where trials are.
+
+    Raises:
+        ModelError: it has.
+    """
+    if any(map(_is_patched, model.modules())):
+        raise ModelError(
+            "kernels: Liger's are in this model already, and could not be measured; leave out what put them there, and "
+            "have outsize do it: model.kernels of a run, kernels='liger' of a call"
+        )
+
+
+def take_plain(model: nn.Module) -> None:
+    """Undo `take_liger`."""
+    for module in model.modules():
+        if isinstance(_given(module), _Either):
+            del module.forward
+
+
+class _Either:
+    """In place of a module's forward: ``kernel`` on an accelerator, and ``own`` elsewhere, or ``kernel`` everywhere."""
+
+    def __init__(self, kernel: Callable[..., Any], own: Callable[..., Any], everywhere: bool) -> None:
+        self._kernel, self._own, self._everywhere = kernel, own, everywhere
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self._kernel if self._everywhere or _is_away((args, kwargs)) else self._own
+        return run(module, *args, **kwargs)
+
+
+class _Saving(Function):
+    """An operation that saves what a kernel in its place would save, and is run again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], kept: range, rows: bool, *tensors: Tensor) -> Any:
+        """Return what ``run`` makes of ``tensors``; its backward needs of them those in ``kept``, and no other values.
+
+        With ``rows``, a number for each row of the first one is saved as well.
+        """
+        ctx.run, ctx.kept = run, kept
+        ctx.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        numbers = [tensors[0].new_zeros(tensors[0].shape[:-1], dtype=torch.float32)] if rows else []
+        ctx.save_for_backward(*(tensors[index] for index in kept), *numbers)
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        needed = ctx.needs_input_grad[3:]
+        tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
+        for index, saved in zip(ctx.kept, ctx.saved_tensors, strict=False):
+            tensors[index] = saved.detach()
+        leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
+        with torch.enable_grad():
+            made = pytree.tree_leaves(ctx.run(*leaves))
+        pairs = [pair for pair in zip(made, gradients, strict=True) if pair[0].requires_grad]
+        roots, given = zip(*pairs, strict=True)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(roots, wanted, given))
+        return None, None, None, *(next(found) if need else None for need in needed)
+
+
+# Function.apply has no types.
+_saving: Callable[..., Any] = _Saving.apply
+
+
+def _norm(own: Callable[..., Tensor], module: nn.Module, hidden: Tensor) -> Tensor:
+    """Run the norm ``own`` of ``module``, which saves its input, its weight, and a number for each row."""
+    weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
+
+    def run(hidden: Tensor, *given: Any) -> Tensor:
+        module._parameters.update(zip(weights, given, strict=True))
+        try:
+            return own(module, hidden)
+        finally:
+            module._parameters.update(weights)
+
+    made: Tensor = _saving(run, range(1 + len(weights)), True, hidden, *weights.values())
+    return made
+
+
+def _gated(module: Any, hidden: Tensor) -> Any:
+    """Run a gated MLP, which saves its two projections."""
+
+    def run(gate: Tensor, up: Tensor) -> Any:
+        opened = module.act_fn(gate)
+        return opened * up if torch.is_grad_enabled() else opened.mul_(up)
+
+    gate, up = module.gate_proj(hidden), module.up_proj(hidden)
+    return module.down_proj(_saving(run, range(2), False, gate, up))
+
+
+def _rotation(kernel: Callable[..., Any], own: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:
+    """Return what rotates queries and keys by ``kernel``, or else by ``own``, which saves cosines and sines."""
+
+    def rotate(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if everywhere or _is_away(query):
+            if _get_current_dispatch_mode() is not None:
+                query, key = query.clone(), key.clone()
+            return kernel(query, key, *args, **kwargs)
+        if len(args) != 2:
+            return own(query, key, *args, **kwargs)
+        return _saving(partial(own, **kwargs), range(2, 4), False, query, key, *args)
+
+    return rotate
+
+
+def _is_away(values: Any) -> bool:
+    """Whether the first tensor in ``values`` lies on an accelerator."""
+    first = next(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return first.device.type not in ("cpu", "meta")
+
+
+def _is_ligers(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith(_PACKAGE)
+
+
+def _given(module: nn.Module) -> Any:
+    """Return the forward that ``module`` was given in place of its class's; None where it has that."""
+    return getattr(vars(module).get("forward"), "__func__", None)
+
+
+def _is_patched(module: nn.Module) -> bool:
+    """Whether a module computes with kernels of Liger, by its class or by what its forward calls."""
+    forward = _given(module) or type(module).forward
+    called = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return _is_ligers(forward) or any(_is_ligers(forward.__globals__.get(name)) for name in called)
+
+
+def _put(apply: Callable[..., None], model: nn.Module) -> dict[ModuleType, dict[str, Any]]:
+    """Have Liger change ``model``; returns what it has put into modules, where it is no more.
+
+    Raises:
+        ModelError: Liger cannot.
+    """
+    before = {module: dict(vars(module)) for module in _modules()}
+    try:
+        apply(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    except Exception as error:  # of code that may be of another time than transformers'
+        for module in model.modules():
+            if _is_ligers(_given(module)):
+                del module.forward
+        raise ModelError(
+            f"kernels: Liger fails at {type(model).__name__}: {type(error).__name__}: {error}; try another version of "
+            "liger-kernel, or set none"
+        ) from error
+    finally:
+        put = {module: _restored(module, values) for module, values in before.items()}
+    return put
+
+
+def _modules() -> list[ModuleType]:
+    """Return the modules into which Liger puts something."""
+    models = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    return [*models, nn, nn.functional]
+
+
+def _restored(module: ModuleType, before: dict[str, Any]) -> dict[str, Any]:
+    """Give ``module`` what it had, and return what was there instead."""
+    put = {name: value for name, value in vars(module).items() if before.get(name, value) is not value}
+    vars(module).update({name: before[name] for name in put})
+    return put
+
+
+def _take(module: nn.Module, put: dict[ModuleType, dict[str, Any]], everywhere: bool) -> Iterator[str]:
+    """Have ``module`` run kernels: those that Liger has given it, and those ``put`` where its forward looks.
+
+    Yields:
+        Their names.
+    """
+    for name in ("extra_repr", "_get_name"):
+        vars(module).pop(name, None)
+    own: Any = type(module).forward
+    kernel = _given(module)
+    if _is_ligers(kernel) and kernel.__qualname__ == _EXPERTS:
+        del module.forward
+    elif _is_ligers(kernel):
+        saving = own
+        if kernel.__qualname__ in _GATED and hasattr(module, "act_fn"):
+            saving = _gated
+        elif kernel.__qualname__ == "LigerRMSNorm.forward":
+            saving = partial(_norm, own)
+        module.forward = MethodType(_Either(kernel, saving, everywhere), module)
+        yield kernel.__qualname__.partition(".")[0]
+        return
+    names = next((found for place, found in put.items() if own.__globals__ is vars(place)), {})
+    called = {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, FunctionType) and name in own.__code__.co_names
+    }
+    if called:
+        known = own.__globals__
+        rotations = {name: _rotation(value, known[name], everywhere) for name, value in called.items()}
+        forward = FunctionType(
+            own.__code__, {**known, **rotations}, own.__name__, own.__defaults__, own.__closure__
+        )
+        forward.__kwdefaults__ = own.__kwdefaults__
+        module.forward = MethodType(_Either(forward, own, True), module)
+        yield from (value.__name__ for value in called.values())

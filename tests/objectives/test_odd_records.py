@@ -1,0 +1,114 @@
+"""Records as people have them, and runs that are gone on with as something else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from objectives.test_objectives import losses, make_run, make_t5
+from outsize.errors import ConfigError, DataError, OutsizeError
+from outsize.functions import train
+from outsize.objectives.objective_records import Classes, read_rows
+from outsize.objectives.recipes import RECIPES
+from tiny import tiny_run
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("default")  # those of TRL are its own
+
+
+def read(directory: Path, objective: str, records: list[Any] | str) -> list[dict[str, Any]]:
+    config = make_run(directory, objective)
+    path = Path(config.data.path).with_suffix(".csv" if isinstance(records, str) else ".jsonl")
+    text = records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
+    path.write_text(text)
+    data = config.data.model_copy(update={"path": str(path)})
+    config = config.model_copy(update={"data": data})
+    return read_rows(config, objective, RECIPES[objective], lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("objective", "record", "words"),
+    [
+        (
+            "dpo",
+            {"prompt": "a", "chosen": None, "rejected": "b"},
+            "and found 'prompt', 'rejected'; data.columns",
+        ),
+        (
+            "dpo",
+            {"chosen": "a", "rejected": 3},
+            "'rejected' must be a string or a list of messages, found int",
+        ),
+        ("orpo", {"prompt": "", "chosen": "", "rejected": "b"}, "field 'chosen' is empty"),
+        ("embed", {"anchor": " ", "positive": "b"}, "field 'anchor' is empty"),
+        ("classify", {"text": "a", "label": float("nan")}, "field 'label' is a name or a number, not nan"),
+    ],
+)
+def test_a_record_that_nothing_can_be_learnt_from_is_refused(
+    objective: str, record: dict[str, Any], words: str, tmp_path: Path
+):
+    with pytest.raises(DataError, match=words):
+        read(tmp_path, objective, [record])
+
+
+def test_a_prompt_may_be_empty(tmp_path: Path):
+    assert read(tmp_path, "dpo", [{"prompt": "", "chosen": "a", "rejected": "b"}])[0]["prompt"] == ""
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["10", "9", "-2"], ["-2", "9", "10"]),  # in the order of numbers
+        (["007", "8"], ["007", "8"]),
+        (["1", "b"], ["1", "b"]),
+        (["1", "2.5"], None),  # measures
+    ],
+)
+def test_labels_of_a_table_are_numbers_where_all_are(
+    labels: list[str], names: list[str] | None, tmp_path: Path
+):
+    rows = read(tmp_path, "classify", "text,label\n" + "".join(f"some text,{label}\n" for label in labels))
+    classes = Classes([row["label"] for row in rows], {})
+    if names is None:
+        assert [classes.number(row["label"]) for row in rows] == [1.0, 2.5]
+        assert classes.changes["problem_type"] == "regression"
+    else:
+        assert list(classes.changes["id2label"].values()) == names
+
+
+def test_texts_are_not_set_apart_from_nothing(tmp_path: Path):
+    alone = {"objective": "embed", "tokens_per_step": 32}
+    with pytest.raises(ConfigError, match="two at least"):
+        train(make_run(tmp_path, "embed", train=alone))
+
+
+def test_texts_of_an_encoder_decoder_are_ended_to_be_classified(tmp_path: Path):
+    """It takes the state at the token that ends a text, and tokenizers of others write none."""
+    make_t5(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.pad_token = "!"
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = make_run(tmp_path, "classify")
+    train(config)
+    assert len(set(losses(config))) == 2
+
+
+@pytest.mark.parametrize("how", ["auto", "path"])
+@pytest.mark.parametrize("other", ["orpo", "sft"])
+def test_a_run_is_not_gone_on_with_as_another(how: str, other: str, tmp_path: Path):
+    first = make_run(tmp_path, "dpo", train={"objective": "dpo", "steps": 1})
+    train(first)
+    resume = "auto" if how == "auto" else str(first.train.run_dir)
+    more = {"objective": other, "steps": 3, "resume": resume}
+    run = make_run(tmp_path, "dpo", "run" if how == "auto" else "other", train=more)
+    with pytest.raises(OutsizeError, match=f"has dpo, and cannot go on with {other}"):
+        train(run)
+
+
+def test_a_checkpoint_of_the_engines_is_no_trainers(tmp_path: Path):
+    sft = tiny_run(tmp_path, memory={"home": "host"}, train={"run_dir": str(tmp_path / "sft")})
+    alone = Path(train(sft).export_dir or "").rename(tmp_path / "alone")  # apart from the run that made it
+    with pytest.raises(ConfigError, match="is a checkpoint of the engine's"):
+        train(make_run(tmp_path, "dpo", "other", train={"objective": "dpo", "resume": str(alone)}))
