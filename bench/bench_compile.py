@@ -1,7 +1,7 @@
 """What do compiled blocks gain? Resident steps and streamed ones, compiled and as they are, by turns in one process.
 
 Both train the same model on the same tokens. What is compiled is compiled before the first step is timed; how long that
-took is told beside, with an empty cache of torch's unless ``--warm`` leaves it as it is.
+took is told beside, with an empty cache of torch's unless ``--warm`` leaves it as it is; and what ``auto`` makes of it.
 """
 
 import argparse
@@ -12,6 +12,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outsize.config import Config
 
 sys.path.insert(0, str(Path(__file__).parent))
 import common
@@ -20,40 +24,45 @@ MODES = ("off", "blocks")
 DTYPES = ("fp32", "bf16")
 
 
+def config_of(args: argparse.Namespace, mode: str) -> "Config":
+    from outsize.config import load_config
+
+    shape, dtype = args.child.split(":")
+    overrides = [
+        f"model.path={args.dir / shape / 'model'}",
+        f"model.dtype={dtype}",
+        f"model.compile={mode}",
+        f"data.path={args.dir}",
+        f"data.seq_len={args.seq_len}",
+        f"train.tokens_per_step={args.tokens_per_step}",
+        f"train.microbatches={args.microbatches}",
+        f"train.steps={args.steps}",
+        f"memory.device_memory={args.device_memory}",
+        "memory.device=cpu",
+        "memory.home=host",
+    ]
+    return load_config(None, overrides)
+
+
 def child(args: argparse.Namespace) -> dict[str, object]:
     """Train one shape in one dtype, compiled and not, by turns of a step each."""
     from contextlib import ExitStack
 
     import torch
 
-    from outsize.config import load_config
     from outsize.data.batch import Batch
+    from outsize.session.decide.decide import decide
     from outsize.session.job.prepare import prepare
     from outsize.session.stream import StreamedTrainer
     from outsize.session.torch_state import borrowed_torch
 
-    shape, dtype = args.child.split(":")
     found: dict[str, object] = {}
     with ExitStack() as stack:
         stack.enter_context(borrowed_torch(deterministic=True))
         trainers, steppers = {}, {}
         for mode in MODES:
-            overrides = [
-                f"model.path={args.dir / shape / 'model'}",
-                f"model.dtype={dtype}",
-                f"model.compile={mode}",
-                f"data.path={args.dir}",
-                f"data.seq_len={args.seq_len}",
-                f"train.tokens_per_step={args.tokens_per_step}",
-                f"train.microbatches={args.microbatches}",
-                f"train.steps={args.steps}",
-                f"memory.device_memory={args.device_memory}",
-                "memory.device=cpu",
-                "memory.home=host",
-            ]
-            config = load_config(None, overrides)
             began_s, said = time.perf_counter(), list[str]()
-            prepared = prepare(config, args.dir / f"run-{mode}", said.append)
+            prepared = prepare(config_of(args, mode), args.dir / f"run-{mode}", said.append)
             found[f"{mode}_prepare_s"] = time.perf_counter() - began_s
             found[f"{mode}_said"] = [line for line in said if line.startswith("compile: ")]
             trainer = stack.enter_context(StreamedTrainer(prepared, args.dir / f"store-{mode}"))
@@ -72,6 +81,10 @@ def child(args: argparse.Namespace) -> dict[str, object]:
                 trainers[mode].settle()
                 seconds[mode].append(time.perf_counter() - began_s)
                 losses[mode].append(outcome.loss)
+        said.clear()
+        run_dir = args.dir / "run-auto"
+        decide(prepare(config_of(args, "auto"), run_dir, said.append), run_dir, said.append)
+        found["auto_said"] = said[-1]
     return {**found, "seconds": {mode: taken[2:] for mode, taken in seconds.items()}, "losses": losses}
 
 
@@ -128,6 +141,7 @@ def report(args: argparse.Namespace, runs: dict[str, dict[str, object]]) -> None
             "gain": vars(gain),
             "compile_s": before,
             "said": run["blocks_said"],
+            "auto": run["auto_said"],
             "losses": run["losses"],
         }
     headers = ("model", "as it is, s", "compiled, s", "gain", "compiling, s")

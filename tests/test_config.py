@@ -287,6 +287,10 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
         (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs a momentum"),
         (["optimizer.clip=unit", "train.on_nonfinite=skip"], "needs them; use optimizer.clip=global"),
         (
+            ["train.objective=dpo", "model.compile=auto"],
+            "model.compile: with train.objective=dpo nothing is timed",
+        ),
+        (
             ["optimizer.masters=split", "model.dtype=fp32"],
             "only those of bf16 weights can be split, not fp32",
         ),

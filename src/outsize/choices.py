@@ -33,8 +33,9 @@ _Int4Gradients = Literal[
 TransportGradients = Literal[TransportWeights, _Int8Gradients, _Int4Gradients]
 # How stages hand over what they make for the next one.
 Handover = Literal["auto", "host", "peer"]
-# What of a model torch compiles.
+# What of a model torch compiles; a run can time both.
 Compile = Literal["off", "blocks"]
+CompileOrAuto = Literal["auto", Compile]
 # Whose kernels norms, rotations and activations of a model are.
 BlockKernels = Literal["none", "liger"]
 # What becomes of what backwards need of their forwards.

@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
 from torch.utils import _python_dispatch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from outsize.config import Config
+from outsize.config import Config, load_config
 from outsize.model import compiled
-from outsize.session.job.prepare import prepare
+from outsize.session.decide import decide as decide_module
+from outsize.session.decide.rates import measure_rates
+from outsize.session.job.prepare import Job, prepare
+from outsize.training.run import train
 from outsize.training.verify import verify
-from support import make_run
+from support import assert_same_end, in_dir, make_run
 
 # Whole graphs, whose forward and backward run in torch's own kernels: what streams them is the same.
 CHEAP = "aot_eager"
@@ -63,10 +69,12 @@ def assert_equal(config: Config) -> list[str]:
     said: list[str] = []
     result = verify(config, announce=said.append)
     assert (result.equal, result.differing) == (True, [])
-    assert result.loss_streamed[-1] < result.loss_streamed[0]
     told = [line for line in said if line.startswith("compile: ")]
     assert told
     assert not any("runs as it is" in line for line in told), told
+    # Before the first step; inputs of a resident run need no gradients above what is frozen, which is another form.
+    streamed = said[said.index("streamed run") : said.index("resident run")]
+    assert not any(line.startswith("compile: ") for line in streamed), streamed
     return told
 
 
@@ -80,13 +88,155 @@ def test_whatever_becomes_of_what_forwards_make(case: str, tmp_path: Path) -> No
     assert_equal(compile_run(tmp_path, **RUNS[case]))
 
 
+WHAT = {
+    "model": st.fixed_dictionaries({"dtype": st.sampled_from(["fp32", "bf16"])}),
+    "train": st.fixed_dictionaries(
+        {
+            "method": st.sampled_from(["full", "lora"]),
+            "microbatches": st.integers(1, 4),
+            "round_microbatches": st.sampled_from([None, 1, 2]),
+        }
+    ),
+    "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4"])}),
+    "memory": st.fixed_dictionaries(
+        {
+            "home": st.sampled_from(["host", "disk"]),
+            "activations": st.sampled_from(["auto", "recompute", "keep"]),
+            "device": st.sampled_from(["cpu", "emulated:2"]),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "home": st.sampled_from(["host", "disk"]),
+            **{key: st.just(value) for key, value in OFFLOADED.items()},
+        }
+    ),
+}
+
+
+@settings(max_examples=4, phases=[Phase.generate])
+@given(sections=st.fixed_dictionaries(WHAT))
+def test_whatever_goes_together(
+    tmp_path_factory: pytest.TempPathFactory, sections: dict[str, dict[str, Any]]
+) -> None:
+    """Sequences so short that the trial has one form."""
+    lora = {**LORA, **sections["lora"]} if sections["train"]["method"] == "lora" else {}
+    short = {"data": {"seq_len": 3}, "train": {"steps": 2, "tokens_per_step": 12, **sections["train"]}}
+    assert_equal(compile_run(tmp_path_factory.mktemp("run"), **{**sections, **short, "lora": lora}))
+
+
 @pytest.mark.slow
 @OF_INDUCTOR
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
-def test_kernels_of_inductor_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_start_finds_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, whole."""
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
-    activations = {"memory": {"activations": "recompute"}} if name == "gpt2" else {}
-    assert_equal(compile_run(tmp_path, name, **ONE_FORM, **activations))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        assert_equal(compile_run(tmp_path, **ONE_FORM))
+        found.append({**counters["aot_autograd"], **counters["inductor"]})
+    first, second = found
+    assert first["autograd_cache_miss"] == second["autograd_cache_hit"] > 0
+    assert not second.get("autograd_cache_miss", 0) + second.get("autograd_cache_bypass", 0)
+    assert not second.get("fxgraph_cache_miss", 0) + second.get("fxgraph_cache_bypass", 0)
+
+
+class Clock:
+    """Says how long a step takes: compiled, so many times as long as with blocks as they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
+        self.num_asked = 0
+        self._times = times
+        monkeypatch.setattr(decide_module, "rates_by_turns", lambda *_: (None, None))
+        monkeypatch.setattr(decide_module, "_step_s", self._step_s)
+
+    def _step_s(self, prepared: Job, rates: None) -> float:
+        self.num_asked += 1
+        return self._times if prepared.config.model.compile == "blocks" else 1.0
+
+
+AUTO = {"compile": "auto"}
+
+
+@pytest.mark.parametrize(("times", "chosen"), [(0.9, "blocks"), (0.98, "off")])
+def test_auto_keeps_what_is_faster_from_the_first_start_on(
+    times: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_form = {"steps": 3, "microbatches": 4}
+    named = make_run(tmp_path, model={"compile": chosen}, train=one_form)
+    train(in_dir(named, tmp_path / "named"))
+    said: list[str] = []
+    clock = Clock(monkeypatch, times)
+    config = make_run(tmp_path, model=AUTO, train=one_form)
+    train(in_dir(config, tmp_path / "run", steps=1), announce=said.append)
+    assert clock.num_asked == 2
+    Clock(monkeypatch, 1 / times)
+    train(in_dir(config, tmp_path / "run", resume="auto", steps=2), announce=said.append)
+    train(in_dir(config, tmp_path / "on", resume=str(tmp_path / "run")), announce=said.append)
+    told = [line for line in said if "auto is" in line or "goes on with model" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"model.compile: auto is {chosen}: a step is predicted to take")
+    for directory in ("run", "on"):
+        assert load_config(tmp_path / directory / "config.yaml").model.compile == chosen
+    assert_same_end(tmp_path / "on", tmp_path / "named")
+
+
+def test_auto_times_both(tmp_path: Path) -> None:
+    """Whichever it takes, streamed and resident runs take the same."""
+    said: list[str] = []
+    assert verify(make_run(tmp_path, model=AUTO), announce=said.append).equal
+    assert any(
+        "a step is predicted to take" in line for line in said if line.startswith("model.compile: auto is")
+    )
+
+
+def test_what_is_timed_is_what_steps_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled block computes compiled where there is a graph only, and a block as it is needs none."""
+    graphs: set[bool] = set()
+    run = compiled.CompiledKind.__call__
+
+    def note(kind: compiled.CompiledKind, *args: Any, **kwargs: Any) -> Any:
+        graphs.add(torch.is_grad_enabled())
+        return run(kind, *args, **kwargs)
+
+    prepared = prepare(compile_run(tmp_path, **ONE_FORM), tmp_path, lambda _: None)
+    monkeypatch.setattr(compiled.CompiledKind, "__call__", note)
+    measure_rates(prepared, tmp_path)
+    assert graphs == {True}
+    with compiled.as_they_are(prepared.split.model):
+        measure_rates(prepared, tmp_path)
+    assert graphs == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"train": {"mlp_parts": 2}}, "train.mlp_parts"),
+        ({"memory": {"activations": "keep-attention"}}, "memory.activations"),
+    ],
+)
+def test_auto_is_off_where_nothing_can_be_compiled(
+    sections: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    assert verify(make_run(tmp_path, **{**sections, "model": AUTO}), announce=said.append).equal
+    assert not any(line.startswith("compile: ") for line in said)
+    assert any(line.startswith("model.compile: auto is off: ") and why in line for line in said)
+
+
+@pytest.mark.slow
+@OF_INDUCTOR
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("llama", "all kept"), ("gpt2", "recomputed"), ("qwen3", "all kept"), ("llama", "a frozen prefix")],
+)
+def test_kernels_of_inductor_too(
+    name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    assert_equal(compile_run(tmp_path, name, **RUNS[case]))
 
 
 def test_each_kind_is_compiled_once_for_a_form(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def refused_by_trainers(config: "Config", where: str) -> list[str]:
             found.append(f"{key}: {where} it has no other value than by default; leave it out")
     if config.optimizer.clip == "unit":
         found.append(f"optimizer.clip: {where} it is global or none")
+    if config.model.compile == "auto":
+        found.append(f"model.compile: {where} nothing is timed before the first step; use off or blocks")
     if config.model.dtype == "fp16":
         found.append(f"model.dtype: {where} losses are not scaled, as fp16 needs; use bf16 or fp32")
     return found
@@ -100,7 +102,7 @@ def _compile(config: "Config") -> list[str]:
         "parallel.mode: stream": config.parallel.mode == "ddp",
         "memory.activations: auto": activations.endswith(("-attention", "-products")),
     }
-    compiles = config.model.compile != "off"
+    compiles = config.model.compile == "blocks"
     return [
         f"model.compile: blocks goes with {key}; or set it off"
         for key in refused

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import BlockKernels, Compile, Dtype
+from outsize.choices import BlockKernels, CompileOrAuto, Dtype
 from outsize.config.section import PathText, Section
 
 
@@ -23,10 +23,11 @@ class ModelConfig(Section):
         default="auto",
         description="Attention kernel; auto takes what the model offers, and the choice is logged.",
     )
-    compile: Compile = Field(
+    compile: CompileOrAuto = Field(
         default="off",
         description="Whether torch.compile compiles each kind of block, forward and backward: before the first step, "
-        "and kept for later runs. A kind that it cannot take whole runs as it is, which is told.",
+        "and kept for later runs. A kind that it cannot take whole runs as it is, which is told. "
+        "auto compiles them, times steps both ways, and keeps the faster.",
     )
     kernels: BlockKernels = Field(
         default="none",

@@ -10,6 +10,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from outsize.choices import CompileOrAuto
 from outsize.config.config_rules import contradictions
 from outsize.config.data_section import DataConfig
 from outsize.config.eval_section import EvalConfig
@@ -67,6 +68,10 @@ class Config(Section):
         rounds = {} if in_a_round is None else {"round_microbatches": in_a_round}
         train = self.train.model_copy(update={"microbatches": count, **rounds})
         return self.model_copy(update={"train": train})
+
+    def compiling(self, choice: CompileOrAuto) -> Self:
+        """Return the same run with ``choice`` as ``model.compile``."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"compile": choice})})
 
     def over(self, num_sequences: int) -> Self:
         """Return the same run with the steps that ``train.epochs`` come to over so many sequences.

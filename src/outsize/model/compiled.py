@@ -20,7 +20,8 @@ Compiling blocks rather than models is what PyTorch calls regional compilation.
 import inspect
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -101,15 +102,34 @@ def compile_blocks(split: Split, announce: Callable[[str], None]) -> None:
 def take_eager(model: nn.Module) -> None:
     """Undo `compile_blocks`."""
     for module in model.modules():
-        kind = getattr(vars(module).get("forward"), "__func__", None)
-        if isinstance(kind, CompiledKind):
+        if _kind_of(vars(module).get("forward")) is not None:
             del module.forward
+
+
+@contextmanager
+def as_they_are(model: nn.Module) -> Iterator[None]:
+    """Have compiled blocks of ``model`` run as they are for as long as the context lasts."""
+    found = (_kind_of(vars(module).get("forward")) for module in model.modules())
+    former = {kind: kind.reason for kind in found if kind is not None}
+    for kind in former:
+        kind.reason = "it is timed"
+    try:
+        yield
+    finally:
+        for kind, reason in former.items():
+            kind.reason = reason
 
 
 def is_compiled(forward: Callable[..., Any]) -> bool:
     """Whether a unit's own forward runs compiled, as far as is known by its calls."""
-    kind = getattr(inspect.unwrap(forward), "__func__", None)
-    return isinstance(kind, CompiledKind) and kind.reason is None
+    kind = _kind_of(inspect.unwrap(forward))
+    return kind is not None and kind.reason is None
+
+
+def _kind_of(forward: object) -> CompiledKind | None:
+    """Return the kind that ``forward``, of a module, runs; None where it is none of ours."""
+    kind = getattr(forward, "__func__", None)
+    return kind if isinstance(kind, CompiledKind) else None
 
 
 def _with_own_code(forward: FunctionType) -> FunctionType:

@@ -100,7 +100,7 @@ def open_models(
         transport=transport_of(config.transport.model_dump()),
         moments=config.optimizer.state,
         mlp_parts=config.train.mlp_parts,
-        compile=config.model.compile,
+        compile="blocks" if config.model.compile == "blocks" else "off",  # refused where it is auto
         kernels=config.model.kernels,
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None

@@ -14,7 +14,7 @@ from outsize.session.loss_scale import LossScale
 from outsize.session.state_kinds import check_kinds
 
 # Of the sections model and train, what is told where it changes.
-_TOLD = ("freeze", "steps", "loss_function", "neftune_noise_alpha")
+_TOLD = ("compile", "freeze", "steps", "loss_function", "neftune_noise_alpha")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def foresee(
     Args:
         config: the run.
         predict: whether lanes and units are timed.
-        announce: told which settings have no effect.
+        announce: told which settings have no effect, and what was chosen.
 
     Raises:
         OutsizeError: what would keep the run from starting.
@@ -84,7 +84,7 @@ def foresee(
         prepared = prepare(config, run_dir, lambda _: None)
         for note in notes_of(config, prepared):
             announce(note)
-        prepared, rates = decide(prepared, run_dir, lambda _: None)
+        prepared, rates = decide(prepared, run_dir, announce)
         return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
@@ -135,7 +135,7 @@ def _train(
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
-    asked = asked.in_microbatches(prepared.config.microbatches, _round_to_tell(prepared))
+    asked = _as_decided(asked, prepared)
     replicated = _is_replicated(config, ranks)
     record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
     if config.train.epochs is None and (done := _done(config, resumed, announce)) is not None:
@@ -177,11 +177,19 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         check_fits(prepared)
     else:
         prepared, rates = decide(prepared, own_dir, announce)
-    config = config.in_microbatches(prepared.config.microbatches, _round_to_tell(prepared))
+    config = _as_decided(config, prepared)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
         run_checkpoint.check_same_run(resumed, config, prepared)
     return config, prepared, rates
+
+
+def _as_decided(config: Config, prepared: Job) -> Config:
+    """Return ``config`` with what tells the bits of a run that goes on: its microbatches, and what is compiled."""
+    decided = prepared.config
+    return config.in_microbatches(decided.microbatches, _round_to_tell(prepared)).compiling(
+        decided.model.compile
+    )
 
 
 def _round_to_tell(prepared: Job) -> int | None:

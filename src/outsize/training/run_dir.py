@@ -1,6 +1,6 @@
-"""The directory of a run: one run at a time, never one over another, and microbatches as it had before.
+"""The directory of a run: one run at a time, never one over another, and microbatches and kernels as it had before.
 
-Another number of microbatches sums gradients in another order.
+Another number of microbatches sums gradients in another order, and compiled blocks round otherwise.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def choose_run_dir(config: Config) -> Path:
 def as_before(
     config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "", num_ranks: int = 1
 ) -> Config:
-    """Return ``config`` with the microbatches and rounds that its run had so far, where it names none itself.
+    """Return ``config`` with the microbatches, rounds and kernels of its run so far, where it names none itself.
 
     Of several ranks each has chosen its own numbers, as its memory wants them, and its home on disk holds what one
     round needs, or several. Where a rank was not there before, it takes those of rank 0.
@@ -61,6 +61,8 @@ def as_before(
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
         _check_objective(config, run)
+        if config.model.compile == "auto" and (run / CONFIG_FILE).is_file():
+            config = config.compiling(load_config(run / CONFIG_FILE, environ={}).model.compile)
     named = config.train.microbatches
     rounds_named = config.train.round_microbatches is not None
     if named is not None and (num_ranks == 1 or rounds_named):

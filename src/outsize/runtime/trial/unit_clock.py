@@ -25,6 +25,7 @@ from outsize.accelerators import is_accelerator
 from outsize.errors import ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
+from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
@@ -202,8 +203,9 @@ class _Clock:
     def _recomputed(self, unit: int, run: OneUnit, count: int) -> list[Sample]:
         """F, and a B that recomputes."""
         forward, samples = self._forwards[unit], list[Sample]()
+        graph = is_compiled(forward)  # without one it runs as it is
         for _ in range(count):
-            forward_s = self._once(lambda: run.forward(unit, forward))
+            forward_s = self._once(lambda: run.forward(unit, forward, graph=graph))
             run.bring_gradients(unit)
             samples.append((forward_s, self._once(lambda: run.backward(unit, forward))))
         return samples

@@ -3,6 +3,9 @@
 `outsize train`, its dry run and `outsize verify` prepare a run and call `decide`. `prepare` has asked the planner with
 data sheets for rates, which say the same whenever a run starts. Where a codec, or what leaves a device, is to be chosen
 by what its link carries, units and lanes are timed, and the planner is asked again (`planner.predict.decision`).
+
+Where a run leaves open whether its blocks are compiled, it is decided twice, and both are timed. Bits depend on that,
+so a run that goes on has what its first start has chosen (`training.run_dir.as_before`).
 """
 
 from collections.abc import Callable
@@ -11,20 +14,24 @@ from pathlib import Path
 
 from outsize.accelerators import is_accelerator
 from outsize.codecs.transport import Transport
+from outsize.config.config_rules import contradictions
 from outsize.errors import OutsizeError
-from outsize.planner.predict.decision import Decision
+from outsize.model.compiled import take_eager
+from outsize.planner.predict.decision import Decision, worth_it
 from outsize.planner.predict.decision import decide as planner_decides
-from outsize.planner.predict.question import CodingRates
+from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
+from outsize.runtime.device.allocator import resident_bytes, trim
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
-from outsize.session.decide.rates import Rates, measure_rates
+from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
 from outsize.session.job.job_options import AUTO, open_crossings
 from outsize.session.job.planning import is_linked, question_of
-from outsize.session.job.prepare import Job, planned_so
+from outsize.session.job.prepare import Job, compiled_so, planned_so
 from outsize.units import format_seconds
 
 Announce = Callable[[str], None]
 OFFLOAD = "memory.activations"
+COMPILE = "model.compile"
 
 
 def decide(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates | None]:
@@ -38,6 +45,54 @@ def decide(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates
     Returns:
         The run, and rates of its microbatches; None where nothing depended on rates.
     """
+    found = _decided(prepared, run_dir, announce)
+    return found if prepared.config.model.compile != AUTO else _compiled_or_not(*found, run_dir, announce)
+
+
+def _compiled_or_not(
+    eager: Job, rates: Rates | None, run_dir: Path, announce: Announce
+) -> tuple[Job, Rates | None]:
+    """Return a decided run with its blocks compiled where that is predicted to shorten its steps, or as they are."""
+    reason = _why_eager(eager)
+    if not reason:
+        try:
+            compiled, _ = _decided(compiled_so(eager, run_dir, announce), run_dir, announce)
+            timed = rates_by_turns(eager, compiled, run_dir)
+            eager_s, compiled_s = (
+                _step_s(job, found) for job, found in zip((eager, compiled), timed, strict=True)
+            )
+        except (OutsizeError, RuntimeError) as error:
+            reason = f": nothing could be compared: {error}"
+        else:
+            shown, other = format_seconds(eager_s), format_seconds(compiled_s)
+            if worth_it(eager_s, compiled_s):
+                announce(f"{COMPILE}: auto is blocks: a step is predicted to take {other} instead of {shown}")
+                return compiled, timed[1]
+            rates, reason = timed[0], f": a step is predicted to take {shown}, and compiled {other}"
+        take_eager(eager.split.model)
+        trim()  # what compiling has left was there before the run, as imports were
+        eager = replace(eager, before_bytes=max(eager.before_bytes, resident_bytes()))
+    announce(f"{COMPILE}: auto is off{reason}")
+    return replace(eager, config=eager.config.compiling("off")), rates
+
+
+def _why_eager(prepared: Job) -> str:
+    """Return why blocks stay as they are whatever that takes, to follow "off"; empty where that is open."""
+    if prepared.group.size > 1:
+        return " where several ranks share each step"
+    refused = contradictions(prepared.config.compiling("blocks"))
+    return f": {refused[0]}" if refused else ""
+
+
+def _step_s(prepared: Job, rates: Rates) -> float:
+    """Return the seconds of a step as it is planned."""
+    question = _question(prepared, rates)
+    cost = question.microbatch(prepared.config.microbatches)
+    return Decision(question=question, plan=prepared.plan, microbatch=cost).step_s
+
+
+def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates | None]:
+    """Return a run, compiled or not, with the plan that it follows, and the rates of that."""
     open_keys = [
         f"transport.{name}" for name in open_crossings(prepared.config) if _searched(prepared, name, announce)
     ]
@@ -68,16 +123,19 @@ def decision_of(prepared: Job, rates: Rates) -> Decision:
     Raises:
         OutsizeError: nothing fits, or nothing could be simulated.
     """
+    question = _question(prepared, rates)
+    crossings = tuple(name for name in question.auto if not _why_raw(prepared, name))
+    return planner_decides(replace(question, auto=crossings))
 
+
+def _question(prepared: Job, rates: Rates) -> Question:
     def coding_rates(transport: Transport) -> CodingRates:
         crossings = crossing_rates(prepared, transport)
         return {"codec_rates": codec_rates(prepared, transport), "crossing_rates": crossings}
 
-    question = question_of(
+    return question_of(
         prepared.config, prepared.split, prepared.machine, prepared.tried, prepared.group, rates, coding_rates
     )
-    crossings = tuple(name for name in question.auto if not _why_raw(prepared, name))
-    return planner_decides(replace(question, auto=crossings))
 
 
 def _searched(prepared: Job, crossing: str, announce: Announce) -> bool:

@@ -212,7 +212,7 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
         chunk_tokens=chunk_tokens,
         plan=plan,
     )
-    if config.model.compile == "off":
+    if config.model.compile != "blocks":
         return chosen
     least, rest = divmod(chosen.num_sequences, config.microbatches)
     for rows in range(max(least, 1), least + (2 if rest else 1)):
@@ -220,6 +220,20 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
         compile_units(chosen.split, inputs, torch.device(torch_name(machine.device)))
     trim()  # what is left of it was there before the run, as imports were
     return replace(chosen, before_bytes=max(chosen.before_bytes, resident_bytes()))
+
+
+def compiled_so(prepared: Job, run_dir: Path, announce: Announce) -> Job:
+    """Return the run with its blocks compiled, which they are from now on; measured and planned anew as it is cut.
+
+    Raises:
+        ConfigError: settings that do not go with compiled blocks.
+        InfeasiblePlanError: compiled blocks do not fit.
+    """
+    config, parts, group = prepared.config.compiling("blocks"), prepared.split, prepared.group
+    compile_blocks(parts, announce)
+    tried = _tried(config, prepared.hf_config, parts, lambda _: None, group.size)
+    plan = decide(question_of(config, parts, prepared.machine, tried, group)).plan
+    return planned_so(replace(prepared, config=config, tried=tried), plan, run_dir)
 
 
 def _skeleton(config: Config, hf_config: Any, dtype: str, announce: Announce) -> nn.Module:
