@@ -2,6 +2,8 @@
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -267,6 +269,31 @@ def test_half_precision_steps_exact_fp32_masters(home: str):
     late = run(True)
     assert_equal(late, run(False))
     assert any(not torch.equal(late[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.AdamW, partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, momentum=0.9)],
+    ids=["AdamW", "fused AdamW", "SGD"],
+)
+def test_optimizers_of_torch_step_half_precision_weights_as_in_a_plain_loop(
+    kind: Callable[..., torch.optim.Optimizer], to_none: bool
+):
+    """One pass a step, and another one that adds to its gradients where they are kept and not zeroed."""
+
+    def run(model: nn.Module, backward: Callable[..., object]) -> dict[str, torch.Tensor]:
+        optimizer = kind(model.parameters(), lr=0.01)
+        for one in BATCHES:
+            backward(model, one)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        return weights(model)
+
+    plain = zoo.build("llama", dtype=torch.bfloat16)
+    want = run(plain, lambda model, one: resident_backward(model, one, 1))
+    with wrapped(zoo.build("llama", dtype=torch.bfloat16)) as model:
+        assert_equal(run(model, streamed_backward), want)
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])

@@ -25,6 +25,7 @@ from outsize.session.job.machine import choose_device, choose_dtype
 from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
+from outsize.wrapped.optimizer import round_gradients_for_others
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
@@ -322,7 +323,9 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if settings.kernels == "liger":
         _log.info("kernels: %s", take_liger(model, choose_device(settings.memory.device)))
     try:
-        attach(model, Runner(model, settings, fill))
+        runner = Runner(model, settings, fill)
+        round_gradients_for_others(runner)
+        attach(model, runner)
     except BaseException:
         _take_own(model)
         raise

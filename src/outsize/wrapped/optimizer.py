@@ -1,11 +1,13 @@
 """`outsize.AdamW`: the optimizer of a wrapped model, stepped unit by unit at home while the next forward begins."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.errors import ConfigError
 from outsize.optim.adamw import PlaneAdamW as Settings
@@ -13,6 +15,7 @@ from outsize.optim.optimizer_spec import EXP_AVG, MASTER
 from outsize.storage.home import HostHome
 from outsize.wrapped.module import iterate_parameters, runner_of
 from outsize.wrapped.moment_forms import as_kept
+from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3
@@ -183,3 +186,18 @@ class AdamW(torch.optim.Optimizer):
             betas=tuple(first["betas"]), eps=first["eps"], weight_decay=decays.pop() if decays else 0.0
         )
         self._runner.use(settings, names)
+
+
+def round_gradients_for_others(runner: Runner) -> None:
+    """Give each optimizer but `AdamW`, when it steps, gradients in the dtype of the weights: most take no others.
+
+    Rounded so, they are those of a plain backward where a step is one microbatch.
+    """
+    known = weakref.ref(runner)
+
+    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        still = known()
+        if still is not None and not isinstance(optimizer, AdamW):
+            still.parameters.round_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+    weakref.finalize(runner, register_optimizer_step_pre_hook(begin).remove)

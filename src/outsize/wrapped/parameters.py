@@ -11,7 +11,7 @@ In both, ``parameter.grad is None`` means: there is no gradient, the next backwa
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -100,6 +100,18 @@ class HomeParameters:
         for position in positions:
             if self.named[unit.tensors[position].name].grad is None:
                 self._show(unit, unit.tensors[position])
+
+    def round_gradients(self, among: Iterable[nn.Parameter]) -> None:
+        """Round gradients of half-precision weights ``among`` these to the dtype of those, until the next pass."""
+        if not (self._half and isinstance(self._home, HostHome)):
+            return
+        asked = {id(parameter) for parameter in among}
+        for parameter in self.named.values():
+            gradient = parameter.grad
+            if id(parameter) in asked and gradient is not None and gradient.dtype != parameter.dtype:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = gradient.to(parameter.dtype)
 
     def version(self, unit: UnitSpec) -> int:
         """Return a number that grows whenever anybody but the engine changes the weights of ``unit``."""
@@ -227,6 +239,7 @@ class HomeParameters:
         parameter = self.named[tensor.name]
         if isinstance(self._home, HostHome):
             if self._half:
+                parameter.grad = None
                 parameter.grad_dtype = torch.float32
             parameter.grad = self._view(unit, tensor, GRADIENT)
         else:
