@@ -160,7 +160,8 @@ def test_an_error_of_a_kernel_surfaces_late_and_stays():
     x = torch.ones(8, device="late:0")
     torch.late.synchronize()
     late.strike(0, "kernel", after=0)
-    y = x + 1  # returns
+    with late.held_up(torch.late.current_stream("late:0")):
+        y = x + 1  # returns
     for _ in range(2):
         with pytest.raises(torch.AcceleratorError, match="device-side assertion"):
             torch.late.synchronize()
@@ -174,8 +175,10 @@ def test_an_error_of_a_kernel_surfaces_late_and_stays():
 def test_a_lost_device_answers_every_call_with_an_error():
     x = torch.ones(8, device="late:0")
     event = torch.late.Event()
+    torch.late.synchronize("late:0")
     late.strike(0, "loss", after=0)
-    torch.add(x, 1)
+    with late.held_up(torch.late.current_stream("late:0")):
+        torch.add(x, 1)  # returns
     with pytest.raises(torch.AcceleratorError, match="the device is lost"):
         torch.late.synchronize("late:0")
     for call in (lambda: x + 1, x.cpu, lambda: torch.empty(8, device="late:0"), lambda: event.record()):
