@@ -25,6 +25,7 @@ from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.openmp import release_team
 from outsize.runtime.device.profiler_ranges import OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
@@ -179,6 +180,7 @@ class Engine:
         if self._last is not None and self._last.context.skipped:
             self._skipped.add(self._last.context.number)
         context.skipped_before = self._skipped
+        release_team()
         context.program = self._num_begun % len(programs)
         self._num_begun += 1
         tasks = self._executor.submit(programs[context.program].ops, context)
@@ -188,6 +190,7 @@ class Engine:
 
     def submit(self, program: Program, context: StepContext) -> StepHandle:
         """Submit another program than the plan's, made for the same layout; returns at once."""
+        release_team()
         self.num_submitted += 1
         tasks = self._executor.submit(program.ops, context)
         self._last = StepHandle(context, tasks, tasks)
@@ -395,6 +398,8 @@ def _on_worker(
 ) -> None:
     with ranges.around(op), counting.of(op, context):
         run(tables[op.worker or 0], op, context)
+    if op.kind not in COMPUTE_KINDS:
+        release_team()
 
 
 class _Counting:
