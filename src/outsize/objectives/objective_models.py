@@ -102,6 +102,7 @@ def open_models(
         mlp_parts=config.train.mlp_parts,
         compile="blocks" if config.model.compile == "blocks" else "off",  # refused where it is auto
         kernels=config.model.kernels,
+        products=config.model.products,
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None
     built = Built(model.dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)

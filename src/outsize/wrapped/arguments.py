@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from outsize.choices import BlockKernels, Compile, Home, Moments
+from outsize.choices import BlockKernels, Compile, Home, Moments, Products
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
@@ -35,6 +35,7 @@ class WrapSettings:
         mlp_parts: parts in which MLPs take the tokens of a microbatch.
         compile: what torch compiles.
         kernels: whose kernels blocks have.
+        products: what linear layers of blocks multiply in.
 
     Raises:
         ConfigError: a value that there is not.
@@ -50,6 +51,7 @@ class WrapSettings:
     mlp_parts: int = 1
     compile: Compile = "off"
     kernels: BlockKernels = "none"
+    products: Products = "native"
 
     def __post_init__(self) -> None:
         if self.head not in get_args(Head):
@@ -71,6 +73,8 @@ class WrapSettings:
             raise ConfigError(
                 "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
             )
+        if self.products not in get_args(Products):
+            raise ConfigError(f"products={self.products!r}: they are {' or '.join(get_args(Products))}")
         if self.kernels not in get_args(BlockKernels):
             raise ConfigError(f"kernels={self.kernels!r}: it is {' or '.join(get_args(BlockKernels))}")
         if self.kernels != "none" and (self.compile != "off" or self.mlp_parts > 1):
