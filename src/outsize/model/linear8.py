@@ -62,7 +62,9 @@ class _FrozenProduct(Function):
     def forward(ctx: Any, input: Tensor, weight_t: Tensor, way: LinearMMConfig, config: Any) -> Tensor:
         ctx.save_for_backward(weight_t)
         ctx.way, ctx.config = way, config
-        rows = _cast(input.flatten(0, -2), config.cast_config_input, GemmInputRole.INPUT, -1, way, config)
+        rows = _cast(
+            input.reshape(-1, input.shape[-1]), config.cast_config_input, GemmInputRole.INPUT, -1, way, config
+        )
         weights = _cast(weight_t, config.cast_config_weight, GemmInputRole.WEIGHT, 0, way, config)
         return torch.mm(rows, weights).view(*input.shape[:-1], -1)
 
@@ -70,7 +72,9 @@ class _FrozenProduct(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         (weight_t,) = ctx.saved_tensors
         way, config, role = ctx.way, ctx.config, GemmInputRole.GRAD_OUTPUT
-        rows = _cast(gradient.flatten(0, -2), config.cast_config_grad_output, role, -1, way, config)
+        rows = _cast(
+            gradient.reshape(-1, gradient.shape[-1]), config.cast_config_grad_output, role, -1, way, config
+        )
         kind = config.cast_config_weight_for_grad_input
         weights = _cast(weight_t, kind, GemmInputRole.WEIGHT, -1, way, config)
         made = torch.mm(rows, weights.t())

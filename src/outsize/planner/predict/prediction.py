@@ -161,8 +161,7 @@ def predict(decision: Decision) -> Prediction:
     sequences = question.sequences_per_microbatch(decision.microbatches)
     work, num_gpus, step_s = question.workload_of(sequences), question.num_workers, simulated.step_s
     available = step_s * sum(
-        gpu.peak_flops_per_s["fp8" if gpu.fp8_gain else question.model.compute_dtype].value
-        for gpu in question.machine.gpus
+        gpu.peak_flops_per_s[question.model.compute_dtype].value for gpu in question.machine.gpus
     )
     scale = question.sequences * question.seq_len / work.tokens
     usage = _usage(simulated, simulated.busy_s / num_gpus, step_s)
