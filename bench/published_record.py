@@ -1,10 +1,10 @@
 """Published runs, and what this project's planner says of each: the rows of ``published.csv``.
 
-A row is planned as ``outsize plan`` would plan it, with these differences, which are of the system and not of the row:
-the kernels are the system's (``fused`` or ``eager``), linear layers multiply in fp8 where that is the dtype; moments are
-bf16 where the system's are; an optimizer that works on the GPU, or hidden behind compute, is ``streamed``, one that runs
-when the backward is over and before anything else is ``after``: then all blocks are recomputed, too, as those systems
-do. Nothing is fitted to a row.
+A row is planned as ``outsize plan`` would plan it, with these differences, which are of the system and not of the
+row: the kernels are the system's (``fused`` or ``eager``), linear layers multiply in fp8 where that is the dtype;
+moments are bf16 where the system's are; an optimizer that works on the GPU, or hidden behind compute, is
+``streamed``, one that runs when the backward is over and before anything else is ``after``: then all blocks are
+recomputed, too, as those systems do. Nothing is fitted to a row.
 """
 
 import csv
