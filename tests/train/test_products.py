@@ -107,14 +107,18 @@ def test_losses_are_those_of_the_plain_model_but_for_rounding(tmp_path: Path) ->
     assert found["fp8"][0] != found["fp8-rowwise"][0]
 
 
-def test_layers_of_other_widths_and_adapters_stay_as_they_are(tmp_path: Path) -> None:
-    model = zoo.build("llama", intermediate_size=40)
+def test_layers_of_other_widths_and_adapters_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(zoo.SIZES, "intermediate_size", 40)
+    model = zoo.build("llama")
     assert take_products(split(model), "fp8", "cpu").startswith("fp8 in 12 of 21 linear layers")
     kinds = {name: type(module).__name__ for name, module in model.model.layers[0].named_modules()}
     assert (kinds["self_attn.q_proj"], kinds["mlp.down_proj"]) == ("Linear8", "Linear")
     assert type(model.lm_head) is nn.Linear
     take_native(model)
-    assert repr(model) == repr(zoo.build("llama", intermediate_size=40))
+    assert repr(model) == repr(zoo.build("llama"))
+    monkeypatch.undo()
     config = fp8_run(tmp_path, train={**PARTS, "method": "lora"}, lora=LORA)
     block = prepare(config, tmp_path, lambda _: None).split.modules[1]
     kinds = {name: type(module).__name__ for name, module in block.named_modules()}
@@ -173,7 +177,8 @@ def test_devices_without_such_products_are_refused(
     parts = split(zoo.build("llama"))
     with pytest.raises(ConfigError, match=f"products: fp8 on {device}: {lacks}.*; set native"):
         take_products(parts, "fp8", device)
-    assert "emulated" not in take_products(parts, "fp8", "cuda:0") if hip is None else True
+    if device == "cuda:0,1":
+        assert take_products(parts, "fp8", "cuda:0").endswith("layers of blocks")
 
 
 def test_the_package_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

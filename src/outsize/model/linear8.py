@@ -69,7 +69,7 @@ class _FrozenProduct(Function):
         return torch.mm(rows, weights).view(*input.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         (weight_t,) = ctx.saved_tensors
         way, config, role = ctx.way, ctx.config, GemmInputRole.GRAD_OUTPUT
         rows = _cast(

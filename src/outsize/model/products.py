@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.accelerators import index_of, is_accelerator, kind_of, module_of, title_of
-from outsize.choices import Products
 from outsize.errors import ConfigError, ModelError
 from outsize.model.split import Split
 
 # torchao's names of them.
-_RECIPES: dict[Products, str] = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+_RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
 _MULTIPLE = 16
 # CUDA's first with products of fp8, Ada; and those of AMD, by the beginnings of their names: MI300, MI350, RDNA 4.
 _FIRST = (8, 9)
@@ -50,12 +49,12 @@ def quiet_torchao() -> Iterator[None]:
         log.setLevel(level)
 
 
-def take_products(split: Split, products: Products, device: str) -> str:
+def take_products(split: Split, products: str, device: str) -> str:
     """Have linear layers in the blocks of ``split`` multiply as ``products`` says; `take_native` undoes it.
 
     Args:
         split: its parameters may lie anywhere.
-        products: not ``native``.
+        products: ``fp8`` or ``fp8-rowwise``.
         device: that will compute; any name that a run takes.
 
     Returns:
@@ -133,7 +132,7 @@ def _is_taken(module: nn.Module) -> bool:
     return known is not None and isinstance(module, known.Linear8)
 
 
-def _linear_class(products: Products) -> Any:
+def _linear_class(products: str) -> Any:
     """Return the class of layers that torchao has converted.
 
     Raises:
@@ -149,7 +148,7 @@ def _linear_class(products: Products) -> Any:
         ) from error
 
 
-def _check_device(device: str, products: Products) -> None:
+def _check_device(device: str, products: str) -> None:
     """Check that a device multiplies in fp8; a CPU emulates it.
 
     Raises:
@@ -168,7 +167,7 @@ def _lacks(device: str) -> str:
     if kind_of(device) != "cuda":
         return f"torchao has no products of fp8 on {title_of(device)}"
     if torch.version.hip:
-        name = module_of(device).get_device_properties(index_of(device)).gcnArchName
+        name = module_of(device).get_device_properties(index_of(device)).gcnArchName.partition(":")[0]
         return "" if name.startswith(_OF_AMD) else f"{name} has none; MI300, MI350 and RDNA 4 have"
     major, minor = module_of(device).get_device_capability(index_of(device))
     known = (major, minor) >= _FIRST

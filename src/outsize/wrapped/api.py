@@ -24,7 +24,7 @@ from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
-from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
+from outsize.wrapped.arguments import BlockSettings, FrozenCodec, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.optimizer import round_gradients_for_others
@@ -91,10 +91,7 @@ def wrap(
         head=head,
         transport=transport_of(transport),
         moments=state,
-        mlp_parts=mlp_parts,
-        compile=compile,
-        kernels=kernels,
-        products=products,
+        blocks=BlockSettings(mlp_parts, compile, kernels, products),
     )
     return _recorded(_attach(model, settings, _from_memory(model)), run_dir)
 
@@ -148,10 +145,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         head="auto" if head == "none" else head,
         transport=transport_of(transport),
         moments=state,
-        mlp_parts=mlp_parts,
-        compile=compile,
-        kernels=kernels,
-        products=products,
+        blocks=BlockSettings(mlp_parts, compile, kernels, products),
     )
     base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
@@ -324,18 +318,18 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
     check_plain(model)
-    device = choose_device(settings.memory.device)
+    device, blocks = choose_device(settings.memory.device), settings.blocks
     try:
-        if settings.mlp_parts > 1:
-            take_in_parts(split(model), settings.mlp_parts)
-        if settings.compile == "blocks":
+        if blocks.mlp_parts > 1:
+            take_in_parts(split(model), blocks.mlp_parts)
+        if blocks.compile == "blocks":
             compile_blocks(split(model), _log.warning)
-        if settings.kernels == "liger":
+        if blocks.kernels == "liger":
             _log.info("kernels: %s", take_liger(model, device))
-        if settings.products != "native":
-            _log.info("products: %s", take_products(split(model), settings.products, device))
+        if blocks.products != "native":
+            _log.info("products: %s", take_products(split(model), blocks.products, device))
         runner = Runner(model, settings, fill)
-        if settings.products != "native":
+        if blocks.products != "native":
             _log.info("products: %s", error_of(runner.split, partial(_read_first, runner)))
         round_gradients_for_others(runner)
         attach(model, runner)

@@ -20,51 +20,26 @@ Head = Literal["auto", "streamed", "resident"]
 _WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrapSettings:
-    """How a model is streamed.
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """How the blocks of a model compute.
 
     Attributes:
-        memory: device, budgets and home.
-        microbatches: most parts that a batch is cut into.
-        store_dir: directory of the disk home; None for one that is gone with the process.
-        codecs: how frozen matrices of blocks, and frozen tables, are written.
-        head: where the head is, see `outsize.wrap`.
-        transport: codecs on the link.
-        moments: what `outsize.AdamW` keeps moments in.
         mlp_parts: parts in which MLPs take the tokens of a microbatch.
         compile: what torch compiles.
-        kernels: whose kernels blocks have.
-        products: what linear layers of blocks multiply in.
+        kernels: whose kernels they have.
+        products: what their linear layers multiply in.
 
     Raises:
-        ConfigError: a value that there is not.
+        ConfigError: a value that there is not, or two that do not go together.
     """
 
-    memory: MemoryConfig
-    microbatches: int = 1
-    store_dir: str | PathLike[str] | None = None
-    codecs: tuple[FrozenCodec, FrozenCodec] = ("raw", "raw")
-    head: Head = "auto"
-    transport: Transport = field(default_factory=Transport)
-    moments: Moments = "fp32"
     mlp_parts: int = 1
     compile: Compile = "off"
     kernels: BlockKernels = "none"
     products: Products = "native"
 
     def __post_init__(self) -> None:
-        if self.head not in get_args(Head):
-            raise ConfigError(f"head={self.head!r}: it is {' or '.join(get_args(Head))}")
-        unknown = set(self.codecs) - set(get_args(FrozenCodec))
-        if unknown:
-            raise ConfigError(
-                f"no codec {unknown.pop()!r} for frozen weights; use {', '.join(get_args(FrozenCodec))}"
-            )
-        if self.moments not in get_args(Moments):
-            raise ConfigError(f"state={self.moments!r}: moments are kept in {', '.join(get_args(Moments))}")
-        if self.microbatches < 1:
-            raise ConfigError(f"microbatches is {self.microbatches}; a batch has at least one part")
         if self.mlp_parts < 1:
             raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
         if self.compile not in get_args(Compile):
@@ -81,6 +56,47 @@ class WrapSettings:
             raise ConfigError(
                 f"kernels: {self.kernels} goes with mlp_parts at 1 and compile off; leave them, or set it none"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapSettings:
+    """How a model is streamed.
+
+    Attributes:
+        memory: device, budgets and home.
+        microbatches: most parts that a batch is cut into.
+        store_dir: directory of the disk home; None for one that is gone with the process.
+        codecs: how frozen matrices of blocks, and frozen tables, are written.
+        head: where the head is, see `outsize.wrap`.
+        transport: codecs on the link.
+        moments: what `outsize.AdamW` keeps moments in.
+        blocks: how blocks compute.
+
+    Raises:
+        ConfigError: a value that there is not.
+    """
+
+    memory: MemoryConfig
+    microbatches: int = 1
+    store_dir: str | PathLike[str] | None = None
+    codecs: tuple[FrozenCodec, FrozenCodec] = ("raw", "raw")
+    head: Head = "auto"
+    transport: Transport = field(default_factory=Transport)
+    moments: Moments = "fp32"
+    blocks: BlockSettings = field(default_factory=BlockSettings)
+
+    def __post_init__(self) -> None:
+        if self.head not in get_args(Head):
+            raise ConfigError(f"head={self.head!r}: it is {' or '.join(get_args(Head))}")
+        unknown = set(self.codecs) - set(get_args(FrozenCodec))
+        if unknown:
+            raise ConfigError(
+                f"no codec {unknown.pop()!r} for frozen weights; use {', '.join(get_args(FrozenCodec))}"
+            )
+        if self.moments not in get_args(Moments):
+            raise ConfigError(f"state={self.moments!r}: moments are kept in {', '.join(get_args(Moments))}")
+        if self.microbatches < 1:
+            raise ConfigError(f"microbatches is {self.microbatches}; a batch has at least one part")
 
     @property
     def with_head(self) -> bool | None:
