@@ -36,7 +36,7 @@ def losses(seed: int, steps: int, variant: str, corpus: Tensor, args: Namespace)
                 parameter.mul_(1.0 + NUDGE * torch.randn(parameter.shape))
     room = {"device_memory": "4GiB", "host_memory": "4GiB", "device": args.device}
     outsize.wrap(model, products=VARIANTS[variant], **room)
-    optimizer = outsize.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    optimizer = outsize.AdamW(model, lr=LR, weight_decay=0.01)
     generator = torch.Generator().manual_seed(seed)
     found = []
     for step in range(1, steps + 1):

@@ -15,7 +15,8 @@ import zoo
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
 from outsize.model import compiled, products
-from outsize.model.products import quiet_torchao, take_native, take_products
+from outsize.model.build import quiet_torchao
+from outsize.model.products import take_native, take_products
 from outsize.model.split import split
 from outsize.session.job.prepare import prepare
 from outsize.training.verify import verify

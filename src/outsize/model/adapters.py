@@ -20,7 +20,6 @@ from outsize.checkpoint.files.checkpoint_format import read_elements, read_heade
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.frozen_params import Apart, frozen_part, matrices_and_tables
-from outsize.model.products import quiet_torchao
 from outsize.model.sizes.model_spec import PartKind
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -133,7 +132,7 @@ def put_in(model: nn.Module, config: Any, seed: int, *, trains: bool = True) -> 
     from peft.utils import get_peft_model_state_dict
 
     _replace(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), quiet_torchao():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         try:

@@ -13,10 +13,8 @@ a resident model with the same layers. Scales are made of the numbers of a call,
 """
 
 import copy
-import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch.nn import functional as F
 
 from outsize.accelerators import index_of, is_accelerator, kind_of, module_of, title_of
 from outsize.errors import ConfigError, ModelError
+from outsize.model.build import quiet_torchao
 from outsize.model.split import Split
 
 # torchao's names of them.
@@ -35,18 +34,6 @@ _FIRST = (8, 9)
 _OF_AMD = ("gfx94", "gfx95", "gfx12")
 # Of one layer, with so many tokens and rows of its weights, the error is told.
 _TOKENS, _ROWS = 64, 256
-
-
-@contextmanager
-def quiet_torchao() -> Iterator[None]:
-    """Context of imports of torchao, which warns of each of its libraries that was built for another machine."""
-    log = logging.getLogger("torchao")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def take_products(split: Split, products: str, device: str) -> str:
