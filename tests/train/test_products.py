@@ -127,6 +127,18 @@ def test_layers_of_other_widths_and_adapters_stay_as_they_are(
     assert kinds["self_attn.q_proj.lora_A.default"] == kinds["mlp.down_proj.lora_B.default"] == "Linear"
 
 
+def test_a_backward_needs_what_it_needs_without(tmp_path: Path) -> None:
+    """What casts work in is there for a moment, and a recompute does not end early."""
+    fp8, native = (
+        prepare(fp8_run(tmp_path, model={"products": named}), tmp_path, lambda _: None).measured
+        for named in ("fp8", "native")
+    )
+    assert fp8.saved_bytes == native.saved_bytes
+    assert fp8.forward_bytes[1] > native.forward_bytes[1]
+    assert native.needed
+    assert not fp8.needed
+
+
 @pytest.mark.parametrize("named", ["fp8", "fp8-rowwise"])
 def test_frozen_weights_pass_gradients_on_as_torchao_does(named: Any) -> None:
     """Without the product that makes the gradient of weights, and without the input that it would be made of."""
