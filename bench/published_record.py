@@ -1,9 +1,10 @@
 """Published runs, and what this project's planner says of each: the rows of ``published.csv``.
 
-A row is planned as ``outsize plan`` would plan it, with these differences, which are of the system and not of the row:
-the kernels are the system's (``fused`` or ``eager``); moments are bf16 where the system's are; an optimizer that works
-on the GPU, or hidden behind compute, is ``streamed``, one that runs when the backward is over and before anything else
-is ``after``: then all blocks are recomputed, too, as those systems do. Nothing is fitted to a row.
+A row is planned as ``outsize plan`` would plan it, with these differences, which are of the system and not of the
+row: the kernels are the system's (``fused`` or ``eager``), linear layers multiply in fp8 where that is the dtype;
+moments are bf16 where the system's are; an optimizer that works on the GPU, or hidden behind compute, is
+``streamed``, one that runs when the backward is over and before anything else is ``after``: then all blocks are
+recomputed, too, as those systems do. Nothing is fitted to a row.
 """
 
 import csv
@@ -100,11 +101,13 @@ def answer(row: Mapping[str, str]) -> Answer:
 
 
 def _question(row: Mapping[str, str]) -> Question:
+    fp8 = row["dtype"] == "fp8"
     options = PlanFlags(
         model=row["model"],
         gpus=row["gpus"],
         kernels=row["kernels"],  # type: ignore[arg-type]
-        dtype=row["dtype"],  # type: ignore[arg-type]
+        dtype="bf16" if fp8 else row["dtype"],  # type: ignore[arg-type]
+        products="fp8" if fp8 else "native",
         seq_len=int(row["seq_len"]),
         tokens_per_step=int(row["tokens_per_step"]),
         device_memory=f"{row['device_gib']}GiB" if row["device_gib"] else None,

@@ -38,6 +38,8 @@ Compile = Literal["off", "blocks"]
 CompileOrAuto = Literal["auto", Compile]
 # Whose kernels norms, rotations and activations of a model are.
 BlockKernels = Literal["none", "liger"]
+# What linear layers of blocks multiply in: the model's dtype, or 8 bits, with a scale for each matrix or each row.
+Products = Literal["native", "fp8", "fp8-rowwise"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

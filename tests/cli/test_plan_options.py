@@ -53,6 +53,18 @@ def test_what_an_error_advises_is_an_option_here(model_dir, capsys):
     assert small < large
 
 
+def test_products_in_fp8_are_faster_and_less_certain(model_dir, capsys, tmp_path):
+    options = (model_dir, "--gpus", "4090", "--kernels", "fused", "--seq-len", 128, "--no-advice")
+    written = tmp_path / "train.yaml"
+    plain = answer(capsys, *options)
+    fast = answer(capsys, *options, "--products", "fp8", "--output", written)
+    assert fast["step_s"] < plain["step_s"]
+    low, high = (each["interval"] for each in (plain, fast))
+    assert high[1] / high[0] > low[1] / low[0]
+    assert any(figure["name"] == "linear layers of blocks in fp8" for figure in fast["figures"])
+    assert load_config(written, []).model.products == "fp8"
+
+
 def test_nodes_share_the_step(model_dir, capsys):
     options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice")
     one = answer(capsys, *options, "--tokens-per-step", 1024 * 128)
@@ -123,6 +135,8 @@ def test_the_search_for_the_largest_ends_at_the_limit():
         (("--tokens-per-step", 0), "tokens_per_step"),
         (("--tokens", "0"), "zero tokens"),
         (("--gpus", "4091"), "did you mean"),
+        (("--gpus", "3090", "--products", "fp8", "--kernels", "fused"), "3090 has none by its data sheet"),
+        (("--products", "fp8"), "add --kernels fused"),
         (("--gpus", "16x4090"), "at most 11 devices"),
         (("--device-memory", "1MiB"), "first try"),
         (("--host-memory", "1MiB", "--home", "host"), "first try"),

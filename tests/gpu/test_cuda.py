@@ -12,6 +12,7 @@ import pytest
 
 from devices import DEVICE, ON_ACCELERATOR, needs_accelerator
 from outsize.accelerators import is_accelerator
+from outsize.errors import ConfigError
 from outsize.planner.program.activation_policy import Choice
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
@@ -61,6 +62,19 @@ def test_kernels_of_liger(name: str, activations: str, tmp_path: Path):
     pytest.importorskip("liger_kernel")
     sections = {"model": {"dtype": "bf16", "kernels": "liger"}, "memory": {"activations": activations}}
     assert_equal(verify(run_on_device(tmp_path, name, **sections)))
+
+
+@pytest.mark.parametrize("compiled", ["off", "blocks"])
+@pytest.mark.parametrize("products", ["fp8", "fp8-rowwise"])
+def test_products_in_eight_bits(products: str, compiled: str, tmp_path: Path):
+    """Of 24 tokens, which is no multiple of 16, in a microbatch of two."""
+    pytest.importorskip("torchao")
+    model = {"dtype": "bf16", "products": products, "compile": compiled}
+    data, train = {"seq_len": 12}, {"tokens_per_step": 48}
+    try:
+        assert_equal(verify(run_on_device(tmp_path, model=model, data=data, train=train)))
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def test_tied_weights_leave_room_for_rounding(tmp_path: Path):

@@ -8,7 +8,10 @@ from outsize.hardware.cards.presets import split_count
 
 ROWS = {row["id"]: row for row in rows()}
 # The quick ones: of one GPU, whose systems recompute as the planner does.
-QUICK = ("llmq-0.5b-4090", "llmq-7b-4090", "slideformer-8b-4090", "dataflow-8b-h100-9", "zero3-8b-4090-32k")
+QUICK = (
+    *("llmq-0.5b-4090", "llmq-7b-4090", "llmq-7b-h100-fp8", "slideformer-8b-4090", "dataflow-8b-h100-9"),
+    "zero3-8b-4090-32k",
+)
 WORST = 0.20
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from outsize.errors import ConfigError
 from outsize.hardware.cards.gpu_table import find_card
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards.presets import machine_of, parse_gpus
 from outsize.planner.simulate.gpu_times import ROUTED_SHARE, unit_times
 from planner.questions import ask
 
@@ -44,3 +44,19 @@ def test_products_of_experts_take_longer_than_dense_ones():
     assert mixed.forward_s[1:] == pytest.approx([slower * each for each in dense.forward_s[1:]])
     assert mixed.backward_s[1:] == pytest.approx([slower * each for each in dense.backward_s[1:]])
     assert mixed.forward_s[0] == dense.forward_s[0]
+
+
+def test_linear_layers_of_blocks_alone_are_faster_in_fp8():
+    card = find_card("4090")
+    plain, fast = (unit_times(machine_of(card, 1, "fused", fp8=fp8), "bf16", WORK) for fp8 in (False, True))
+    gain = card.gpu("fused", fp8=True).fp8_gain.value
+    share = 1 - WORK.attention_flops[1] / WORK.forward_flops[1]
+    less = 1 - share * (1 - 1 / gain)
+    assert 0.6 < less < 0.7
+    assert fast.forward_s[1:-1] == pytest.approx([less * each for each in plain.forward_s[1:-1]])
+    assert fast.backward_s[1:-1] == pytest.approx([less * each for each in plain.backward_s[1:-1]])
+    assert (fast.forward_s[0], fast.backward_s[-1]) == (plain.forward_s[0], plain.backward_s[-1])
+    both = zip(WORK.forward_flops, WORK.attention_flops, strict=True)
+    experts = replace(WORK, routed_flops=tuple(flops - attention for flops, attention in both))
+    plain, fast = (unit_times(machine_of(card, 1, fp8=fp8), "bf16", experts) for fp8 in (False, True))
+    assert fast.forward_s == pytest.approx(plain.forward_s)

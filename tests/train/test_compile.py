@@ -90,7 +90,12 @@ def test_whatever_becomes_of_what_forwards_make(case: str, tmp_path: Path) -> No
 
 
 WHAT = {
-    "model": st.fixed_dictionaries({"dtype": st.sampled_from(["fp32", "bf16"])}),
+    "model": st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["fp32", "bf16"]),
+            "products": st.sampled_from(["native", "fp8", "fp8-rowwise"]),
+        }
+    ),
     "train": st.fixed_dictionaries(
         {
             "method": st.sampled_from(["full", "lora"]),

@@ -40,6 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "disk, bf16": {"model": {"dtype": "bf16"}, "memory": {"home": "disk", "slots": 2}},
     "rounds": {"train": {**PARTS, "round_microbatches": 2}},
     "the model's own loss": {"train": {**PARTS, "loss": "model"}},
+    "products in 8 bits": {"model": {"products": "fp8"}},
     "lora over 4 bits": {"train": {**PARTS, "method": "lora"}, "lora": {**LORA, "base_codec": "nf4"}},
     "a frozen prefix": {"model": {"freeze": ("model.embed_tokens.*", "model.layers.0.*")}},
     "three workers": {"memory": {"device": "emulated:3"}},

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import BlockKernels, CompileOrAuto, Dtype
+from outsize.choices import BlockKernels, CompileOrAuto, Dtype, Products
 from outsize.config.section import PathText, Section
 
 
@@ -33,6 +33,12 @@ class ModelConfig(Section):
         default="none",
         description="What computes norms, rotations and gated activations: transformers' operations, or a kernel of "
         "Liger's each (extra liger; on accelerators). Models that Liger does not know are refused.",
+    )
+    products: Products = Field(
+        default="native",
+        description="What linear layers of blocks multiply in: the dtype of the model, or 8 bits (extra fp8), by "
+        "torchao's float8 training: fp8 with a scale for each matrix, fp8-rowwise for each row. GPUs from Ada on, and "
+        "AMD's from MI300; emulated on a CPU, which is slow.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Whether Python code that comes with the model directory may run."

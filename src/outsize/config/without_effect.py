@@ -158,7 +158,7 @@ _OPTIMIZER: Final[Mapping[str, _Row]] = {
 
 NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("model.path", "model.dtype", "model.attention", "model.freeze"), _ALWAYS),
-    **dict.fromkeys(("model.compile", "model.kernels", "model.trust_remote_code"), _ALWAYS),
+    **dict.fromkeys(("model.compile", "model.kernels", "model.products", "model.trust_remote_code"), _ALWAYS),
     **dict.fromkeys(("data.path", "data.seq_len", "data.window"), _ALWAYS),
     **dict.fromkeys(("data.format", "data.pack"), _FIELDS),
     "data.prefetch": _TRAINERS,

@@ -62,6 +62,7 @@ class Gpu(_Described):
         efficiency: share of the peak that large matrix multiplications of a model reach.
         memory_bytes_per_s: bandwidth of its own memory.
         pcie_generation: of its connector; a slot may give less.
+        fp8_gain: how many times as fast linear layers of blocks multiply in fp8, where they do; None where they do not.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Gpu(_Described):
     efficiency: Figure
     memory_bytes_per_s: Figure
     pcie_generation: int
+    fp8_gain: Figure | None = None
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the rate that a model's matrix multiplications reach in ``dtype``.

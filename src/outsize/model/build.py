@@ -134,9 +134,10 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
     if attention != "auto":
         options["attn_implementation"] = attention
-    factory = _factory(config) if auto is None else _class_of(auto).from_config
+    with quiet_torchao():
+        factory = _factory(config) if auto is None else _class_of(auto).from_config
     try:
-        with _parameters_on_meta():
+        with quiet_torchao(), _parameters_on_meta():
             model: nn.Module = factory(config, **options)
     except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
         known = (
@@ -257,6 +258,23 @@ class _WithoutContents(TorchFunctionMode):
             empty = func(*args, **{**kwargs, "device": "meta"})
             return empty if empty.numel() >= _LARGE_ELEMENTS else func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def quiet_torchao() -> Iterator[None]:
+    """Context of imports of torchao, or of transformers, which imports it where it is installed.
+
+    It warns of each of its libraries that was built for another machine, and torch of how it registers itself.
+    """
+    logs = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 @contextmanager

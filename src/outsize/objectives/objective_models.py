@@ -20,7 +20,7 @@ from outsize.model.build import build_skeleton, load_hf_config
 from outsize.objectives.recipes import Recipe
 from outsize.session.job.machine import choose_device, choose_dtype, describe_machine, home_file
 from outsize.wrapped.api import Built, open_wrapped
-from outsize.wrapped.arguments import WrapSettings, transport_of
+from outsize.wrapped.arguments import BlockSettings, WrapSettings, transport_of
 from outsize.wrapped.module import is_wrapped, runner_of
 
 _FROZEN_DEVICE_SHARE = 3
@@ -99,9 +99,12 @@ def open_models(
         head="resident" if recipe.takes_head else "auto",
         transport=transport_of(config.transport.model_dump()),
         moments=config.optimizer.state,
-        mlp_parts=config.train.mlp_parts,
-        compile="blocks" if config.model.compile == "blocks" else "off",  # refused where it is auto
-        kernels=config.model.kernels,
+        blocks=BlockSettings(
+            config.train.mlp_parts,
+            "blocks" if config.model.compile == "blocks" else "off",  # refused where it is auto
+            config.model.kernels,
+            config.model.products,
+        ),
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None
     built = Built(model.dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)

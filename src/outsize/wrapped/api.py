@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,17 +13,18 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments
+from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Products
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.compiled import compile_blocks, take_eager
 from outsize.model.liger import check_plain, take_liger, take_plain
+from outsize.model.products import error_of, take_native, take_products
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
-from outsize.wrapped.arguments import FrozenCodec, Head, WrapSettings, memory_of, transport_of
+from outsize.wrapped.arguments import BlockSettings, FrozenCodec, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.optimizer import round_gradients_for_others
@@ -48,6 +50,7 @@ def wrap(
     mlp_parts: int = 1,
     compile: Compile = "off",
     kernels: BlockKernels = "none",
+    products: Products = "native",
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -71,6 +74,7 @@ def wrap(
         mlp_parts: parts in which MLPs take the tokens of a microbatch, see the section ``train`` of a run.
         compile: ``blocks`` compiles each kind of block at the first call of a form, see the section ``model`` of a run.
         kernels: ``liger`` has norms, rotations and gated activations computed by Liger's, see there.
+        products: ``fp8`` and ``fp8-rowwise`` have linear layers of blocks multiply in 8 bits, see there.
         run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`. None writes nothing.
         memory: other keys of the section ``memory`` of a run: ``host_memory``, ``disk_memory``, ``activations``, …
 
@@ -87,9 +91,7 @@ def wrap(
         head=head,
         transport=transport_of(transport),
         moments=state,
-        mlp_parts=mlp_parts,
-        compile=compile,
-        kernels=kernels,
+        blocks=BlockSettings(mlp_parts, compile, kernels, products),
     )
     return _recorded(_attach(model, settings, _from_memory(model)), run_dir)
 
@@ -114,6 +116,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     mlp_parts: int = 1,
     compile: Compile = "off",
     kernels: BlockKernels = "none",
+    products: Products = "native",
     run_dir: str | os.PathLike[str] | None = None,
     **memory: Any,
 ) -> nn.Module:
@@ -142,9 +145,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         head="auto" if head == "none" else head,
         transport=transport_of(transport),
         moments=state,
-        mlp_parts=mlp_parts,
-        compile=compile,
-        kernels=kernels,
+        blocks=BlockSettings(mlp_parts, compile, kernels, products),
     )
     base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
@@ -290,6 +291,7 @@ def _take_own(model: nn.Module) -> None:
     take_whole(model)
     take_eager(model)
     take_plain(model)
+    take_native(model)
 
 
 def _discard(model: nn.Module) -> None:
@@ -316,17 +318,29 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
     check_plain(model)
-    if settings.mlp_parts > 1:
-        take_in_parts(split(model), settings.mlp_parts)
-    if settings.compile == "blocks":
-        compile_blocks(split(model), _log.warning)
-    if settings.kernels == "liger":
-        _log.info("kernels: %s", take_liger(model, choose_device(settings.memory.device)))
+    device, blocks = choose_device(settings.memory.device), settings.blocks
     try:
+        if blocks.mlp_parts > 1:
+            take_in_parts(split(model), blocks.mlp_parts)
+        if blocks.compile == "blocks":
+            compile_blocks(split(model), _log.warning)
+        if blocks.kernels == "liger":
+            _log.info("kernels: %s", take_liger(model, device))
+        if blocks.products != "native":
+            _log.info("products: %s", take_products(split(model), blocks.products, device))
         runner = Runner(model, settings, fill)
+        if blocks.products != "native":
+            _log.info("products: %s", error_of(runner.split, partial(_read_first, runner)))
         round_gradients_for_others(runner)
         attach(model, runner)
     except BaseException:
         _take_own(model)
         raise
     return model
+
+
+def _read_first(runner: Runner, name: str, into: Tensor) -> None:
+    """Read the first elements of the weights of that name."""
+    units = runner.split.spec.units
+    unit = next(unit for unit in units if any(tensor.name == name for tensor in unit.all_tensors))
+    into.copy_(runner.parameters.read(unit)[name].flatten()[: into.numel()])

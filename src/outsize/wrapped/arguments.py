@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from outsize.choices import BlockKernels, Compile, Home, Moments
+from outsize.choices import BlockKernels, Compile, Home, Moments, Products
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
@@ -18,6 +18,44 @@ from outsize.errors import ConfigError
 FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 Head = Literal["auto", "streamed", "resident"]
 _WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """How the blocks of a model compute.
+
+    Attributes:
+        mlp_parts: parts in which MLPs take the tokens of a microbatch.
+        compile: what torch compiles.
+        kernels: whose kernels they have.
+        products: what their linear layers multiply in.
+
+    Raises:
+        ConfigError: a value that there is not, or two that do not go together.
+    """
+
+    mlp_parts: int = 1
+    compile: Compile = "off"
+    kernels: BlockKernels = "none"
+    products: Products = "native"
+
+    def __post_init__(self) -> None:
+        if self.mlp_parts < 1:
+            raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
+        if self.compile not in get_args(Compile):
+            raise ConfigError(f"compile={self.compile!r}: it is {' or '.join(get_args(Compile))}")
+        if self.compile != "off" and self.mlp_parts > 1:
+            raise ConfigError(
+                "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
+            )
+        if self.products not in get_args(Products):
+            raise ConfigError(f"products={self.products!r}: they are {' or '.join(get_args(Products))}")
+        if self.kernels not in get_args(BlockKernels):
+            raise ConfigError(f"kernels={self.kernels!r}: it is {' or '.join(get_args(BlockKernels))}")
+        if self.kernels != "none" and (self.compile != "off" or self.mlp_parts > 1):
+            raise ConfigError(
+                f"kernels: {self.kernels} goes with mlp_parts at 1 and compile off; leave them, or set it none"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +70,7 @@ class WrapSettings:
         head: where the head is, see `outsize.wrap`.
         transport: codecs on the link.
         moments: what `outsize.AdamW` keeps moments in.
-        mlp_parts: parts in which MLPs take the tokens of a microbatch.
-        compile: what torch compiles.
-        kernels: whose kernels blocks have.
+        blocks: how blocks compute.
 
     Raises:
         ConfigError: a value that there is not.
@@ -47,9 +83,7 @@ class WrapSettings:
     head: Head = "auto"
     transport: Transport = field(default_factory=Transport)
     moments: Moments = "fp32"
-    mlp_parts: int = 1
-    compile: Compile = "off"
-    kernels: BlockKernels = "none"
+    blocks: BlockSettings = field(default_factory=BlockSettings)
 
     def __post_init__(self) -> None:
         if self.head not in get_args(Head):
@@ -63,20 +97,6 @@ class WrapSettings:
             raise ConfigError(f"state={self.moments!r}: moments are kept in {', '.join(get_args(Moments))}")
         if self.microbatches < 1:
             raise ConfigError(f"microbatches is {self.microbatches}; a batch has at least one part")
-        if self.mlp_parts < 1:
-            raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
-        if self.compile not in get_args(Compile):
-            raise ConfigError(f"compile={self.compile!r}: it is {' or '.join(get_args(Compile))}")
-        if self.compile != "off" and self.mlp_parts > 1:
-            raise ConfigError(
-                "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
-            )
-        if self.kernels not in get_args(BlockKernels):
-            raise ConfigError(f"kernels={self.kernels!r}: it is {' or '.join(get_args(BlockKernels))}")
-        if self.kernels != "none" and (self.compile != "off" or self.mlp_parts > 1):
-            raise ConfigError(
-                f"kernels: {self.kernels} goes with mlp_parts at 1 and compile off; leave them, or set it none"
-            )
 
     @property
     def with_head(self) -> bool | None:

@@ -35,6 +35,12 @@ def machine_from(options: PlanFlags) -> Machine:
         raise ConfigError(
             f"say which machine, once: --gpus 8x4090, --machine machine.json, or --gpu-spec {_SPEC_EXAMPLE}"
         )
+    fp8 = options.products == "fp8"
+    if fp8 and (options.gpus is None or options.kernels != "fused"):
+        raise ConfigError(
+            "--products fp8: what it gains is known of published GPUs and of systems whose kernels cast as well: name "
+            "the GPUs by --gpus, and add --kernels fused (a run: model.compile=blocks)"
+        )
     if options.machine is not None:
         from outsize.hardware.from_probe import (
             read_machine,  # the form of a probe's file takes a while to load
@@ -50,7 +56,7 @@ def machine_from(options: PlanFlags) -> Machine:
     else:
         assert options.gpus is not None
         count, name = split_count(options.gpus)
-        machine = machine_of(find_card(name), count, options.kernels or "eager")
+        machine = machine_of(find_card(name), count, options.kernels or "eager", fp8=fp8)
     return _with_host(machine, options)
 
 

@@ -43,6 +43,10 @@ class PlanFlags:
             help="What computes: eager blocks (default), or fused kernels; a rate of products each."
         ),
     ] = None
+    products: Annotated[
+        Literal["native", "fp8"],
+        typer.Option(help="What linear layers of blocks multiply in: the compute dtype, or fp8."),
+    ] = "native"
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
     ] = None

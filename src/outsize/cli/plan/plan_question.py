@@ -28,6 +28,7 @@ _MIB = 2**20
 # Settings of a run by the option that names them here.
 _SETTINGS = {
     "model.dtype": "dtype",
+    "model.products": "products",
     "data.path": "data",
     "train.microbatches": "microbatches",
     "train.mlp_parts": "mlp_parts",

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.product_rates import Kernels, share_of_peak
+from outsize.hardware.cards.product_rates import Kernels, fp8_gain, share_of_peak
 from outsize.hardware.machine_spec import Figure, Gpu
 
 GIB = 2**30
@@ -63,8 +63,16 @@ class Card:
         """Whether a usual host of one or two is a desktop."""
         return not self.kind.startswith("server")
 
-    def gpu(self, kernels: Kernels = "eager") -> Gpu:
-        """Return it as a device that runs such kernels."""
+    def gpu(self, kernels: Kernels = "eager", *, fp8: bool = False) -> Gpu:
+        """Return it as a device that runs such kernels, and with ``fp8`` products of linear layers in that.
+
+        Raises:
+            ConfigError: it has no products in fp8.
+        """
+        if fp8 and "fp8" not in self.peaks:
+            raise ConfigError(
+                f"--products fp8: {self.name} has none by its data sheet; GPUs from Ada on have, and AMD's MI300"
+            )
         return Gpu(
             name=self.name,
             memory_bytes=self.memory_bytes,
@@ -74,6 +82,7 @@ class Card:
             efficiency=share_of_peak(self.kind, kernels),
             memory_bytes_per_s=Figure(value=self.memory_bytes_per_s, source=self.source),
             pcie_generation=self.pcie_generation,
+            fp8_gain=fp8_gain(self.kind) if fp8 else None,
         )
 
 

@@ -106,8 +106,8 @@ def split_count(text: str) -> tuple[int, str]:
     return count, match[2]
 
 
-def machine_of(card: Card, count: int, kernels: Kernels = "eager") -> Machine:
-    """Return a machine of ``count`` such cards, with a host that is usual for so many; see `parse_gpus`."""
+def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool = False) -> Machine:
+    """Return a machine of ``count`` such cards, with a host that is usual for so many; see `parse_gpus`, `Card.gpu`."""
     is_desktop = count <= 2 and card.is_desktop
     if card.peer in ("c2c", "unified"):
         rate = Figure(
@@ -117,7 +117,10 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager") -> Machine:
         lanes = min(card.lanes, 8) if is_desktop and count == 2 else card.lanes
         rate = pcie_bytes_per_s(card.pcie_generation, lanes)
     link = Link(up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=COPY_LATENCY_S)
-    gpu, host = card.gpu(kernels), _GRACE if card.peer == "c2c" else _DESKTOP if is_desktop else _SERVER
+    gpu, host = (
+        card.gpu(kernels, fp8=fp8),
+        _GRACE if card.peer == "c2c" else _DESKTOP if is_desktop else _SERVER,
+    )
     if card.peer == "unified":
         gpu = replace(gpu, memory_bytes=gpu.memory_bytes // 2)
         host = _sharing(card, host)

@@ -49,10 +49,32 @@ _SHARES = (
     _Share("radeon", 0.50, _ASSUMED_WITHIN, "assumed: products of hipBLASLt on RDNA 3"),
 )
 
+# How many times as fast products of linear layers in blocks are in fp8 as in bf16, with casts in kernels of their own:
+# read off runs of models from 1.5B on in both, whose attention and head stay in bf16. Smaller ones gain less.
+_FP8_GAINS = (
+    _Share("", 1.45, 0.15, "assumed: as of server and workstation GPUs that are published"),
+    _Share("geforce-ada", 1.6, 0.06, f"{_LLMQ}: 1.54 to 1.65 on a 4090, runs 1.45 to 1.56"),
+    _Share("geforce-blackwell", 1.7, 0.06, f"{_LLMQ}: 1.65 to 1.74 on a 5060 Ti, runs 1.48 to 1.64"),
+    _Share(
+        "workstation-blackwell", 1.45, 0.1, f"{_LLMQ}: 1.31 to 1.55 on an RTX PRO 6000, runs 1.24 to 1.49"
+    ),
+    _Share("server-hopper", 1.4, 0.1, f"{_LLMQ}: 1.29 to 1.53 on an H100, runs 1.23 to 1.48"),
+)
+
+
+def _nearest(kind: str, shares: tuple[_Share, ...]) -> _Share:
+    return max((one for one in shares if kind.startswith(one.prefix)), key=lambda one: len(one.prefix))
+
+
+def fp8_gain(kind: str) -> Figure:
+    """Return how many times as fast a device of class ``kind`` multiplies in fp8 within blocks."""
+    gain = _nearest(kind, _FP8_GAINS)
+    return Figure(value=gain.fused, source=gain.source, within=gain.within)
+
 
 def share_of_peak(kind: str, kernels: Kernels) -> Figure:
     """Return the share of the peak that a device of class ``kind`` reaches with such kernels."""
-    share = max((one for one in _SHARES if kind.startswith(one.prefix)), key=lambda one: len(one.prefix))
+    share = _nearest(kind, _SHARES)
     if kernels == "fused":
         return Figure(value=share.fused, source=f"fused kernels; {share.source}", within=share.within)
     source = f"eager blocks, a sixth less than fused kernels; {share.source}"

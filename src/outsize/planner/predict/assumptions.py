@@ -45,6 +45,8 @@ def figures_used(question: Question, prediction: Prediction) -> tuple[UsedFigure
         ("host memory bandwidth", host.bytes_per_s, "B/s"),
         ("AdamW on the host", host.adamw_params_per_s, "parameters/s"),
     ]
+    if gpu.fp8_gain is not None:
+        rows.insert(2, ("linear layers of blocks in fp8", gpu.fp8_gain, "times as fast"))
     if question.options.state is not None and question.options.state.newton_schulz:
         rows.append(("products on the host, of Muon", host.products, "FLOP/s"))
     if prediction.home == "disk" and disk is not None:

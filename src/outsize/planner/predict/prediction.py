@@ -182,7 +182,7 @@ def predict(decision: Decision) -> Prediction:
         free_bubble=None if plan.layout.stages is None else decision.free_bubble,
         stalls=_stalls(simulated.steady, simulated.lanes),
         usage=usage,
-        break_even=_break_even(question, plan, work),
+        break_even=_break_even(decision, work),
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
         simulation=simulated.done,
@@ -196,7 +196,9 @@ def _interval(question: Question, tokens_per_s: float, computing: float) -> tupl
     Beyond that, simulated steps miss measured ones. Rates of links, hosts and disks have no interval yet, or were
     measured; where these end the step it is too narrow.
     """
-    within = max(gpu.efficiency.within for gpu in question.machine.gpus) * computing + SIMULATED_WITHIN
+    rates = [(gpu.efficiency, gpu.fp8_gain) for gpu in question.machine.gpus]
+    uncertain = max(sum(figure.within for figure in figures if figure is not None) for figures in rates)
+    within = uncertain * computing + SIMULATED_WITHIN
     return tokens_per_s * (1 - within), tokens_per_s * (1 + within)
 
 
@@ -268,15 +270,15 @@ _RESOURCES = {
 }
 
 
-def _break_even(question: Question, plan: Plan, work: Workload) -> BreakEven:
+def _break_even(decision: Decision, work: Workload) -> BreakEven:
     """Return the break-even of the block that loads longest for what it computes."""
-    machine, model = question.machine, question.model
-    rate = min(gpu.flops_per_s(model.compute_dtype) for gpu in machine.gpus)
+    machine, model = decision.question.machine, decision.question.model
+    forward_s = decision.microbatch.times.forward_s
     link = min(link.up_bytes_per_s.value for link in machine.links)
     loads_s = [unit.link_bytes(model.dtype) / link for unit in model.units[: model.num_streamed]]
     tokens = max(
-        load_s * rate * work.tokens / flops
-        for load_s, flops, unit in zip(loads_s, work.forward_flops, model.units, strict=False)
+        load_s * work.tokens / computed_s
+        for load_s, computed_s, unit in zip(loads_s, forward_s, model.units, strict=False)
         if unit.kind == "block"
     )
-    return BreakEven(tokens=round(tokens), tokens_per_visit=plan.layout.round_size * work.tokens)
+    return BreakEven(tokens=round(tokens), tokens_per_visit=decision.plan.layout.round_size * work.tokens)

@@ -21,6 +21,7 @@ from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.compiled import compile_blocks
 from outsize.model.liger import take_liger
+from outsize.model.products import error_of, take_products
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.tiled_mlp import take_in_parts
@@ -147,7 +148,7 @@ def prepare(
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
     parts = split_model(model, dtype, config, adapters)
-    _change_blocks(parts, config, announce)
+    _change_blocks(parts, config, source, announce)
     spec = parts.spec
     if group.size == 1:
         config = with_masters_of(home_file(config.memory, run_dir), config, spec)
@@ -272,9 +273,14 @@ def _noisy(table: nn.Module, ids: Tensor) -> Tensor:
     return cast(Tensor, neftune_post_forward_hook(table, ids, type(table).forward(table, ids)))
 
 
-def _change_blocks(parts: Split, config: Config, announce: Announce) -> None:
+def _change_blocks(parts: Split, config: Config, source: WeightSource, announce: Announce) -> None:
     """Have blocks compute as the run asks."""
     take_in_parts(parts, config.train.mlp_parts)
+    products = config.model.products
+    if products != "native":
+        told = take_products(parts, products, choose_device(config.memory.device))
+        error = error_of(parts, lambda name, into: source.read(name, 0, into.numel(), into))
+        announce(f"products: {told}; {error}")
     if config.model.compile == "blocks":
         compile_blocks(parts, announce)
 
