@@ -37,7 +37,7 @@ Handover = Literal["auto", "host", "peer"]
 Compile = Literal["off", "blocks"]
 CompileOrAuto = Literal["auto", Compile]
 # Whose kernels norms, rotations and activations of a model are.
-BlockKernels = Literal["none", "liger"]
+BlockKernels = Literal["none", "liger", "hub"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

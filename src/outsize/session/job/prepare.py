@@ -18,9 +18,9 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.group import Group
 from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
+from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.compiled import compile_blocks
-from outsize.model.liger import take_liger
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.tiled_mlp import take_in_parts
@@ -242,8 +242,7 @@ def _skeleton(config: Config, hf_config: Any, dtype: str, announce: Announce) ->
     trim()  # building a model takes its weights for a moment, one after the other
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
-    if model.kernels == "liger":
-        announce(f"kernels: {take_liger(built, choose_device(config.memory.device))}")
+    take_kernels(built, model.kernels, choose_device(config.memory.device), announce)
     return built
 
 
