@@ -270,11 +270,12 @@ def test_compiled_blocks_are_priced_on_the_card_of_which_a_gain_is_published(ask
 
 
 def test_compiled_blocks_are_planned_whole(asked, capsys):
-    kept = [answer(capsys, *asked, "--compile", how)["activations"] for how in ("off", "blocks")]
-    assert [any(choice.endswith(("attention", "products")) for choice in one) for one in kept] == [
-        True,
-        False,
+    model_dir, option, _, *rest = asked
+    kept = [
+        answer(capsys, model_dir, option, "h100", *rest, "--compile", how)["activations"]
+        for how in ("off", "blocks")
     ]
+    assert [any(choice.endswith("products") for choice in one) for one in kept] == [True, False]
 
 
 def test_kernels_are_not_priced_where_products_were_measured_or_named(asked, tmp_path, capsys):

@@ -49,9 +49,10 @@ def take_hub(model: nn.Module, device: str) -> str:
     except Exception as error:  # of the hub, of the network, and of code that comes from there
         for part in mapped:
             vars(part).pop("forward", None)
+        why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(
-            f"kernels: those of the hub for {type(model).__name__} on {kind} cannot be loaded: {type(error).__name__}: "
-            f"{error}; try again where the hub can be asked, or set none"
+            f"kernels: those of the hub for {type(model).__name__} on {kind} cannot be loaded: {why}; try again where "
+            "the hub can be asked, or set none"
         ) from error
     found = Counter(name for part in mapped for name in _take(part, not is_accelerator(device)))
     if not found:

@@ -86,7 +86,7 @@ def check_plain(model: nn.Module) -> None:
     if any(_is_patched(module) or getattr(module, "_use_kernels", False) for module in model.modules()):
         raise ModelError(
             "kernels: Liger's or the hub's are in this model already, and could not be measured; leave out what put "
-            "them there, and have outsize do it: model.kernels of a run, kernels='liger' or 'hub' of a call"
+            "them there, and have outsize do it: model.kernels of a run, kernels='hub' or kernels='liger' of a call"
         )
 
 

@@ -20,7 +20,7 @@ from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.compiled import compile_blocks
+from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
 from outsize.model.tiled_mlp import take_in_parts
@@ -186,7 +186,8 @@ def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
         ModelError: the model cannot be shown to do that.
     """
     if config.data.pack == "documents":
-        with Boundaries(parts.modules) as boundaries:
+        # Compiled backwards run once, and what a block sees is its code's choice.
+        with as_they_are(parts.model), Boundaries(parts.modules) as boundaries:
             check_borders(parts, boundaries.forwards, hf_config.get_text_config().vocab_size)
         trim()
 
