@@ -75,8 +75,9 @@ def _kernelize() -> Callable[..., Any]:
 
         hub_kernels.register_kernel_mapping_transformers()
     except (ImportError, RuntimeError) as error:
+        why = error if isinstance(error, ImportError) else "another one is installed"
         raise ConfigError(
-            f"kernels: hub needs the package kernels, of a version that transformers takes ({error}): "
+            f"kernels: hub needs the package kernels in a version that transformers takes ({why}): "
             "pip install 'outsize[hub]'"
         ) from error
     return partial(kernelize, mode=Mode.TRAINING)
