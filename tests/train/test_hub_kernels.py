@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 import threading
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,9 @@ def marked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kernel_layer_name", "kernel_condition"):
         monkeypatch.setattr(modeling_llama.LlamaRMSNorm, name, None, raising=False)
     mark_layer(modeling_llama.LlamaRMSNorm, "RMSNorm")
-    attention, rotate = (
-        modeling_llama.LlamaAttention,
-        as_layer("rotary_pos_emb")(modeling_llama.apply_rotary_pos_emb),
-    )
+    attention, rotate = modeling_llama.LlamaAttention, modeling_llama.apply_rotary_pos_emb
+    marked_already = isinstance(rotate, torch.nn.Module)  # beside a version that transformers takes
+    rotate = deepcopy(rotate) if marked_already else as_layer("rotary_pos_emb")(rotate)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
     monkeypatch.setattr(attention, "__init__", attention.__init__)  # as it was, behind this test
     uses(rotate)(attention)
