@@ -30,7 +30,7 @@ ARROWS = {
     "codecs": GROUND | {"choices", "native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"files", "model.sizes"},
-    "model": GROUND | {"accelerators", "checkpoint.files", "codecs", "model.sizes"},
+    "model": GROUND | {"accelerators", "checkpoint.files", "choices", "codecs", "model.sizes"},
     "optim": GROUND | {"codecs", "model.sizes.model_spec", "native"},
     "planner.program": GROUND | {"optim.optimizer_spec"},
     "planner.memory": GROUND

@@ -19,11 +19,15 @@ import zoo
 from accelerator import exactness_set, late
 from devices import DEVICE, DEVICES, IS_MADE_UP, needs_accelerator
 from outsize.data import Batch
+from outsize.model import compiled
 from outsize.planner.program.stages import Stages
 from outsize.planner.search.partition import partition
 from outsize.training.run import train
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_model_dir, make_run
+from train.test_combinations import documents_in
+from train.test_compile import CHEAP
+from train.test_liger import LIGER, STAND_IN, forget
 from wrapped.loops import gradients, wrapped
 
 pytestmark = [pytest.mark.cuda, needs_accelerator, pytest.mark.filterwarnings("default")]
@@ -59,6 +63,11 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"microbatches": 4},
         "parallel": {"handover": "host"},
     },
+    "Muon, masters of 24 bits": {
+        "model": {"dtype": "bf16"},
+        "optimizer": {"name": "muon", "masters": "split24"},
+        "memory": {"home": "disk"},
+    },
     "products wait below the device": {
         "model": {"dtype": "bf16"},
         "memory": {"activations": "offload-products", "home": "disk"},
@@ -85,6 +94,30 @@ def test_adapters(tmp_path: Path):
 @pytest.mark.parametrize("case", CASES)
 def test_each_kind(case: str, tmp_path: Path):
     assert_equal_run(tmp_path, **CASES[case])
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep-products"])
+def test_kernels_of_liger_over_documents(activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a stand-in, whose kernels run where tensors lie on the device, and so not in the trial."""
+    monkeypatch.syspath_prepend(str(STAND_IN))
+    forget()
+    data = {"path": str(documents_in(tmp_path)), "pack": "documents"}
+    assert_equal_run(tmp_path, model=LIGER, memory={"activations": activations}, data=data)
+    forget()
+
+
+@made_up
+@pytest.mark.parametrize("backend", [CHEAP, pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Inductor makes no kernels for such a device: blocks run as they are there, which is told."""
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    said: list[str] = []
+    sections = {"memory": {"device": DEVICE, "home": "host"}, "train": {"steps": 2, "microbatches": 4}}
+    result = verify(make_run(tmp_path, model={"compile": "blocks"}, **sections), announce=said.append)
+    torch._dynamo.reset()
+    assert (result.equal, result.differing) == (True, [])
+    assert any("compile: LlamaDecoderLayer, in" in line for line in said)
+    assert any("runs as it is" in line for line in said) == (backend == "inductor")
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from cli.test_plan import answer, run
+from outsize.config import load_config
+from outsize.hardware.cards.presets import parse_gpus
 
 GB = 10**9
 # Llama-3.1-8B.
@@ -220,3 +222,88 @@ def test_muon_takes_a_moment_of_matrices_and_its_products_are_in_the_step(asked,
     (figure,) = (f for f in muon["figures"] if f["name"] == "products on the host, of Muon")
     assert (figure["value"], figure["measured"]) == (16 * 40e9, False)
     assert not any("Muon" in figure["name"] for figure in adamw["figures"])
+
+
+def share(found):
+    """The row of a plan that says what products reach."""
+    return next(row for row in found["figures"] if row["name"] == "share of the peak reached")
+
+
+def test_liger_s_kernels_have_the_rate_of_fused_ones_and_keep_less(asked, capsys):
+    found = {kind: answer(capsys, *asked, "--kernels", kind) for kind in ("eager", "fused", "liger")}
+    eager, fused, liger = found.values()
+    assert share(liger)["value"] == share(fused)["value"] > share(eager)["value"]
+    assert "LLaMA-Factory's runs with Liger" in share(liger)["source"]
+    assert liger["tokens_per_s"] >= fused["tokens_per_s"] > eager["tokens_per_s"]
+    note = "model.kernels: liger has the rate of fused ones; what norms and activations keep less is counted"
+    assert [note in one["assumptions"] for one in found.values()] == [False, False, True]
+    assert [one["kernels"] for one in found.values()] == ["none", "none", "liger"]
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        (("--kernels", "hub"), "model.kernels hub, not priced"),
+        (("--compile", "blocks"), "model.compile blocks, not priced"),
+        (("--compile", "auto"), "model.compile auto, not priced"),
+    ],
+)
+def test_what_has_no_source_is_not_priced(options, row, asked, capsys):
+    plain, found = answer(capsys, *asked), answer(capsys, *asked, *options)
+    assert share(found) == share(plain)
+    (note,) = (line for line in found["assumptions"] if "is not priced: no sourced figure" in line)
+    assert note.startswith(row.partition(",")[0].replace(" ", ": "))
+    assert run(*asked, *options, "--full") == 0
+    assert row in " ".join(capsys.readouterr().out.split())
+
+
+def test_compiled_blocks_are_priced_on_the_card_of_which_a_gain_is_published(asked, capsys):
+    model_dir, option, _, *rest = asked
+    eager, compiled, fused = (
+        answer(capsys, model_dir, option, "h100", *rest, *more)
+        for more in ((), ("--compile", "blocks"), ("--kernels", "fused"))
+    )
+    assert share(compiled)["value"] == pytest.approx(share(eager)["value"] * 6667 / 5762)
+    assert share(eager)["value"] < share(compiled)["value"] < share(fused)["value"]
+    assert share(compiled)["source"].startswith("compiled blocks, 1.157 times eager ones: torchtitan")
+    assert not any("not priced" in line for line in compiled["assumptions"])
+
+
+def test_compiled_blocks_are_planned_whole(asked, capsys):
+    model_dir, option, _, *rest = asked
+    kept = [
+        answer(capsys, model_dir, option, "h100", *rest, "--compile", how)["activations"]
+        for how in ("off", "blocks")
+    ]
+    assert [any(choice.endswith("products") for choice in one) for one in kept] == [True, False]
+
+
+def test_kernels_are_not_priced_where_products_were_measured_or_named(asked, tmp_path, capsys):
+    model_dir, _, gpu, *rest = asked
+    machine = tmp_path / "machine.json"
+    machine.write_text(parse_gpus(gpu).to_json())
+    for how in (("--machine", machine), ("--gpu-spec", "memory=24GB,tflops=165,gbps=1008,share=0.7")):
+        found = answer(capsys, model_dir, *how, *rest, "--kernels", "liger")
+        assert any(line.startswith("model.kernels: liger is not priced") for line in found["assumptions"])
+    assert run(model_dir, "--machine", machine, "--kernels", "fused") == 2
+    assert "eager and fused have no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels", "compiles"),
+    [
+        (("--kernels", "liger"), "liger", "off"),
+        (("--kernels", "hub"), "hub", "off"),
+        (("--kernels", "fused", "--compile", "auto"), "none", "auto"),
+        (("--compile", "blocks"), "none", "blocks"),
+    ],
+)
+def test_a_run_has_the_kernels_that_were_planned(options, kernels, compiles, asked, tmp_path, capsys):
+    answer(capsys, *asked, *options, "--output", tmp_path / "run.yaml")
+    model = load_config(tmp_path / "run.yaml", []).model
+    assert (model.kernels, model.compile) == (kernels, compiles)
+
+
+def test_kernels_that_do_not_go_together_are_refused(asked, capsys):
+    assert run(*asked, "--kernels", "liger", "--compile", "blocks") == 2
+    assert "model.kernels: liger goes with model.compile: off" in " ".join(capsys.readouterr().err.split())

@@ -1,13 +1,16 @@
 """Counted from a config, held to what a run measures on the model itself."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import peft
 import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from outsize.config import parse_config
+from outsize.model import liger
 from outsize.model.adapters import put_in
+from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton
 from outsize.model.sizes.lora_from_config import adapted_workload, with_adapters
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
@@ -50,7 +53,7 @@ SEQUENCES, SEQ_LEN = 2, 512
 MIXTURES = {("qwen3_moe", 1): 0.1, ("many_experts", 1): 0.2}
 
 
-def measure(config, dtype, mlp_parts=1, lora=None):
+def measure(config, dtype, mlp_parts=1, lora=None, kernels="none"):
     method = "full" if lora is None else "lora"
     run = parse_config(
         {
@@ -61,6 +64,7 @@ def measure(config, dtype, mlp_parts=1, lora=None):
         }
     )
     model = build_skeleton(config, dtype, frozen=lora is not None)
+    take_kernels(model, kernels, "cpu", lambda _: None)
     adapters = None if lora is None else put_in(model, prepare.lora_of(run, model), 0)
     parts = prepare.split_model(model, dtype, run, adapters)
     take_in_parts(parts, mlp_parts)
@@ -139,6 +143,31 @@ def test_counts_of_a_frozen_block_with_adapters(family, mlp_parts, modules, para
     assert counted.forward_workspace_bytes["block"] == pytest.approx(measured.forward_bytes[1], rel=0.1)
     assert counted.saved_bytes[1] == pytest.approx(measured.saved_bytes[1], rel=0.02)
     assert spec.num_trainable == measured_trainable(config, dtype, modules, parameters)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("family", "lora"), [("llama", None), ("qwen3", None), ("llama", {"r": 4})])
+def test_what_liger_saves_less_is_counted(family, lora, dtype, monkeypatch):
+    """By the trial of a run on an accelerator, which saves what the kernels would, and runs none."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "stand_in"))
+    monkeypatch.setattr(liger, "is_accelerator", lambda _: True)
+    modules = ("q_proj", "v_proj")
+    config = CONFIGS[family]
+    measured = measure(config, dtype, 1, lora and {**lora, "target_modules": modules}, "liger")
+    shape = replace(read_shape(config.to_dict()), trains=lora is None, fused=True)
+    counted = count_workload(shape, dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
+    if lora is not None:
+        counted = adapted_workload(
+            counted, with_adapters(spec_from_config(config.to_dict(), dtype), 4, modules)
+        )
+    assert counted.saved_bytes[1] == pytest.approx(
+        measured.saved_bytes[1], rel=0.001 if lora is None else 0.02
+    )
+    for counts, found in (
+        (counted.backward_workspace_bytes, measured.backward_bytes),
+        (counted.forward_workspace_bytes, measured.forward_bytes),
+    ):
+        assert counts["block"] > 0.9 * found[1]
 
 
 def measured_trainable(config, dtype, modules, parameters):

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
@@ -87,48 +85,6 @@ def test_streamed_is_resident_bit_for_bit(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", RUNS)
 def test_whatever_becomes_of_what_forwards_make(case: str, tmp_path: Path) -> None:
     assert_equal(compile_run(tmp_path, **RUNS[case]))
-
-
-WHAT = {
-    "model": st.fixed_dictionaries(
-        {
-            "dtype": st.sampled_from(["fp32", "bf16"]),
-            "products": st.sampled_from(["native", "fp8", "fp8-rowwise"]),
-        }
-    ),
-    "train": st.fixed_dictionaries(
-        {
-            "method": st.sampled_from(["full", "lora"]),
-            "microbatches": st.integers(1, 4),
-            "round_microbatches": st.sampled_from([None, 1, 2]),
-        }
-    ),
-    "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4"])}),
-    "memory": st.fixed_dictionaries(
-        {
-            "home": st.sampled_from(["host", "disk"]),
-            "activations": st.sampled_from(["auto", "recompute", "keep"]),
-            "device": st.sampled_from(["cpu", "emulated:2"]),
-        }
-    )
-    | st.fixed_dictionaries(
-        {
-            "home": st.sampled_from(["host", "disk"]),
-            **{key: st.just(value) for key, value in OFFLOADED.items()},
-        }
-    ),
-}
-
-
-@settings(max_examples=4, phases=[Phase.generate])
-@given(sections=st.fixed_dictionaries(WHAT))
-def test_whatever_goes_together(
-    tmp_path_factory: pytest.TempPathFactory, sections: dict[str, dict[str, Any]]
-) -> None:
-    """Sequences so short that the trial has one form."""
-    lora = {**LORA, **sections["lora"]} if sections["train"]["method"] == "lora" else {}
-    short = {"data": {"seq_len": 3}, "train": {"steps": 2, "tokens_per_step": 12, **sections["train"]}}
-    assert_equal(compile_run(tmp_path_factory.mktemp("run"), **{**sections, **short, "lora": lora}))
 
 
 @pytest.mark.slow

@@ -31,8 +31,9 @@ class ModelConfig(Section):
     )
     kernels: BlockKernels = Field(
         default="none",
-        description="What computes norms, rotations and gated activations: transformers' operations, or a kernel of "
-        "Liger's each (extra liger; on accelerators). Models that Liger does not know are refused.",
+        description="What computes norms, rotations and gated activations: transformers' operations, a kernel of "
+        "Liger's each (extra liger; on accelerators), or those of the Hugging Face hub that transformers names for "
+        "layers (extra hub). Models for which there are none are refused.",
     )
     products: Products = Field(
         default="native",

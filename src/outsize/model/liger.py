@@ -36,6 +36,7 @@ _PACKAGE = "liger_kernel"
 _GATED = ("LigerSwiGLUMLP.forward", "LigerGEGLUMLP.forward", "LigerQwen3MoeSwiGLUMLP.forward")
 # Its backward adds up what comes in any order: no two runs would be equal.
 _EXPERTS = "LigerExperts.forward"
+NORM = "LigerRMSNorm.forward"
 
 
 def take_liger(model: nn.Module, device: str) -> str:
@@ -77,32 +78,33 @@ def take_liger(model: nn.Module, device: str) -> str:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model has no kernels of Liger but by `take_liger`: others run on no CPU, where trials are.
+    """Check that a model has no kernels of Liger or the hub but by outsize: others run on no CPU, where trials are.
 
     Raises:
         ModelError: it has.
     """
-    if any(map(_is_patched, model.modules())):
+    if any(_is_patched(module) or getattr(module, "_use_kernels", False) for module in model.modules()):
         raise ModelError(
-            "kernels: Liger's are in this model already, and could not be measured; leave out what put them there, and "
-            "have outsize do it: model.kernels of a run, kernels='liger' of a call"
+            "kernels: Liger's or the hub's are in this model already, and could not be measured; leave out what put "
+            "them there, and have outsize do it: model.kernels of a run, kernels='hub' or kernels='liger' of a call"
         )
 
 
 def take_plain(model: nn.Module) -> None:
-    """Undo `take_liger`."""
+    """Undo `take_liger`, and `take_hub` but for functions."""
     for module in model.modules():
-        if isinstance(_given(module), _Either):
+        if isinstance(given_forward(module), Either):
             del module.forward
 
 
-class _Either:
+class Either:
     """In place of a module's forward: ``kernel`` on an accelerator, and ``own`` elsewhere, or ``kernel`` everywhere."""
 
     def __init__(self, kernel: Callable[..., Any], own: Callable[..., Any], everywhere: bool) -> None:
         self._kernel, self._own, self._everywhere = kernel, own, everywhere
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``module`` makes of its arguments."""
         run = self._kernel if self._everywhere or _is_away((args, kwargs)) else self._own
         return run(module, *args, **kwargs)
 
@@ -142,7 +144,7 @@ class _Saving(Function):
 _saving: Callable[..., Any] = _Saving.apply
 
 
-def _norm(own: Callable[..., Tensor], module: nn.Module, hidden: Tensor) -> Tensor:
+def saving_norm(own: Callable[..., Tensor], module: nn.Module, hidden: Tensor) -> Tensor:
     """Run the norm ``own`` of ``module``, which saves its input, its weight, and a number for each row."""
     weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
 
@@ -193,14 +195,14 @@ def _is_ligers(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith(_PACKAGE)
 
 
-def _given(module: nn.Module) -> Any:
+def given_forward(module: nn.Module) -> Any:
     """Return the forward that ``module`` was given in place of its class's; None where it has that."""
     return getattr(vars(module).get("forward"), "__func__", None)
 
 
 def _is_patched(module: nn.Module) -> bool:
     """Whether a module computes with kernels of Liger, by its class or by what its forward calls."""
-    forward = _given(module) or type(module).forward
+    forward = given_forward(module) or type(module).forward
     called = getattr(getattr(forward, "__code__", None), "co_names", ())
     return _is_ligers(forward) or any(_is_ligers(forward.__globals__.get(name)) for name in called)
 
@@ -216,7 +218,7 @@ def _put(apply: Callable[..., None], model: nn.Module) -> dict[ModuleType, dict[
         apply(model, cross_entropy=False, fused_linear_cross_entropy=False)
     except Exception as error:  # of code that may be of another time than transformers'
         for module in model.modules():
-            if _is_ligers(_given(module)):
+            if _is_ligers(given_forward(module)):
                 del module.forward
         raise ModelError(
             f"kernels: Liger fails at {type(model).__name__}: {type(error).__name__}: {error}; try another version of "
@@ -249,16 +251,16 @@ def _take(module: nn.Module, put: dict[ModuleType, dict[str, Any]], everywhere: 
     for name in ("extra_repr", "_get_name"):
         vars(module).pop(name, None)
     own: Any = type(module).forward
-    kernel = _given(module)
+    kernel = given_forward(module)
     if _is_ligers(kernel) and kernel.__qualname__ == _EXPERTS:
         del module.forward
     elif _is_ligers(kernel):
         saving = own
         if kernel.__qualname__ in _GATED and hasattr(module, "act_fn"):
             saving = _gated
-        elif kernel.__qualname__ == "LigerRMSNorm.forward":
-            saving = partial(_norm, own)
-        module.forward = MethodType(_Either(kernel, saving, everywhere), module)
+        elif kernel.__qualname__ == NORM:
+            saving = partial(saving_norm, own)
+        module.forward = MethodType(Either(kernel, saving, everywhere), module)
         yield kernel.__qualname__.partition(".")[0]
         return
     names = next((found for place, found in put.items() if own.__globals__ is vars(place)), {})
@@ -274,5 +276,5 @@ def _take(module: nn.Module, put: dict[ModuleType, dict[str, Any]], everywhere: 
             own.__code__, {**known, **rotations}, own.__name__, own.__defaults__, own.__closure__
         )
         forward.__kwdefaults__ = own.__kwdefaults__
-        module.forward = MethodType(_Either(forward, own, True), module)
+        module.forward = MethodType(Either(forward, own, True), module)
         yield from (value.__name__ for value in called.values())

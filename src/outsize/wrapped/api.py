@@ -16,9 +16,10 @@ from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightS
 from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Products
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
+from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.compiled import compile_blocks, take_eager
-from outsize.model.liger import check_plain, take_liger, take_plain
+from outsize.model.liger import check_plain, take_plain
 from outsize.model.products import error_of, take_native, take_products
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
@@ -73,7 +74,7 @@ def wrap(
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.
         mlp_parts: parts in which MLPs take the tokens of a microbatch, see the section ``train`` of a run.
         compile: ``blocks`` compiles each kind of block at the first call of a form, see the section ``model`` of a run.
-        kernels: ``liger`` has norms, rotations and gated activations computed by Liger's, see there.
+        kernels: ``liger`` or ``hub`` has norms and other operations of blocks computed by theirs, see there.
         products: ``fp8`` and ``fp8-rowwise`` have linear layers of blocks multiply in 8 bits, see there.
         run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`. None writes nothing.
         memory: other keys of the section ``memory`` of a run: ``host_memory``, ``disk_memory``, ``activations``, …
@@ -324,8 +325,7 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
             take_in_parts(split(model), blocks.mlp_parts)
         if blocks.compile == "blocks":
             compile_blocks(split(model), _log.warning)
-        if blocks.kernels == "liger":
-            _log.info("kernels: %s", take_liger(model, device))
+        take_kernels(model, blocks.kernels, device, _log.info)
         if blocks.products != "native":
             _log.info("products: %s", take_products(split(model), blocks.products, device))
         runner = Runner(model, settings, fill)

@@ -15,6 +15,7 @@ from outsize.hardware.cards.presets import (
     machine_of,
     split_count,
 )
+from outsize.hardware.cards.product_rates import Kernels
 from outsize.hardware.machine_spec import Disk, Figure, Host, Machine
 from outsize.units import parse_bytes
 
@@ -46,9 +47,9 @@ def machine_from(options: PlanFlags) -> Machine:
             read_machine,  # the form of a probe's file takes a while to load
         )
 
-        if options.kernels is not None:
+        if options.kernels in ("eager", "fused"):
             raise ConfigError(
-                "--kernels has no effect on a machine whose products were measured; leave it out"
+                "--kernels: eager and fused have no effect on a machine whose products were measured; leave it out"
             )
         return _with_host(read_machine(options.machine), options)
     if options.gpu_spec is not None:
@@ -56,8 +57,14 @@ def machine_from(options: PlanFlags) -> Machine:
     else:
         assert options.gpus is not None
         count, name = split_count(options.gpus)
-        machine = machine_of(find_card(name), count, options.kernels or "eager", fp8=fp8)
+        machine = machine_of(find_card(name), count, _kernels(options), fp8=fp8)
     return _with_host(machine, options)
+
+
+def _kernels(options: PlanFlags) -> Kernels:
+    """Return what computes, of which there may be a rate."""
+    named = options.kernels or "eager"
+    return "compiled" if named == "eager" and options.compile == "blocks" else named
 
 
 def size_of(option: str, text: str) -> int:
@@ -103,7 +110,7 @@ def _described(text: str, options: PlanFlags) -> Machine:
         source=source,
     )
     count = int(_number("count", found.get("count", "1")))
-    machine = machine_of(card, count, options.kernels or "eager")
+    machine = machine_of(card, count, _kernels(options))
     if "share" not in found:
         return machine
     share = _number("share", found["share"])

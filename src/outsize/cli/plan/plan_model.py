@@ -94,6 +94,17 @@ class AskedModel:
             ModelError: none that a run can train, or its config lacks a size.
             ConfigError: adapters for layers that it does not have.
         """
+        found, model = self._with_own_blocks(config), config.model
+        if model.compile == "off" and model.kernels == "none":
+            return found
+        of = found.workload_of
+        return replace(
+            found,
+            workload_of=(lambda sequences: _compiled(of(sequences))) if model.compile == "blocks" else of,
+            in_mlp_parts=None,  # neither goes with parts
+        )
+
+    def _with_own_blocks(self, config: Config) -> ModelFigures:
         part = None if self._described is None else self._described.part
         notes = () if part is None else (f"of this model its text part alone, {part}, is planned",)
         if self.tells_sizes:
@@ -119,6 +130,17 @@ class AskedModel:
         )
 
 
+def _compiled(work: Workload) -> Workload:
+    """Return what compiled blocks take: nothing from within is kept by itself, and no recompute ends early."""
+    return replace(
+        work,
+        recompute_flops=work.forward_flops,
+        attention_bytes=(),
+        attention_flops=(),
+        products_bytes=(),
+    )
+
+
 def adapters_of(config: Config) -> tuple[int, tuple[str, ...], tuple[str, ...]] | None:
     """Return rank, modules and parameters of adapters of a family's model; None where all is trained."""
     if config.train.method != "lora":
@@ -135,7 +157,13 @@ def _from_sizes(hf_config: Mapping[str, Any], config: Config, notes: tuple[str, 
 
     def parted(mlp_parts: int) -> WorkloadOf:
         in_experts = adapters is None or bool(adapters[2])
-        cut = replace(shape, mlp_parts=mlp_parts, trains=adapters is None, experts_train=in_experts)
+        cut = replace(
+            shape,
+            mlp_parts=mlp_parts,
+            fused=config.model.kernels == "liger",
+            trains=adapters is None,
+            experts_train=in_experts,
+        )
 
         def workload_of(sequences: int) -> Workload:
             plain = count_workload(

@@ -8,6 +8,7 @@ import typer
 
 from outsize.choices import (
     Clip,
+    CompileOrAuto,
     ComputeDtype,
     Home,
     Masters,
@@ -18,7 +19,6 @@ from outsize.choices import (
     WireGradients,
     WireWeights,
 )
-from outsize.hardware.cards.product_rates import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,18 @@ class PlanFlags:
         ),
     ] = None
     kernels: Annotated[
-        Kernels | None,
+        Literal["eager", "fused", "liger", "hub"] | None,
         typer.Option(
-            help="What computes: eager blocks (default), or fused kernels; a rate of products each."
+            help="What computes: eager blocks (default) or fused kernels, a rate of products each; or model.kernels."
         ),
     ] = None
     products: Annotated[
         Literal["native", "fp8"],
         typer.Option(help="What linear layers of blocks multiply in: the compute dtype, or fp8."),
     ] = "native"
+    compile: Annotated[
+        CompileOrAuto, typer.Option(help="What the run compiles; priced where a gain is known, else told.")
+    ] = "off"
     machine: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
     ] = None

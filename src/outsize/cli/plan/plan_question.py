@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
-from typing import Any
+from typing import Any, get_args
 
-from outsize.choices import Home
+from outsize.choices import BlockKernels, Home
 from outsize.cli.plan.model_config import read_config
 from outsize.cli.plan.plan_machine import machine_from, size_of
 from outsize.cli.plan.plan_model import AskedModel, ModelFigures, check_largest
@@ -29,6 +29,7 @@ _MIB = 2**20
 _SETTINGS = {
     "model.dtype": "dtype",
     "model.products": "products",
+    "model.compile": "compile",
     "data.path": "data",
     "train.microbatches": "microbatches",
     "train.mlp_parts": "mlp_parts",
@@ -191,6 +192,7 @@ def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[st
     flags: dict[str, Any] = {
         **{setting: getattr(options, name) for setting, name in _SETTINGS.items()},
         "model.path": path,
+        "model.kernels": options.kernels if options.kernels in get_args(BlockKernels) else "none",
         "data.seq_len": seq_len,
         "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len if tokens_per_step is None else tokens_per_step,
         "memory.device": "cuda",

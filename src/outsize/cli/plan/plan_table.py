@@ -1,6 +1,6 @@
 """A prediction for people, as tables, and for machines, as one object."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from io import StringIO
 from typing import Any
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from outsize.cli.plan.plan_largest import Scaled
 from outsize.cli.plan.plan_question import Asked, in_options
+from outsize.hardware.cards.product_rates import COMPILED, LIGER
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.decision import host_refusal
@@ -40,6 +41,8 @@ def to_dict(
         "machine": question.machine.name,
         "nodes": question.nodes,
         "dtype": question.model.compute_dtype,
+        "kernels": asked.config.model.kernels,
+        "compile": asked.config.model.compile,
         "seq_len": question.seq_len,
         "tokens_per_step": question.tokens_per_step,
         "verdict": "fits",
@@ -173,7 +176,33 @@ def _notes(asked: Asked) -> tuple[str, ...]:
         note = f"products in {dtype} take {slower or 1:.1f} times as long as in fp32 on {gpu.name}: try --dtype fp32"
         if slower is not None and note not in slow:
             slow.append(note)
-    return (*asked.figures.notes, *slow)
+    return (*asked.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(asked)))
+
+
+def _own_kernels(asked: Asked) -> Iterator[tuple[str, str, str]]:
+    """Yield each setting of the run that gives blocks other kernels, how it is priced, and what that rests on."""
+    model, machine = asked.config.model, asked.question.machine
+    source = machine.gpus[0].efficiency.source
+    unpriced = "not priced", f"is not priced: no sourced figure of what it gains on {machine.name}"
+    if model.kernels == "liger":
+        kept = "counted" if asked.model.tells_sizes else "not counted of this architecture, a run measures it"
+        short, long = (
+            ("as fused kernels", "has the rate of fused ones") if source.startswith(LIGER) else unpriced
+        )
+        yield (
+            "model.kernels",
+            f"liger, {short}",
+            f"liger {long}; what norms and activations keep less is {kept}",
+        )
+    elif model.kernels == "hub":
+        yield "model.kernels", f"hub, {unpriced[0]}", f"hub {unpriced[1]}; what it keeps less a run measures"
+    if model.compile != "off":
+        gains = (
+            "as published",
+            "has a published gain over blocks as they are; memory is theirs, of whole blocks",
+        )
+        short, long = gains if source.startswith(COMPILED) else unpriced
+        yield "model.compile", f"{model.compile}, {short}", f"{model.compile} {long}"
 
 
 def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:
@@ -242,6 +271,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         rows.append(
             (f"{format_count(asked.tokens)} tokens take", format_seconds(asked.steps * prediction.step_s))
         )
+    rows += [(key, priced) for key, priced, _ in _own_kernels(asked)]
     for name, value in rows:
         table.add_row(f"  {name}", value)
     table.add_row("", "")

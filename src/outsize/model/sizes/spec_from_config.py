@@ -40,6 +40,7 @@ class Shape:
         attention_bias: whether query, key and value have biases.
         head_norms: whether queries and keys are normalised per head.
         mlp_parts: in how many parts an MLP takes the tokens of a microbatch.
+        fused: whether norms and gated activations, but of experts, are one kernel each, as Liger's.
         trains: whether weights have gradients; what is frozen needs no inputs of its products.
         experts_train: whether those of experts have; adapters of experts have gradients of whole ones, too.
     """
@@ -60,6 +61,7 @@ class Shape:
     attention_bias: bool = False
     head_norms: bool = False
     mlp_parts: int = 1
+    fused: bool = False
     trains: bool = True
     experts_train: bool = True
 

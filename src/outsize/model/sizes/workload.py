@@ -96,10 +96,12 @@ def _backward_workspace(shape: Shape, size: int, tokens: int) -> int:
 def _not_kept(shape: Shape, size: int) -> int:
     """Return the bytes per token of what a frozen block does not keep: inputs of its norms and products, but the MLP's.
 
-    Parts of the tokens need what went into the MLP all the same.
+    Parts of the tokens need what went into the MLP all the same. A fused norm keeps its input, frozen or not.
     """
     if shape.trains:
         return 0
+    if shape.fused:
+        return size * 2 * shape.hidden
     norms = 3 * shape.hidden + shape.hidden * (shape.mlp_parts == 1)
     return size * (norms + shape.head_norms * (shape.attention_width + shape.kv_heads * shape.head_dim))
 
@@ -187,16 +189,22 @@ def _block_saved(shape: Shape, size: int, mixture: bool, mlp: bool = True) -> in
     their positions, its output, and one fp32 for each head, its log-sum-exp. Of an MLP: the operands of its product and
     of its last matrix. A mixture has these for each expert that a token visits, with a copy of the token and what the
     expert returns. What is frozen needs no input of a product, and no normalised one.
+
+    A fused norm keeps its input as it is, and a fused activation the two projections, not what lies between.
     """
     width, kv_width = shape.attention_width, shape.kv_heads * shape.head_dim
-    norms = 2 * (shape.hidden * (4 + 2 * size) + 4) - (4 * shape.hidden if size == 4 else 0)
+    if shape.fused:
+        norms = 3 * size * shape.hidden + 8
+    else:
+        norms = 2 * (shape.hidden * (4 + 2 * size) + 4) - (4 * shape.hidden if size == 4 else 0)
     if shape.head_norms:
-        norms += (size + 4) * (width + kv_width) + 4 * (shape.heads + shape.kv_heads)
+        each = size if shape.fused else size + 4
+        norms += each * (width + kv_width) + 4 * (shape.heads + shape.kv_heads)
     attention = size * (2 * width + 2 * kv_width) + 4 * shape.heads - _not_kept(shape, size)
     if not mlp or shape.mlp_parts > 1:
         return norms + attention
     if not mixture:
-        return norms + attention + size * (3 + shape.trains) * shape.intermediate
+        return norms + attention + size * (3 - shape.fused + shape.trains) * shape.intermediate
     num_copies = 1 + shape.trains + shape.experts_train
     copies = num_copies * size * shape.active_experts * shape.hidden + 12 * shape.experts
     return norms + attention + size * (3 + shape.experts_train) * _active(shape) + copies

@@ -1,8 +1,8 @@
 """One team of OpenMP threads at a time, so that its threads may spin between two parallel loops.
 
 libgomp starts a team of its own for each thread that computes, and keeps it. While all teams together have more threads
-than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops a step then
-puts threads to sleep and wakes them up. Steps of a 97.5M model took 6 to 15 % longer for it on two cores (docs/log.md).
+than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops in a step
+then puts threads to sleep and wakes them up, by a tenth of the step on two cores (docs/log.md).
 """
 
 import ctypes

@@ -18,9 +18,9 @@ from outsize.errors import ConfigError, ModelError
 from outsize.group.group import Group
 from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
+from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.compiled import compile_blocks
-from outsize.model.liger import take_liger
+from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.products import error_of, take_products
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
@@ -187,7 +187,8 @@ def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
         ModelError: the model cannot be shown to do that.
     """
     if config.data.pack == "documents":
-        with Boundaries(parts.modules) as boundaries:
+        # Compiled backwards run once, and what a block sees is its code's choice.
+        with as_they_are(parts.model), Boundaries(parts.modules) as boundaries:
             check_borders(parts, boundaries.forwards, hf_config.get_text_config().vocab_size)
         trim()
 
@@ -243,8 +244,7 @@ def _skeleton(config: Config, hf_config: Any, dtype: str, announce: Announce) ->
     trim()  # building a model takes its weights for a moment, one after the other
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
-    if model.kernels == "liger":
-        announce(f"kernels: {take_liger(built, choose_device(config.memory.device))}")
+    take_kernels(built, model.kernels, choose_device(config.memory.device), announce)
     return built
 
 

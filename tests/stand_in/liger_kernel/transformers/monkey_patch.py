@@ -13,7 +13,10 @@ from transformers.models.qwen3 import modeling_qwen3
 def write(into: Tensor, values: Tensor) -> None:
     """Write as a kernel does: autograd counts no change, and no mode sees it."""
     target, source = into.detach(), values.detach().to(into.dtype).contiguous()
-    target.view(torch.uint8).numpy()[...] = source.view(torch.uint8).numpy()
+    if into.device.type == "cpu":
+        target.view(torch.uint8).numpy()[...] = source.view(torch.uint8).numpy()
+    else:
+        into.data.copy_(source)
 
 
 class LigerRMSNormFunction(Function):

@@ -1,0 +1,98 @@
+"""Kernels of the Hugging Face hub in a model: transformers maps them to layers, and the package `kernels` loads them.
+
+Modules of a class that transformers maps get the forward of a kernel; functions that it maps, such as scans and
+convolutions, belong to a module of transformers, and so to every model of the process, and keep theirs. As Liger's
+kernels, see there, these run where tensors lie on the device that they were loaded for: elsewhere, as in the trial of a
+microbatch, the model's own code runs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.accelerators import is_accelerator, kind_of, torch_name
+from outsize.errors import ConfigError, ModelError
+from outsize.model.liger import NORM, Either, check_plain, given_forward, saving_norm
+
+
+def take_hub(model: nn.Module, device: str) -> str:
+    """Have ``model`` compute with kernels of the hub; `take_plain` undoes it, but for functions.
+
+    A kernel that is not in the hub's cache is downloaded by the package, if that trusts who publishes it.
+
+    Args:
+        model: its parameters may lie anywhere.
+        device: that it will compute on.
+
+    Returns:
+        For which layers kernels compute now, and how many times.
+
+    Raises:
+        ConfigError: the package is not there, or transformers does not take its version.
+        ModelError: there is no kernel for a layer of such a model on such a device, one cannot be loaded, or the model
+            has some already.
+    """
+    kernelize = _kernelize()
+    check_plain(model)
+    kind = kind_of(torch_name(device))
+    kind = "rocm" if kind == "cuda" and torch.version.hip else kind
+    functions = (vars(module).get("_kernel_funcs", {}).values() for module in model.modules())
+    parts = dict.fromkeys([*model.modules(), *(function for found in functions for function in found)])
+    mapped = [part for part in parts if hasattr(type(part), "kernel_layer_name")]
+    try:
+        kernelize(model, device=kind)
+    except Exception as error:  # of the hub, of the network, and of code that comes from there
+        for part in mapped:
+            vars(part).pop("forward", None)
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"kernels: those of the hub for {type(model).__name__} on {kind} cannot be loaded: {why}; try again where "
+            "the hub can be asked, or set none"
+        ) from error
+    found = Counter(name for part in mapped for name in _take(part, not is_accelerator(device)))
+    if not found:
+        raise ModelError(
+            f"kernels: the hub has none that trains a layer of {type(model).__name__} on {kind}; set none"
+        )
+    return ", ".join(f"{name} × {count}" for name, count in sorted(found.items()))
+
+
+def _kernelize() -> Callable[..., Any]:
+    """Return what puts kernels into a model that trains, by transformers' mapping.
+
+    Raises:
+        ConfigError: the package is not there, or transformers does not take its version.
+    """
+    from transformers.integrations import hub_kernels
+
+    try:
+        from kernels import Mode, kernelize
+
+        hub_kernels.register_kernel_mapping_transformers()
+    except (ImportError, RuntimeError) as error:
+        why = error if isinstance(error, ImportError) else "another one is installed"
+        raise ConfigError(
+            f"kernels: hub needs the package kernels in a version that transformers takes ({why}): "
+            "pip install 'outsize[hub]'"
+        ) from error
+    return partial(kernelize, mode=Mode.TRAINING)
+
+
+def _take(part: Any, everywhere: bool) -> Iterator[str]:
+    """Have ``part``, a module or a function as one, run the kernel that it was given where its tensors lie.
+
+    Yields:
+        The name of its layer, if there was a kernel.
+    """
+    kernel, own = given_forward(part), type(part).forward
+    if kernel is own:
+        del part.forward
+    elif kernel is not None and not isinstance(kernel, Either):
+        saving = partial(saving_norm, own) if kernel.__qualname__ == NORM else own
+        part.forward = MethodType(Either(kernel, saving, everywhere), part)
+        yield type(part).kernel_layer_name
