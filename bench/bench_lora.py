@@ -1,4 +1,4 @@
-"""What of a frozen model crosses the link in a LoRA step, and what do 4 bits do to it?
+"""What of a frozen model crosses the link in a LoRA step, and what do 8 and 4 bits do to it?
 
 A small Llama is trained for some steps, so that its weights are not random. Then adapters train on it, three steps for
 each way in which the frozen model is written. Counted, over all three steps: bytes that went up per frozen parameter
@@ -29,6 +29,8 @@ STEPS = 3
 VARIANTS = (
     ("raw", "raw"),
     ("int8", "raw"),
+    ("fp8", "raw"),
+    ("fp8", "fp8"),
     ("nf4", "raw"),
     ("nf4-double", "raw"),
     ("nf4-double", "int8"),

@@ -98,7 +98,7 @@ WHAT = {
             "round_microbatches": st.sampled_from([None, 1, 2]),
         }
     ),
-    "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4"])}),
+    "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4", "fp8"])}),
     "memory": st.fixed_dictionaries(
         {
             "home": st.sampled_from(["host", "disk"]),
