@@ -1,15 +1,17 @@
-"""What of a frozen model crosses the link in a LoRA step, and what do 4 bits do to it?
+"""What of a frozen model crosses the link in a LoRA step, and what do 8 and 4 bits do to it?
 
 A small Llama is trained for some steps, so that its weights are not random. Then adapters train on it, three steps for
-each way in which the frozen model is written. Counted, over all three steps: bytes that went up per frozen parameter
-and pass (two passes per step), and bytes of gradients that came down and are not of adapters. Measured: the root mean
-square error of the weights, the loss of the first step, when adapters do nothing yet, and that of the last. Nothing is
-timed, so the result is that of any machine, but for rounding of other kernels.
+each way in which the frozen model is written, or as many as ``--adapter-steps`` says. Counted, over all of them: bytes
+that went up per frozen parameter and pass (two passes per step), and bytes of gradients that came down and are not of
+adapters. Measured: the root mean square error of the weights, the loss of the first step, when adapters do nothing yet,
+and the mean loss of the last tenth. Nothing is timed, so the result is that of any machine, but for rounding of other
+kernels.
 
 The embedding, below the first adapter, runs no backward, and the head turns around on the device: both go up once per
 step, so bf16 takes less than 2 bytes per pass.
 
     python bench/bench_lora.py                       # 10.6M parameters, two to three minutes
+    python bench/bench_lora.py --adapter-steps 100   # loss curves
 """
 
 import argparse
@@ -24,11 +26,12 @@ import common
 import shapes
 
 BF16_TARGET, NF4_TARGET = 2.1, 0.6
-STEPS = 3
 # How matrices of blocks are written, and how embedding and head are.
 VARIANTS = (
     ("raw", "raw"),
     ("int8", "raw"),
+    ("fp8", "raw"),
+    ("fp8", "fp8"),
     ("nf4", "raw"),
     ("nf4-double", "raw"),
     ("nf4-double", "int8"),
@@ -62,15 +65,15 @@ def pretrained(directory: Path, steps: int) -> Path:
     return Path(str(result.export_dir))
 
 
-def adapt(directory: Path, model: Path, base: str, table: str) -> dict[str, Any]:
-    """Three steps of adapters; what moved and what came of it."""
+def adapt(directory: Path, model: Path, base: str, table: str, steps: int) -> dict[str, Any]:
+    """Some steps of adapters; what moved and what came of it."""
     from outsize.config.load import parse_config
     from outsize.session.job.prepare import prepare
     from outsize.session.stream import StreamedTrainer
     from outsize.training.run_data import open_dataset
 
     lora = {"r": 8, "target_modules": "all-linear", "base_codec": base, "table_codec": table}
-    train = {"method": "lora", "steps": STEPS}
+    train = {"method": "lora", "steps": steps}
     config = parse_config(settings(directory, model, train=train, lora=lora))
     run_dir = directory / f"{base}-{table}"
     run_dir.mkdir()
@@ -81,7 +84,7 @@ def adapt(directory: Path, model: Path, base: str, table: str) -> dict[str, Any]
     ):
         trainer.fill()
         # Other sequences than those that it was trained on.
-        batches = [dataset.batch(1000 + step, config.sequences_per_step) for step in range(STEPS)]
+        batches = [dataset.batch(1000 + step, config.sequences_per_step) for step in range(steps)]
         losses = [outcome.loss for outcome in trainer.steps(batches)]
         trainer.settle()
         moved, errors = trainer.engine.link_bytes(), list(trainer.errors.values())
@@ -93,17 +96,18 @@ def adapt(directory: Path, model: Path, base: str, table: str) -> dict[str, Any]
     return {
         "base": base,
         "table": table,
-        "up_bytes_per_frozen_parameter_and_pass": (moved["up:w0"] / STEPS / 2 - adapters) / frozen,
+        "up_bytes_per_frozen_parameter_and_pass": (moved["up:w0"] / steps / 2 - adapters) / frozen,
         "bytes_per_encoded_parameter": sum(part.home_bytes for part in written) / encoded
         if encoded
         else None,
-        "gradient_bytes_of_frozen": moved["down:w0"] // STEPS - adapters,
+        "gradient_bytes_of_frozen": moved["down:w0"] // steps - adapters,
         "frozen_parameters": frozen,
         "encoded_share": encoded / frozen,
         "median_rms_error": statistics.median(errors) if errors else 0.0,
         "worst_rms_error": max(errors, default=0.0),
         "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "last_loss": statistics.mean(losses[-max(1, steps // 10) :]),
+        "losses": losses,
     }
 
 
@@ -121,15 +125,16 @@ def is_met(rows: list[dict[str, Any]]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=80, help="of pretraining")
+    parser.add_argument("--adapter-steps", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = pretrained(directory, args.steps)
-        rows = [adapt(directory, model, *variant) for variant in VARIANTS]
-    plain = rows[0]["first_loss"]
+        rows = [adapt(directory, model, *variant, args.adapter_steps) for variant in VARIANTS]
     for row in rows:
-        row["loss_difference"] = row["first_loss"] - plain
+        row["loss_difference"] = row["first_loss"] - rows[0]["first_loss"]
+        row["last_loss_difference"] = row["last_loss"] - rows[0]["last_loss"]
     common.print_table(
         [
             "matrices",
@@ -139,6 +144,8 @@ def main() -> None:
             "frozen gradient B",
             "RMS error",
             "loss",
+            "beyond bf16",
+            "last",
             "beyond bf16",
         ],
         [
@@ -151,6 +158,8 @@ def main() -> None:
                 f"{row['median_rms_error']:.2%}",
                 f"{row['first_loss']:.4f}",
                 f"{row['loss_difference']:+.4f}",
+                f"{row['last_loss']:.4f}",
+                f"{row['last_loss_difference']:+.4f}",
             ]
             for row in rows
         ],

@@ -171,6 +171,11 @@ def test_a_key_like_no_other_points_to_the_documentation():
         ("memory.device_memory=true", "memory.device_memory: not a size; write a number and a unit"),
         ("memory.host_memory=0", "memory.host_memory: a size must be above zero"),
         ("memory.tile_elements=3000", "memory.tile_elements: must be a multiple of 2048, not 3000"),
+        (
+            "transport.weights=fp8",
+            "transport.weights: must be raw, auto, lossless4 or lossless3, not 'fp8'; weights that train keep "
+            "every bit, and frozen ones rest and cross in fewer by base_codec (section lora)",
+        ),
         ("train=3", "train: is a section: write its keys below it, not 3"),
     ],
 )

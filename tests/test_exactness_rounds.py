@@ -115,6 +115,7 @@ def test_tied_weights_are_summed_use_by_use_in_each_round(device: str, round_siz
         ("emulated:1", "disk", "raw"),
         ("emulated:1", "host", "nf4"),
         ("emulated:2", "disk", "nf4"),
+        ("emulated:2", "host", "fp8"),
         ("emulated:2", "host", "raw"),
     ],
 )

@@ -19,7 +19,12 @@ Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split", "split24"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
-# How weights go over links; all keep every bit.
+# How frozen weights rest and go over links.
+FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8", "fp8"]
+# How weights go over links; all keep every bit, and what else there is.
+EXACT_WEIGHTS = (
+    "weights that train keep every bit, and frozen ones rest and cross in fewer by base_codec (section lora)"
+)
 TransportWeights = Literal["raw", "auto", "lossless4", "lossless3"]
 TransportActivations = Literal[
     TransportWeights, "int8", "int8-asymmetric", "int8-hadamard", "int4", "int4-asymmetric", "int4-hadamard"

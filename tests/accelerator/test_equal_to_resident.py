@@ -58,6 +58,12 @@ CASES: dict[str, dict[str, Any]] = {
         "lora": {**LORA, "base_codec": "nf4-double", "lora_dropout": 0.25},
         "memory": {"home": "disk"},
     },
+    "fp8, two workers": {
+        "model": {"dtype": "bf16"},
+        "train": {"method": "lora", "microbatches": 4},
+        "lora": {**LORA, "base_codec": "fp8", "table_codec": "fp8"},
+        "memory": {"device": DEVICES},
+    },
     "two workers through the host": {
         "memory": {"device": DEVICES},
         "train": {"microbatches": 4},

@@ -34,6 +34,17 @@ def test_what_a_host_encodes_is_decoded_bit_for_bit(name: str, dtype: str):
         assert same_bits(decoded.cpu(), source)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "fp8"])
+def test_frozen_weights_decode_there_as_on_the_host(name: str, dtype: str):
+    codec, source = open_codec(name), normal(100_003, TORCH_DTYPE[dtype])
+    encoded, on_host = encode(codec, source), torch.empty_like(source)
+    there = torch.empty_like(source, device=TORCH_DEVICE)
+    codec.decode(encoded, on_host)
+    codec.decode(encoded.to(TORCH_DEVICE), there)
+    assert same_bits(there.cpu(), on_host)
+
+
 @pytest.mark.parametrize("name", [spec.name for spec in BLOCKWISE])
 def test_quantised_ones_encode_and_decode_there(name: str):
     codec = open_codec(name)

@@ -33,7 +33,7 @@ WHAT = {
         }
     ),
     "optimizer": st.sampled_from([{}, {"name": "muon"}, {"masters": "split24"}]),
-    "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4"])}),
+    "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4", "fp8"])}),
     "memory": st.fixed_dictionaries(
         {
             **HOMES,

@@ -131,10 +131,14 @@ def test_adapters_are_loaded_by_peft_and_without_merging(dtype: str, lora: dict[
                 assert not torch.equal(got, before)
                 ours = model.generate(tokens, max_new_tokens=4, do_sample=False)
                 assert torch.equal(ours, plain.generate(input_ids=tokens, max_new_tokens=4, do_sample=False))
-    with loaded(out, base_codec="nf4", table_codec="int8") as model:
-        encoded = model.quantisation_errors()  # of the model, not of its adapters
-        assert any("q_proj" in name for name in encoded)
-        assert not any("lora_" in name for name in encoded)
+    for codec in ("nf4", "fp8"):
+        with loaded(out, dtype="bf16", base_codec=codec, table_codec="int8") as model:
+            encoded = model.quantisation_errors()  # of the model, not of its adapters
+            assert any("q_proj" in name for name in encoded)
+            assert not any("lora_" in name for name in encoded)
+            plain.get_base_model().load_state_dict(dict(model.state_dict()))
+            ours = model.generate(tokens, max_new_tokens=4, do_sample=False)
+            assert torch.equal(ours, plain.generate(input_ids=tokens, max_new_tokens=4, do_sample=False))
     with pytest.raises(ConfigError, match="trainable=False"):
         outsize.load(out)
     config = out / "adapter_config.json"

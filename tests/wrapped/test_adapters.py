@@ -68,10 +68,12 @@ def test_fp32_adapters_train_on_a_half_precision_base(home: str):
         assert {p.dtype for p in model.parameters()} == dtypes
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
-def test_adapters_train_on_a_base_in_4_bits(home: str):
+@pytest.mark.parametrize(
+    ("home", "codec"), [("host", "nf4-double"), ("disk", "nf4-double"), ("host", "fp8"), ("disk", "fp8")]
+)
+def test_adapters_train_on_a_base_in_fewer_bits(home: str, codec: str):
     """As over the same model with the weights that the codec gives back, bit for bit."""
-    codecs = {"base_codec": "nf4-double", "table_codec": "int8"}
+    codecs = {"base_codec": codec, "table_codec": "int8"}
     plain = adapted(dtype=torch.bfloat16)
     exact = {name: value.clone() for name, value in plain.state_dict().items()}
     reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
@@ -100,7 +102,7 @@ def test_adapters_train_on_a_base_in_4_bits(home: str):
     )  # unwrapped, it has the weights that it computed with
 
 
-@pytest.mark.parametrize(("codec", "most"), [("raw", 2.1), ("nf4-double", 0.6)])
+@pytest.mark.parametrize(("codec", "most"), [("raw", 2.1), ("nf4-double", 0.6), ("fp8", 1.1)])
 @pytest.mark.parametrize("activations", ["recompute", "auto"])
 def test_frozen_weights_only_go_up(codec: str, most: float, activations: str):
     """Bytes per frozen parameter and pass, and no gradient of it on the link."""

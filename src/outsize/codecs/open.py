@@ -7,6 +7,7 @@ from outsize.codecs.blockwise import BlockwiseCodec
 from outsize.codecs.codec import Codec, RawCodec
 from outsize.codecs.codec_spec import CodecSpec, codec_spec
 from outsize.codecs.delta import DeltaCodec
+from outsize.codecs.fp8 import FP8Codec
 from outsize.codecs.nf4 import NF4Codec
 from outsize.codecs.window import WindowCodec
 
@@ -25,6 +26,7 @@ _MAKERS: dict[str, Callable[[CodecSpec], Codec]] = {
     "int8-hadamard-stochastic": partial(BlockwiseCodec, bits=8, stochastic=True),
     "int4-hadamard": partial(BlockwiseCodec, bits=4),
     "int4-hadamard-stochastic": partial(BlockwiseCodec, bits=4, stochastic=True),
+    "fp8": FP8Codec,
     "nf4": NF4Codec,
     "nf4-double": partial(NF4Codec, double=True),
 }

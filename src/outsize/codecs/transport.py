@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final, get_args
 
-from outsize.choices import TransportActivations, TransportGradients, TransportWeights
+from outsize.choices import EXACT_WEIGHTS, TransportActivations, TransportGradients, TransportWeights
 from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.units import align_up
 
@@ -63,6 +63,7 @@ class Transport:
             if getattr(self, crossing) not in known:
                 raise ValueError(
                     f"no codec {getattr(self, crossing)!r} for {crossing}; there is {', '.join(known)}"
+                    + (f"; {EXACT_WEIGHTS}" if crossing == "weights" else "")
                 )
 
     @property

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from outsize.choices import FrozenCodec
 from outsize.config.section import Fraction, Modules, Section
 
 
@@ -62,11 +63,12 @@ class LoraConfig(Section):
     fan_in_fan_out: bool = Field(
         default=False, description="Whether weights are stored (in, out), as in GPT-2; PEFT sets it there."
     )
-    base_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+    base_codec: FrozenCodec = Field(
         default="raw",
         description="How the frozen matrices of layers are held and streamed; they are decoded on the device. nf4 is "
-        "4.5 bits per weight (QLoRA), nf4-double 4.13, int8 8.1; the error is printed and kept in quantisation.json.",
+        "4.5 bits per weight (QLoRA), nf4-double 4.13, int8 and fp8 8.1; the error is printed and kept in "
+        "quantisation.json.",
     )
-    table_codec: Literal["raw", "nf4", "nf4-double", "int8"] = Field(
+    table_codec: FrozenCodec = Field(
         default="raw", description="The same for the embedding table and the head."
     )

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from outsize.choices import EXACT_WEIGHTS
 from outsize.config.schema import Config
 from outsize.errors import ConfigError
 
@@ -119,7 +120,8 @@ def _what(path: str, detail: ErrorDetails) -> str:
         return str(context["error"])
     if kind == "literal_error":
         expected = re.sub("True|False", lambda word: word[0].lower(), context["expected"]).replace("'", "")
-        return f"must be {expected}, not {_shown(found)}"
+        other = f"; {EXACT_WEIGHTS}" if path == "transport.weights" else ""
+        return f"must be {expected}, not {_shown(found)}{other}"
     phrase = _PHRASES.get(kind)
     return phrase(context, found) if phrase else f"{detail['msg'].lower()}: {_shown(found)}"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Products
+from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
 from outsize.model.block_kernels import take_kernels
@@ -25,7 +25,7 @@ from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
-from outsize.wrapped.arguments import BlockSettings, FrozenCodec, Head, WrapSettings, memory_of, transport_of
+from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.optimizer import round_gradients_for_others
@@ -68,7 +68,7 @@ def wrap(
         store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
         head: ``resident`` keeps it on the device throughout a pass, for a forward that uses its weight itself, as those
             of TRL's trainers do; ``auto`` does so from the first such forward on; ``streamed`` refuses it.
-        base_codec: how frozen matrices of blocks rest and travel: ``raw``, ``nf4``, ``nf4-double`` or ``int8``.
+        base_codec: how frozen matrices of blocks rest and travel: raw, ``nf4``, ``nf4-double``, ``int8`` or ``fp8``.
         table_codec: the same for a frozen embedding and head.
         transport: codecs on the link, e.g. ``{"gradients": "int8"}``; with one of ``weights``, frozen units rest so.
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.

@@ -9,13 +9,12 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from outsize.choices import BlockKernels, Compile, Home, Moments, Products
+from outsize.choices import BlockKernels, Compile, FrozenCodec, Home, Moments, Products
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.errors import ConfigError
 
-FrozenCodec = Literal["raw", "nf4", "nf4-double", "int8"]
 Head = Literal["auto", "streamed", "resident"]
 _WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
 
