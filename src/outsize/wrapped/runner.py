@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import torch_name
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
+from outsize.runtime.device.device_group import device_names
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.context import Microbatch, StepContext
@@ -50,7 +52,9 @@ class Runner(Inferring):
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
         self.coefficient: Tensor | None = None
-        self._caller = Caller(self._device)
+        self._caller = Caller(
+            *(torch.device(torch_name(name)) for name in device_names(self.session.machine.device))
+        )
         self._num_steps = self._num_forwards = 0
         self._saving: weakref.ref[AutogradBridge] | None = (
             None  # the last forward whose inputs left the device
