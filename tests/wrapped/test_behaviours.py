@@ -468,6 +468,24 @@ def test_several_forwards_before_their_backwards():
         assert_equal(gradients(model), gradients(plain), 1e-7)
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_gradients_by_name_are_refused_with_the_remedy(home: str):
+    with wrapped(zoo.build("llama"), home=home) as model:
+        own = next(model.parameters())
+        for ask in (
+            lambda loss: torch.autograd.grad(loss, [own]),
+            lambda loss: torch.autograd.grad(loss, [own], allow_unused=True),
+            lambda loss: loss.backward(inputs=[own]),
+        ):
+            with pytest.raises(
+                ConfigError, match=r"use loss.backward\(\), which leaves them in parameter.grad"
+            ):
+                ask(model(**BATCH).loss)
+        assert own.grad is None
+        streamed_backward(model, BATCH)
+        assert own.grad is not None
+
+
 def test_a_second_backward_is_refused():
     with wrapped(zoo.build("llama")) as model:
         loss = model(**BATCH).loss

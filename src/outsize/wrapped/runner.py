@@ -158,7 +158,8 @@ class Runner(Inferring):
             self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
 
         number = context.number
-        return AutogradBridge(joined, backward, lambda: abandoned.append(number))
+        trained = [parameter for parameter in self.parameters.named.values() if parameter.requires_grad]
+        return AutogradBridge(joined, backward, lambda: abandoned.append(number), trained)
 
     def _backward(
         self, engine: Engine, context: StepContext, roots: Roots, *, warm: bool, lean: bool
