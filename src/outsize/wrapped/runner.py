@@ -74,6 +74,8 @@ class Runner(Inferring):
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         if keeps:
             _check_trains(model, cached=cached)
+        if self.session.machine.num_workers > 1:
+            _check_returns(model, inputs)
         sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
@@ -329,6 +331,21 @@ def _check_trains(model: nn.Module, *, cached: bool) -> None:
         raise ConfigError(
             "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
             "`parameter.grad` between backward and step"
+        )
+
+
+def _check_returns(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Check that a call on several workers asks for nothing that they move.
+
+    Raises:
+        ConfigError: it asks for hidden states.
+    """
+    asked = inputs.get(wrap_planning.HIDDEN)
+    config = getattr(model, "config", None)
+    if getattr(config, wrap_planning.HIDDEN, False) if asked is None else asked:
+        raise ConfigError(
+            "output_hidden_states: what units hand on moves from worker to worker, and is gone when the model returns; "
+            "use one device"
         )
 
 

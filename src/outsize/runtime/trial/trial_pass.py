@@ -45,6 +45,8 @@ class TrialPass:
         self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
         self._row = Row([], [], [], [], 0, False, False)
         self._last_needed = 0
+        self._has_cache = False
+        self._returned: set[int] = set()
         self._uses = OuterUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> Row:
@@ -86,6 +88,7 @@ class TrialPass:
             walk.close()
             live.forget()
         pointers = [_place(tensor) for tensor in storages]
+        several = several or not self._returned.isdisjoint(pointers)
         self._row.shared = len(set(pointers)) < len(pointers) or several
         self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
         return self._row
@@ -222,6 +225,7 @@ class TrialPass:
             del ending
             hidden = next(t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t))
             self._chunk(forward, hidden.detach().flatten(0, -2), live)
+            self._returned = {_place(tensor) for tensor in _tensors(ending.output)}
             self._row.backward.append(())
             return
         live.restart()
