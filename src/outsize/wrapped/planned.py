@@ -374,10 +374,7 @@ class Planned:
                 f"{type(model).__name__} computes with {min(names)} outside of its unit, as AdaLoRA does with its "
                 "adapters, and each worker has parameters of units apart; use one device"
             )
-        _log.info(
-            "computed with outside of their units, and on the device from now on: %s",
-            ", ".join(sorted(names)),
-        )
+        _log.info("%d parameters stay on the device from now on, such as %s", len(names), min(names))
         former, self._resident = self._resident, self._resident | names
         try:
             self._move(model)
