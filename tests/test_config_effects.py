@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             "train.on_stall": "report",
         }.items()
     },
+    "data.group_by_length": ("true", [([], ONE), (["data.pack=none", DPO], ONE)]),
     "train.beta": ("0.2", [([], ONE), (["train.objective=reward"], ONE)]),
     "train.temperature": ("0.2", [([], ONE), ([DPO], ONE)]),
     "train.teacher": ("large", [([], ONE), ([DPO], ONE)]),
@@ -167,6 +168,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
 USED: dict[str, tuple[list[str], Surroundings]] = {
     "data.text_field": (["data.format=text"], Surroundings(container="json")),
     "data.glob": ([], Surroundings(one_file=False)),
+    "data.group_by_length": (["data.pack=none"], ONE),
     **{f"eval.{key}": (["eval.split=0.1"], ONE) for key in ("every", "sequences", "keep_best", "patience")},
     "train.beta": ([DPO], ONE),
     "train.temperature": (["train.objective=embed"], ONE),

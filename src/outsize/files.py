@@ -192,12 +192,12 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
             _system.fsync(file.fileno())
 
 
-def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+def write_whole(path: Path, text: str, *, durable: bool = False, shared: bool = False) -> None:
     """Write a file of text that is there whole or not at all, with ``durable`` after a loss of power too.
 
-    What was there before still is, where it cannot be written.
+    What was there before still is, where it cannot be written. With ``shared`` several processes may write it at once.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}" if shared else path.name + PARTIAL)
     try:
         write_text(partial, text, sync=durable)
         _system.rename(partial, path)

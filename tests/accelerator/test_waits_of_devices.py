@@ -197,6 +197,17 @@ def test_what_the_caller_has_enqueued_is_done_when_finished(device: Device):
     assert late.offences() == []
 
 
+def test_what_the_caller_has_enqueued_on_any_device_is_done_when_finished(workers: Workers):
+    caller = Caller(torch.device("late:0"), torch.device("late:1"))
+    there = host().to("late:1", non_blocking=True)
+    caller.finish()
+    with workers.lane("compute:w1"):
+        there.sum()
+        caller.take(there)
+    torch.late.synchronize("late:1")
+    assert late.offences() == []
+
+
 def test_what_lies_on_the_other_worker_s_device_already_is_handed_over_as_it_is(workers: Workers):
     """Another worker's lane would copy it there once more, in no order with what made it, and empty it."""
     with workers.lane("compute:w1"):

@@ -3,8 +3,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from outsize import files
 from outsize.cli import watch_command as watching
 from outsize.cli.app import app
+from outsize.reporting.html_page import write_page
 from report.recorded import make_run
 
 
@@ -19,6 +21,24 @@ def test_a_report_lies_in_the_run_and_its_bottleneck_is_printed(tmp_path):
     assert "first: limited by the link between host and device: 28% of a step" in done.stdout
     assert (run / "report.html").read_text().startswith("<!doctype html>")
     assert not list(run.glob("*.partial"))
+
+
+def test_two_processes_may_write_a_report_at_once(tmp_path, monkeypatch):
+    path, pids = tmp_path / "report.html", iter((1, 2))
+    monkeypatch.setattr(files.os, "getpid", lambda: next(pids))
+
+    class Slow(files.System):
+        """Before the first page is there, another process has written one."""
+
+        def rename(self, source, target):
+            with files.replaced(files.System()):
+                write_page(path, "of the other")
+            super().rename(source, target)
+
+    with files.replaced(Slow()):
+        write_page(path, "of this one")
+    assert path.read_text() == "of this one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_two_runs_make_one_page_and_json_tells_what_is_in_it(tmp_path):

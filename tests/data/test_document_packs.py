@@ -65,7 +65,7 @@ def test_every_token_lies_once_in_a_sequence_and_positions_tell_the_borders(leng
 def test_the_share_of_padding_is_told_beside_what_it_would_be():
     layout = DocumentPacks(MemoryStore([6, 2, 4, 3]), SEQ_LEN, PAD_ID)
     assert layout.kept().lines(SEQ_LEN) == [
-        "6.2% of the sequences is padding; with a sequence for each document it would be 53.1%"
+        "6.2% of the sequences is padding; with 8 tokens for each document it would be 53.1%"
     ]
 
 

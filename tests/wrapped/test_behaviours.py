@@ -468,6 +468,24 @@ def test_several_forwards_before_their_backwards():
         assert_equal(gradients(model), gradients(plain), 1e-7)
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_gradients_by_name_are_refused_with_the_remedy(home: str):
+    with wrapped(zoo.build("llama"), home=home) as model:
+        own = next(model.parameters())
+        for ask in (
+            lambda loss: torch.autograd.grad(loss, [own]),
+            lambda loss: torch.autograd.grad(loss, [own], allow_unused=True),
+            lambda loss: loss.backward(inputs=[own]),
+        ):
+            with pytest.raises(
+                ConfigError, match=r"use loss.backward\(\), which leaves them in parameter.grad"
+            ):
+                ask(model(**BATCH).loss)
+        assert own.grad is None
+        streamed_backward(model, BATCH)
+        assert own.grad is not None
+
+
 def test_a_second_backward_is_refused():
     with wrapped(zoo.build("llama")) as model:
         loss = model(**BATCH).loss
@@ -575,6 +593,39 @@ def test_hidden_states_are_joined_and_carry_gradients():
         assert len(got) == len(parts[0])
         assert all(torch.equal(a, torch.cat(b)) for a, b in zip(got, zip(*parts, strict=True), strict=True))
         assert_equal(gradients(model), gradients(plain), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"microbatches": 2}, {"activations": "keep"}, {"activations": "offload"}, {"offload": True}],
+    ids=str,
+)
+def test_a_loss_on_layers_in_between_has_the_bits_of_the_plain_model(settings: dict[str, object]):
+    """What comes from the loss is added to first, and then each term that comes out of the next unit."""
+
+    def backward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        found = model(**batch, output_hidden_states=True)
+        total = found.logits.square().sum()
+        for hidden in found.hidden_states:
+            total = total + hidden.sin().sum()
+        total.backward()
+
+    plain = zoo.build("llama")
+    for part in parts_of(BATCH, int(str(settings.get("microbatches", 1)))):
+        backward(plain, part)
+    with wrapped(zoo.build("llama"), **settings) as model:
+        streamed_backward(model, BATCH)  # of which inputs may leave the device
+        model.zero_grad()
+        backward(model, BATCH)
+        assert_equal(gradients(model), gradients(plain))
+
+
+def test_several_workers_return_no_hidden_states():
+    with (
+        wrapped(zoo.build("llama"), device="emulated:2", microbatches=2) as model,
+        pytest.raises(ConfigError, match=r"output_hidden_states: .* use one device"),
+    ):
+        model(**BATCH, output_hidden_states=True)
 
 
 def test_a_backward_after_the_weights_have_changed_is_refused():

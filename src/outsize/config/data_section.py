@@ -76,6 +76,11 @@ class DataConfig(SourceConfig):
         "across documents; documents: as many whole ones as a sequence has room for, attention stops at each border "
         "and positions begin anew; none: one document makes one sequence, padded, and what is longer is cut.",
     )
+    group_by_length: bool = Field(
+        default=False,
+        description="With pack none: documents of like length come into one step, whose sequences all end with the "
+        "longest of them instead of at seq_len.",
+    )
     window: int | None = Field(
         default=None,
         ge=1,
@@ -101,3 +106,8 @@ class DataConfig(SourceConfig):
         description="Chat template: a Jinja file, the name of one of the tokenizer's, chatml or plain; null is the "
         "tokenizer's own, or plain where that has none.",
     )
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether the sequences of a step are as long as its longest document."""
+        return self.group_by_length and self.pack == "none"

@@ -161,6 +161,10 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("model.compile", "model.kernels", "model.products", "model.trust_remote_code"), _ALWAYS),
     **dict.fromkeys(("data.path", "data.seq_len", "data.window"), _ALWAYS),
     **dict.fromkeys(("data.format", "data.pack"), _FIELDS),
+    "data.group_by_length": (
+        ("data.pack is not none", lambda case: case.config.data.pack != "none"),
+        *_TRAINERS,
+    ),
     "data.prefetch": _TRAINERS,
     "data.workers": (
         ("data.prefetch has one batch made at a time", lambda case: case.config.data.prefetch == 1),

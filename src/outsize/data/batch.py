@@ -72,6 +72,12 @@ class Batch:
             Batch.made_of({name: parts[i] for name, parts in cut.items()}) for i in range(num_microbatches)
         ]
 
+    def narrowed(self, num_columns: int) -> "Batch":
+        """Return the first columns; what is cut off is padding."""
+        return Batch.made_of(
+            {name: tensor[:, :num_columns].contiguous() for name, tensor in self.inputs.items()}
+        )
+
     def pinned(self) -> "Batch":
         """Return the same batch in pinned memory, from where a copy to the accelerator goes on by itself.
 

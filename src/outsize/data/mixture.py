@@ -41,15 +41,29 @@ class Mixed:
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """Return the sequences of these numbers, each as the epoch of the run has it."""
+        parts = [
+            (rows, layout.batch(numbers, epochs[rows])) for rows, layout, numbers in self._of(indices, epochs)
+        ]
+        return parts[0][1] if len(parts) == 1 else _joined(parts)
+
+    def lengths(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens these sequences have without padding on their right."""
+        found = np.empty_like(indices)
+        for rows, layout, numbers in self._of(indices, epochs):
+            found[rows] = layout.lengths(numbers, epochs[rows])
+        return found
+
+    def _of(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], PackedLayout, NDArray[np.int64]]]:
+        """Yield, for each source, the rows that come from it, and which of its sequences they are."""
         owners = np.searchsorted(self._ends, indices, side="right")
-        parts = []
         for owner in np.unique(owners).tolist():
             rows = np.flatnonzero(owners == owner)
             share, layout, order = self.shares[owner], self._layouts[owner], self._orders[owner]
             counted = epochs[rows] * share + indices[rows] - (self._ends[owner] - share)
             numbers = counted % layout.num_sequences
-            parts.append((rows, layout.batch(numbers if order is None else order(numbers), epochs[rows])))
-        return parts[0][1] if len(parts) == 1 else _joined(parts)
+            yield rows, layout, numbers if order is None else order(numbers)
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences, the weights aside."""
@@ -105,6 +119,10 @@ class HeldPart:
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """Return the sequences of these numbers."""
         return self._layout.batch(self._order(indices + self._first), epochs)
+
+    def lengths(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens these sequences have without padding on their right."""
+        return self._layout.lengths(self._order(indices + self._first), epochs)
 
     def kept(self) -> KeptTokens:
         """Return what of the whole source is in sequences."""

@@ -4,10 +4,15 @@ Sequences are numbered without end: sequence g of the run is sequence ``permutat
 div N``, where N is the number of sequences in the data. Step s takes sequences ``s * n`` to ``s * n + n -
 1``. So a run resumed at step k sees what an uninterrupted run would have seen, with no state to save, and
 every sequence is used once per epoch.
+
+Sequences that are padded may be grouped by length, as transformers' ``LengthGroupedSampler`` does: in runs of up to 50
+batches the longest come first, so that those of a batch are about as long, and columns of nothing but padding are cut.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -25,6 +30,8 @@ from outsize.errors import ConfigError, DataError
 
 # Positions whose order is worked out at once: 32 KiB of numbers.
 _BLOCK = 4096
+# Batches that are sorted by length together, unless an epoch has fewer than four times as many: those of transformers.
+_MEGABATCH = 50
 # Sequences that are looked at to tell a data set from another.
 NUM_COMPARED = 64
 
@@ -38,6 +45,9 @@ class PackedLayout(Protocol):
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """Return the sequences of these numbers, each as the epoch of the run has it, from 0."""
+
+    def lengths(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens these sequences have without padding on their right."""
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences."""
@@ -94,6 +104,10 @@ class Packed:
             labels[row, ~trained] = IGNORED
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
 
+    def lengths(self, indices: NDArray[np.int64], _: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens these sequences have: all the same."""
+        return np.full_like(indices, self.seq_len)
+
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: all but the remainder."""
         num_tokens = self.num_sequences * self.seq_len
@@ -132,6 +146,10 @@ class DocumentLayout:
         self._seq_len = seq_len
         self._pad_id = pad_id
 
+    def lengths(self, indices: NDArray[np.int64], _: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens these sequences have: padding of some is as long as that of others."""
+        return np.full_like(indices, self._seq_len)
+
     def _empty(self, num_sequences: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return ids and labels of sequences that hold nothing but padding."""
         shape = num_sequences, self._seq_len
@@ -168,6 +186,15 @@ class OnePerDocument(DocumentLayout):
             mask[row, :count] = 1
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(mask))
 
+    def lengths(self, indices: NDArray[np.int64], _: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens these sequences have; those of all take 4 bytes of host memory each."""
+        return self._lengths[indices].astype(np.int64)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int32]:
+        blocks = [np.minimum(lengths, self._seq_len).astype(np.int32) for lengths, _ in self.documents()]
+        return np.concatenate(blocks)
+
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: what is not cut off."""
         return survey_cut(self._store, self._seq_len)
@@ -197,6 +224,7 @@ class PackedDataset:
     ) -> None:
         self._layout = layout
         self._seed = seed
+        self._group: int | None = None
         self._block: tuple[int, int, NDArray[np.int64]] | None = None
         self.found = [detected] if isinstance(detected, Detected) else list(detected)
         self.detected = self.found[0]
@@ -207,6 +235,11 @@ class PackedDataset:
         """Sequences per epoch."""
         return self._layout.num_sequences
 
+    def grouped(self, num_sequences: int) -> Self:
+        """Have batches of so many sequences hold those of like length from now on, and end with the longest of them."""
+        self._group, self._block = num_sequences, None
+        return self
+
     def describe(self, kept: KeptTokens | None = None) -> str:
         """Return what a command prints of the data: what was found, and what is lost of it."""
         kept = kept or self.kept()
@@ -214,8 +247,23 @@ class PackedDataset:
         return "\n".join([*(found.describe() for found in self.found), *lines])
 
     def kept(self) -> KeptTokens:
-        """Return what of the data is in sequences."""
-        return self._layout.kept()
+        """Return what of the data is in sequences; padding is that of batches in the first epoch."""
+        kept = self._layout.kept()
+        if self._group is None:
+            return kept
+        num_tokens = room = 0
+        for first in range(0, self.num_sequences, self._block_size):
+            stop = min(first + self._block_size, self.num_sequences)
+            lengths = self._layout.lengths(*self._drawn(np.arange(first, stop, dtype=np.int64)))
+            starts = np.arange(0, len(lengths), self._group)
+            num_tokens += int(lengths.sum())
+            room += int(lengths[starts] @ np.diff(starts, append=len(lengths)))
+        per_token, most = room / num_tokens, self.num_sequences * self.seq_len / num_tokens
+        return replace(
+            kept,
+            num_padding=round((per_token - 1) * kept.num_tokens),
+            padding_saved=round((most - per_token) * kept.num_tokens),
+        )
 
     def lengths(self) -> list[Bucket]:
         """Return how many documents there are of which length, the shortest first; empty where nobody knows."""
@@ -242,7 +290,11 @@ class PackedDataset:
                 f"step must be at least 0 and num_sequences at least 1, got {step} and {num_sequences}"
             )
         first = step * num_sequences
-        return self._layout.batch(*self._drawn(np.arange(first, first + num_sequences, dtype=np.int64)))
+        drawn = self._drawn(np.arange(first, first + num_sequences, dtype=np.int64))
+        batch = self._layout.batch(*drawn)
+        return (
+            batch if self._group is None else batch.narrowed(max(2, int(self._layout.lengths(*drawn).max())))
+        )
 
     def sequences(self, first: int, count: int) -> Batch:
         """Return ``count`` sequences from number ``first`` on, as they lie, for what is measured and not trained."""
@@ -289,21 +341,33 @@ class PackedDataset:
             indices[here] = self._permuted(epoch, positions[here])
         return indices, epochs
 
+    @property
+    def _block_size(self) -> int:
+        """Positions whose order is worked out at once."""
+        if self._group is None:
+            return _BLOCK
+        return self._group * max(1, min(_MEGABATCH, self.num_sequences // (4 * self._group)))
+
     def _permuted(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where ``positions``, one after the other, go in an epoch; a block of them is worked out at once.
 
         The cipher of a few positions costs as much as that of a thousand. Several threads may work out the same block.
+        Blocks that are sorted by length begin with a batch, of which an epoch may begin with the rest.
         """
-        permuted = np.empty_like(positions)
-        blocks = positions // _BLOCK
+        permuted, size = np.empty_like(positions), self._block_size
+        shift = 0 if self._group is None else -epoch * self.num_sequences % self._group
+        blocks = (positions - shift) // size
         for number in range(int(blocks[0]), int(blocks[-1]) + 1):
+            first, stop = max(0, number * size + shift), min((number + 1) * size + shift, self.num_sequences)
             known = self._block
             if known is None or known[:2] != (epoch, number):
-                span = np.arange(
-                    number * _BLOCK, min((number + 1) * _BLOCK, self.num_sequences), dtype=np.int64
-                )
-                known = (epoch, number, SeededPermutation(self.num_sequences, self._seed, epoch)(span))
+                span = np.arange(first, stop, dtype=np.int64)
+                order = SeededPermutation(self.num_sequences, self._seed, epoch)(span)
+                if self._group is not None:
+                    lengths = self._layout.lengths(order, np.full_like(order, epoch))
+                    order = order[np.argsort(-lengths, kind="stable")]
+                known = (epoch, number, order)
                 self._block = known
             here = blocks == number
-            permuted[here] = known[2][positions[here] - number * _BLOCK]
+            permuted[here] = known[2][positions[here] - first]
         return permuted

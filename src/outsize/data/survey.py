@@ -29,7 +29,7 @@ class KeptTokens:
         num_tokens: tokens that are left.
         num_trained: of these, targets.
         num_padding: tokens of padding beside them.
-        padding_saved: tokens of padding that there would be more if each document had a sequence of its own.
+        padding_saved: tokens of padding that there would be more if each document had a whole sequence of its own.
     """
 
     num_documents: int | None = None
@@ -44,16 +44,16 @@ class KeptTokens:
 
     def lines(self, seq_len: int) -> list[str]:
         """Return what to tell people: nothing where no document loses its end or is split, and nothing is padded."""
-        return [*self._padding(), *self._split(seq_len), *self._cut(seq_len)]
+        return [*self._padding(seq_len), *self._split(seq_len), *self._cut(seq_len)]
 
-    def _padding(self) -> list[str]:
-        """Say what share of sequences is padding, and what share would be with a sequence for each document."""
+    def _padding(self, seq_len: int) -> list[str]:
+        """Say what share of sequences is padding, and what share would be with a whole sequence for each document."""
         num_all = self.num_tokens + self.num_padding
         padding = f"{self.num_padding / max(1, num_all):.1%} of the sequences is padding"
         if not self.padding_saved:
             return [padding] if self.num_padding else []
         alone = (self.num_padding + self.padding_saved) / (num_all + self.padding_saved)
-        return [f"{padding}; with a sequence for each document it would be {alone:.1%}"]
+        return [f"{padding}; with {seq_len} tokens for each document it would be {alone:.1%}"]
 
     def _split(self, seq_len: int) -> list[str]:
         """Say how many documents are split: what a part is trained on does not see the parts before."""

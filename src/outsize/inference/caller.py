@@ -10,10 +10,16 @@ from outsize.accelerators import is_accelerator, module_of
 
 
 class Caller:
-    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return."""
+    """Orders the caller's work and that of loader and lanes; on a CPU all are done when they return.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where it computes.
+        others: where outputs of a model may lie as well, and what the caller makes of them.
+    """
+
+    def __init__(self, device: torch.device, *others: torch.device) -> None:
         self._device = device
+        self._devices = (device, *others)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited_s = 0.0
 
@@ -43,12 +49,13 @@ class Caller:
     def take(self, value: Any) -> None:
         """Keep the memory of a tensor that a lane has made until what the caller enqueues with it is done."""
         if isinstance(value, Tensor) and is_accelerator(value.device):
-            value.record_stream(self._stream())
+            value.record_stream(module_of(value.device).current_stream(value.device))
 
     def finish(self) -> None:
         """Return when all that the caller has enqueued is done."""
-        if is_accelerator(self._device):
-            self._stream().synchronize()
+        for device in self._devices:
+            if is_accelerator(device):
+                module_of(device).current_stream(device).synchronize()
 
     def _stream(self) -> Any:
         return module_of(self._device).current_stream(self._device)

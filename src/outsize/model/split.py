@@ -8,7 +8,7 @@ own.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -60,6 +60,7 @@ def split(
     freeze: tuple[str, ...] = (),
     apart: Callable[[str], PartKind | None] = lambda _: None,
     with_head: bool = True,
+    resident: Container[str] = (),
 ) -> Split:
     """Split ``model`` into units.
 
@@ -70,6 +71,7 @@ def split(
         freeze: glob patterns of parameter names that are not trained.
         apart: in which frozen part of its unit the parameter of that name lies; None for none.
         with_head: whether the head is a unit; otherwise its parameters belong to the rest.
+        resident: names of further parameters that belong to the rest.
 
     Raises:
         ModelError: there is no list of blocks, a freeze pattern matches nothing, or what trains is to lie apart.
@@ -96,9 +98,8 @@ def split(
     units = []
     for index, (name, kind, module) in enumerate(modules):
         own = [names[id(parameter)] for parameter in module.parameters()]
-        units.append(
-            pack(index, name, kind, [m for m in own if claims[m] == 1 and _inside(owners[m], module)])
-        )
+        alone = [m for m in own if claims[m] == 1 and _inside(owners[m], module) and m not in resident]
+        units.append(pack(index, name, kind, alone))
     taken = {tensor.name for unit in units for tensor in unit.all_tensors}
     loose = [name for name in parameters if name not in taken]
     if loose:

@@ -59,7 +59,7 @@ def write_page(path: Path, page: str) -> int:
         StorageError: it cannot be written; what was there before still is.
     """
     try:
-        files.write_whole(path, page)
+        files.write_whole(path, page, shared=True)
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror}; name another place with --output"

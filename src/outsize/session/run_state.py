@@ -67,6 +67,7 @@ def state_of(
         "data": {
             "seq_len": config.data.seq_len,
             "pack": config.data.pack,
+            "group_by_length": config.data.group_by_length,
             "tokens_per_step": config.tokens_per_step,
             "next_sequence": position.step * config.sequences_per_step,
             **(data or {}),
@@ -118,6 +119,7 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("optimizer.masters", *_rounded_masters(state, config.optimizer.masters)),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
         ("data.pack", packing_of(data["pack"]), config.data.pack),
+        ("data.group_by_length", data.get("group_by_length", False), config.data.group_by_length),
         ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
     )
     for key, former, given in settings:

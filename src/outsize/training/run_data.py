@@ -99,7 +99,7 @@ def _open(
     text_config = model.hf_config.get_text_config()
     cache_dir = run_dir / "data"
     with needed_directory(cache_dir, "train.run_dir"):
-        return open_data(
+        dataset = open_data(
             corpora,
             tokenizer,
             seq_len=config.data.seq_len,
@@ -114,6 +114,7 @@ def _open(
                 vocab_size=getattr(text_config, "vocab_size", None),
             ),
         )
+    return dataset.grouped(config.sequences_per_step) if config.data.is_grouped and not measured else dataset
 
 
 def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:

@@ -6,12 +6,13 @@ themselves. Nothing but this node holds the activations of a forward: if it goes
 error is in the air, they go.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from outsize.errors import ConfigError
 from outsize.wrapped.outputs import Joined, Roots
 
 Backward = Callable[[Roots], None]
@@ -24,10 +25,18 @@ class AutogradBridge:
         joined: the output.
         backward: runs the backward from roots and their gradients.
         abandon: called when no backward will follow.
+        parameters: that train.
     """
 
-    def __init__(self, joined: Joined, backward: Backward, abandon: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        joined: Joined,
+        backward: Backward,
+        abandon: Callable[[], None],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
         self._joined = joined
+        self._parameters = parameters
         self._backward: Backward | None = backward
         self._abandon = abandon
 
@@ -41,7 +50,8 @@ class AutogradBridge:
         positions = self._joined.differentiable
         values = tuple(self._joined.leaves[position] for position in positions)
         anchor = torch.zeros((), requires_grad=True)
-        made = _Node.apply(anchor, self, values) if values else ()  # type: ignore[no-untyped-call]
+        made = _Node.apply(anchor, self, values, *self._parameters) if values else ()  # type: ignore[no-untyped-call]
+        self._parameters = ()
         output = self._joined.build(dict(zip(positions, made, strict=True)))
         self._joined.forget_values()
         return output
@@ -66,11 +76,18 @@ class AutogradBridge:
 
 
 class _Node(torch.autograd.Function):
-    """The history of what a wrapped model returns. Values come in a tuple, so that results are no views of them."""
+    """The history of what a wrapped model returns. Values come in a tuple, so that results are no views of them.
+
+    Parameters are inputs only so that whoever asks for their gradients comes by here, and is told.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, passage: AutogradBridge, values: tuple[Tensor, ...]
+        ctx: Any,
+        anchor: Tensor,
+        passage: AutogradBridge,
+        values: tuple[Tensor, ...],
+        *parameters: nn.Parameter,
     ) -> tuple[Tensor, ...]:
         ctx.passage = passage
         ctx.set_materialize_grads(False)
@@ -78,6 +95,12 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        anchor, *parameters = ctx.next_functions
+        if not torch._C._will_engine_execute_node(anchor[0]):  # nobody can ask for that by itself
+            raise ConfigError(
+                "torch.autograd.grad and backward(inputs=...) ask for gradients of some tensors alone, and those of a "
+                "wrapped model come home all together: use loss.backward(), which leaves them in parameter.grad"
+            )
         ctx.passage.descend(gradients)
-        return None, None, None
+        return (None, None, None, *(None for _ in parameters))

@@ -116,6 +116,7 @@ class Planned:
         self._store_dir = own if settings.store_dir is None else Path(settings.store_dir)
         self._codecs, self._moments = settings.codecs, settings.moments
         self._with_head, self._transport = settings.with_head, settings.transport
+        self._resident: frozenset[str] = frozenset()
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
@@ -209,7 +210,8 @@ class Planned:
     def _move_in(self, model: nn.Module, fill: Fill, *, at_once: bool = False) -> None:
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
         dtype, apart = dtype_and_parts(model, *self._codecs)
-        parts = split(model, dtype, apart=apart, with_head=self._with_head is not False)
+        with_head = self._with_head is not False
+        parts = split(model, dtype, apart=apart, with_head=with_head, resident=self._resident)
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
@@ -313,6 +315,9 @@ class Planned:
             former = self._measured
             kind = self._device.type
             self._measured = wrap_planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+            if self._measured.outside:
+                self._keep_resident(model, self._measured.outside)
+                return self._ready(inputs, rows, shape, keeps=keeps)
             if shape.training or shape.saving not in self._needed:
                 self._needed[shape.saving] = self._measured.needed, self._measured.num_products
                 self._shortened_for = None
@@ -362,6 +367,21 @@ class Planned:
             self._with_head = None
             raise
 
+    def _keep_resident(self, model: nn.Module, names: frozenset[str]) -> None:
+        """From now on parameters of units that the model's own code computes with are part of the rest."""
+        if self.session.machine.num_workers > 1:
+            raise ModelError(
+                f"{type(model).__name__} computes with {min(names)} outside of its unit, as AdaLoRA does with its "
+                "adapters, and each worker has parameters of units apart; use one device"
+            )
+        _log.info("%d parameters stay on the device from now on, such as %s", len(names), min(names))
+        former, self._resident = self._resident, self._resident | names
+        try:
+            self._move(model)
+        except BaseException:
+            self._resident = former
+            raise
+
     def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
         decays = self._decays
         with _training(model, flags):
@@ -371,6 +391,7 @@ class Planned:
                 decays=(lambda _: True) if decays is None else decays.__contains__,
                 apart=self._apart,
                 with_head=self._with_head is not False,
+                resident=self._resident,
             )
         home = self.session.home
         if isinstance(home, HostHome):

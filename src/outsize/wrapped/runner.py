@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import torch_name
 from outsize.errors import ConfigError
 from outsize.inference.caller import Caller
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
+from outsize.runtime.device.device_group import device_names
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.context import Microbatch, StepContext
@@ -50,7 +52,9 @@ class Runner(Inferring):
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
         self.coefficient: Tensor | None = None
-        self._caller = Caller(self._device)
+        self._caller = Caller(
+            *(torch.device(torch_name(name)) for name in device_names(self.session.machine.device))
+        )
         self._num_steps = self._num_forwards = 0
         self._saving: weakref.ref[AutogradBridge] | None = (
             None  # the last forward whose inputs left the device
@@ -70,6 +74,8 @@ class Runner(Inferring):
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         if keeps:
             _check_trains(model, cached=cached)
+        if self.session.machine.num_workers > 1:
+            _check_returns(model, inputs)
         sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
         autocast = Autocast.of_now({"cpu", self._device.type})
         shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
@@ -154,7 +160,8 @@ class Runner(Inferring):
             self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
 
         number = context.number
-        return AutogradBridge(joined, backward, lambda: abandoned.append(number))
+        trained = [parameter for parameter in self.parameters.named.values() if parameter.requires_grad]
+        return AutogradBridge(joined, backward, lambda: abandoned.append(number), trained)
 
     def _backward(
         self, engine: Engine, context: StepContext, roots: Roots, *, warm: bool, lean: bool
@@ -324,6 +331,21 @@ def _check_trains(model: nn.Module, *, cached: bool) -> None:
         raise ConfigError(
             "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
             "`parameter.grad` between backward and step"
+        )
+
+
+def _check_returns(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Check that a call on several workers asks for nothing that they move.
+
+    Raises:
+        ConfigError: it asks for hidden states.
+    """
+    asked = inputs.get(wrap_planning.HIDDEN)
+    config = getattr(model, "config", None)
+    if getattr(config, wrap_planning.HIDDEN, False) if asked is None else asked:
+        raise ConfigError(
+            "output_hidden_states: what units hand on moves from worker to worker, and is gone when the model returns; "
+            "use one device"
         )
 
 

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import ge
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ LABELS = ("labels", "shift_labels")
 MASK = "attention_mask"
 # What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
 FUSED = "fused_lm_head"
+# What models of transformers are asked for with all that goes from unit to unit.
+HIDDEN = "output_hidden_states"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class BatchShape:
         padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
         scored: whether the model is given labels, and takes the loss itself.
         fused: whether its forward is to take the weight of the head by itself, as TRL's does.
+        hidden: whether the model is asked for what its units receive.
     """
 
     rows: int
@@ -55,12 +59,13 @@ class BatchShape:
     padded: bool = False
     scored: bool = False
     fused: bool = False
+    hidden: bool = False
 
     def covers(self, other: "BatchShape") -> bool:
         """Whether what fits this one fits ``other``."""
         larger = self.rows >= other.rows and self.length >= other.length and self.scored <= other.scored
-        more = self.training >= other.training and self.padded >= other.padded
-        return larger and more and (self.autocast, self.fused) == (other.autocast, other.fused)
+        more = (self.training, self.padded, self.hidden), (other.training, other.padded, other.hidden)
+        return larger and all(map(ge, *more)) and (self.autocast, self.fused) == (other.autocast, other.fused)
 
     @property
     def saving(self) -> "Saving":
@@ -78,9 +83,8 @@ def shape_of(
     is_ids = main.dim() == 2 and not main.is_floating_point()
     length = main.shape[1] if is_ids or main.dim() == 3 else 1
     scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
-    return BatchShape(
-        rows, length, autocast, training, _is_padded(inputs.get(MASK)), scored, bool(inputs.get(FUSED))
-    )
+    padded, fused, hidden = _is_padded(inputs.get(MASK)), bool(inputs.get(FUSED)), bool(inputs.get(HIDDEN))
+    return BatchShape(rows, length, autocast, training, padded, scored, fused, hidden)
 
 
 def _is_padded(mask: Any) -> bool:

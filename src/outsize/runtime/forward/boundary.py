@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 
@@ -42,9 +43,9 @@ class _Boundary(torch.autograd.Function):
         return None, None, None, None
 
 
-def box_of(tensor: Tensor) -> tuple[Gradients, int] | None:
+def box_of(tensor: Tensor | GradientEdge) -> tuple[Gradients, int] | None:
     """The box and the position in it where a gradient of ``tensor`` ends; None where other code comes before."""
-    node = tensor.grad_fn
+    node = tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node
     box = getattr(node, "box", None)
     return (box, node.position) if isinstance(box, Gradients) else None  # type: ignore[union-attr]
 

@@ -16,9 +16,9 @@ The next unit's arguments come into being only when it is about to run, so glue 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class UnitVisit:
         roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
         held: memory of what its forward kept, which may leave the device; None where it kept nothing.
         selected: results that a recompute need not compute; None where there are none.
+        came_at: number of the last node of the graph of the model's own code before it.
+        known: gradients of what that code made and the model returned, and where they begin.
     """
 
     leaves: list[Any]
@@ -61,6 +63,8 @@ class UnitVisit:
     roots: Roots | None = None
     held: SavedTensors | None = None
     selected: Selected | None = None
+    came_at: int = -1
+    known: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
 
     def call(self, forward: Forward) -> Any:
         """Run the unit on its arguments."""
@@ -233,10 +237,24 @@ class MicrobatchRun:
         self._descend(unit, roots_of(outputs))
         return loss.detach()
 
+    def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Go backward from what the model returned, up to its units.
+
+        What was made before a unit (a hidden state) waits for the backward of that unit: an uncut one adds to it
+        what comes out of the unit, term by term, and goes through the code before the unit once.
+        """
+        pairs: list[tuple[GradientEdge, Tensor]] = []
+        for edge, gradient in zip(edges, gradients, strict=True):
+            made_at = edge.node._sequence_nr()
+            later = (visit.known for visit in self._visits.values() if visit.came_at >= made_at)
+            next(later, pairs).append((edge, gradient))
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+
     def backward(self, unit: int, forward: Forward) -> None:
         """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
         visit = self._visits[unit]
-        if all(gradient is None for gradient in visit.box.values):
+        if all(gradient is None for gradient in visit.box.values) and not visit.known:
             del self._visits[unit]
             return
         roots, visit.roots = visit.roots, None
@@ -315,15 +333,21 @@ class MicrobatchRun:
             if gradient is not None and root is not None
         ]
         roots.clear()
+        known = {edge[:2]: (edge, gradient) for edge, gradient in visit.known}
+        for position, source in visit.sources.items():
+            if known and (found := known.pop(get_gradient_edge(source)[:2], None)) is not None:
+                leaf = visit.leaves[position]
+                pairs.insert(0, (get_gradient_edge(leaf), found[1].to(leaf.device)))
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         del pairs
         sources = [(s, visit.leaves[p].grad) for p, s in visit.sources.items()]
         arrived = [(source, gradient) for source, gradient in sources if gradient is not None]
         visit.leaves.clear()
-        self._pull([source for source, _ in arrived], [gradient for _, gradient in arrived])
+        begun: list[tuple[Any, Tensor]] = [*known.values(), *arrived]
+        self._pull([source for source, _ in begun], [gradient for _, gradient in begun])
 
-    def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+    def _pull(self, tensors: list[Any], gradients: list[Tensor]) -> None:
         """Go backward through outer code; what units share there (a position bias) is passed once per unit: keep it."""
         if tensors:
             torch.autograd.backward(tensors, gradients, retain_graph=True)
@@ -360,4 +384,5 @@ def visit_of(call: UnitCall) -> UnitVisit:
             if leaf.requires_grad:
                 sources[position] = leaf
             leaves[position] = leaf.detach()
-    return UnitVisit(leaves, structure, sources, Gradients(()))
+    came_at = max((s.grad_fn._sequence_nr() for s in sources.values() if s.grad_fn is not None), default=-1)
+    return UnitVisit(leaves, structure, sources, Gradients(()), came_at=came_at)

@@ -195,7 +195,7 @@ class StagedRun(MicrobatchRun):
             _refill(source, visit.leaves[position])
         super()._descend(unit, roots)
 
-    def _pull(self, tensors: list[Tensor], gradients: list[Tensor]) -> None:
+    def _pull(self, tensors: list[Any], gradients: list[Tensor]) -> None:
         """Put gradients where they belong, or through the code that lies between, on the worker where it ran."""
         targets = [box_of(tensor) for tensor in tensors]
         if all(target is not None for target in targets):
@@ -203,7 +203,9 @@ class StagedRun(MicrobatchRun):
                 box.add(position, gradient)
             return
         self.pulled_by = self._glue.worker
-        super()._pull(tensors, [g.to(t.device) for t, g in zip(tensors, gradients, strict=True)])
+        super()._pull(
+            tensors, [g.to(getattr(t, "device", g.device)) for t, g in zip(tensors, gradients, strict=True)]
+        )
 
 
 def _storages(leaves: list[Any]) -> dict[int, int]:

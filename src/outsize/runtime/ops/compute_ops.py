@@ -167,7 +167,7 @@ class ComputeOps:
         given = context.output_gradients.pop(op.microbatch, None) if unit == len(self._forwards) - 1 else None
         with self._naming(op), self._device.computing(), self._apart():
             if given is not None:
-                torch.autograd.backward(*given)
+                run.backward_from(*given)
             run.backward(unit, self._forwards[unit])
         if unit == self._settings.first_backward:
             self._end(op.microbatch, context)

@@ -23,15 +23,15 @@ def is_plain(head_output: Any, output: Any, labels: Tensor | None) -> bool:
 
 
 def is_shifted(output: Any, labels: Tensor | None) -> bool:
-    """Whether the loss is nearer to that of the next token than to that of the token in its place."""
+    """Whether the loss is nearer to that of the next token than to that of the token in its place.
+
+    Where virtual tokens stand before the others, the first label follows one of them and is a target, shifted or not.
+    """
     logits = getattr(output, "logits", None)
-    if (
-        labels is None
-        or not isinstance(logits, Tensor)
-        or logits.shape[:-1] != labels.shape
-        or labels.dim() < 2
-    ):
+    if labels is None or not isinstance(logits, Tensor) or labels.dim() < 2:
         return True
+    if logits.shape[:-1] != labels.shape:
+        return logits.dim() < 3 or logits.shape[1] <= labels.shape[1]
     loss = loss_of(output).float()
     here, following = _cross_entropy(logits, labels), _cross_entropy(logits, shift_labels(labels))
     return bool((loss - following).abs() <= (loss - here).abs())

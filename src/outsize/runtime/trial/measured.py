@@ -21,13 +21,14 @@ class Measured:
             the last where the loss is taken in chunks.
         output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
-        inputs_shared: whether an activation is an input of more than one unit, or a unit takes several, so that they
-            stay on the device.
+        inputs_shared: whether an activation is an input of more than one unit, or the model returns it, or a unit
+            takes several, so that they stay on the device.
         plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
         shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
         graph_matters: whether a unit computes other bits when it makes a graph, as with kernels that are chosen by
             whether a mask needs a gradient; then a forward must make one too, to be what a resident forward is.
         rest_users: units whose backward, with the code before them, adds to the gradient of a rest that trains.
+        outside: names of parameters of units that the model's own code computes with outside of them.
         draws_random: whether units, or the code between them, draw random numbers.
         needed: by unit, how far its recompute has to go; for those that may end early.
         attention: per unit, what its attention returns; zeros for the last.
@@ -49,6 +50,7 @@ class Measured:
     shifted: bool
     graph_matters: bool
     rest_users: frozenset[int] = frozenset()
+    outside: frozenset[str] = frozenset()
     draws_random: bool = True
     needed: Mapping[int, Needed] = field(default_factory=dict)
     attention: tuple[Yield, ...] = ()
@@ -86,6 +88,7 @@ class Row:
     shifted: bool = True
     graph_matters: bool = False
     rest_users: set[int] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
     random: bool = False
 
 
@@ -124,6 +127,7 @@ def scale(
         shifted=rows[0].shifted,
         graph_matters=any(row.graph_matters for row in rows),
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
+        outside=frozenset().union(*(row.outside for row in rows)),
         draws_random=any(row.random for row in rows),
         needed=_same_needs(rows),
         attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -13,12 +13,16 @@ from outsize.runtime.forward.module_replicas import glue_places
 class OuterUses(TorchFunctionMode):
     """While entered, notes for `unit` that code on the way to it uses a trained parameter of the rest.
 
+    What lies in a unit is only where it should be while that unit runs: code that computes with it outside is noted by
+    the names of such parameters.
+
     Args:
         split: a model whose parameters are in place.
 
     Attributes:
         unit: that the model is on its way to.
         found: units on the way to which one was used.
+        names: parameters of units that were computed with outside of them.
     """
 
     def __init__(self, split: Split) -> None:
@@ -30,16 +34,28 @@ class OuterUses(TorchFunctionMode):
             if tensor.trainable
             for module, name in glue_places(split, tensor.name)
         }
+        self._inside = {
+            id(module._parameters[attribute]): tensor.name
+            for unit in split.spec.units
+            if unit.kind != "rest"
+            for tensor in unit.all_tensors
+            for module, attribute in split.owners[tensor.name]
+        }
         self.unit = 0
         self.found: set[int] = set()
+        self.names: set[str] = set()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs or {}))
-        if any(isinstance(leaf, nn.Parameter) and id(leaf) in self._watched for leaf in leaves):
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        if any(id(leaf) in self._watched for leaf in given):
             self.found.add(self.unit)
-        return func(*args, **(kwargs or {}))
+        names = {self._inside[id(leaf)] for leaf in given if id(leaf) in self._inside}
+        if names and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            self.names |= names  # not its form or place: its values
+        return result
 
 
 def units_that_share(split: Split) -> set[int]:

@@ -45,6 +45,8 @@ class TrialPass:
         self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
         self._row = Row([], [], [], [], 0, False, False)
         self._last_needed = 0
+        self._has_cache = False
+        self._returned: set[int] = set()
         self._uses = OuterUses(split)
 
     def run(self, weights: torch.UntypedStorage) -> Row:
@@ -86,8 +88,10 @@ class TrialPass:
             walk.close()
             live.forget()
         pointers = [_place(tensor) for tensor in storages]
+        several = several or not self._returned.isdisjoint(pointers)
         self._row.shared = len(set(pointers)) < len(pointers) or several
         self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
+        self._row.outside = self._uses.names
         return self._row
 
     def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
@@ -104,6 +108,14 @@ class TrialPass:
 
     def _receive(self, call: UnitCall) -> list[Tensor]:
         leaves = pytree.tree_leaves((call.args, call.kwargs))
+        caches = [held for leaf in leaves if (held := _cached(leaf)) is not None]
+        first, self._has_cache = bool(caches) and not self._has_cache, self._has_cache or bool(caches)
+        if first and any(tensor.requires_grad for held in caches for tensor in held):
+            raise ModelError(
+                f"{type(self._split.model).__name__} gives its units a cache of keys and values that trains (prefix "
+                "tuning); they add to it, and would once more in the recompute of a backward. Prompt tuning, P-tuning "
+                "and LoRA can be streamed"
+            )
         tensors = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad]
         unique = {_place(tensor): tensor for tensor in tensors}
         self._row.boundary.append(sum(tensor.untyped_storage().nbytes() for tensor in unique.values()))
@@ -213,6 +225,7 @@ class TrialPass:
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
             self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
+            self._returned = {_place(tensor) for tensor in _tensors(ending.output)}
             self._note_loss(outputs, ending.output)
         del outputs
         self._row.forward.append(())
@@ -259,6 +272,12 @@ def _leaves_of(call: UnitCall) -> Any:
         lambda t: t.detach().requires_grad_() if t.requires_grad else t,
         (call.args, call.kwargs),
     )
+
+
+def _cached(value: Any) -> list[Tensor] | None:
+    """Return the tensors of one of transformers' caches; None of what is no cache."""
+    layers = getattr(getattr(value, "self_attention_cache", value), "layers", None)
+    return _tensors([vars(layer) for layer in layers]) if isinstance(layers, list) else None
 
 
 def _tensors(values: Any) -> list[Tensor]:

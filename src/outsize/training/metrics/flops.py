@@ -40,12 +40,16 @@ class Peak:
 
 
 def step_flops(prepared: Job) -> float | None:
-    """Return the FLOPs of forward and backward of a step, without recompute; None for an architecture not counted.
+    """Return the FLOPs of forward and backward of a step, without recompute; None where they are not counted.
+
+    That is for some architectures, and where steps differ in length.
 
     A backward computes the gradients of inputs, as many FLOPs as the forward, and those of trained weights, as many
     again: three forwards where all weights train, two where nearly all are frozen.
     """
     config, spec = prepared.config, prepared.split.spec
+    if config.data.is_grouped:
+        return None
     try:
         shape = read_shape(prepared.hf_config.to_dict())
         forward = sum(forward_flops(shape, prepared.num_sequences, config.data.seq_len))
