@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from outsize.errors import InfeasiblePlanError
-from outsize.planner.predict.decision import decide, fits_at_all, planned_at
+from outsize.planner.predict.decision import decide, planned_at
+from outsize.planner.predict.feasibility import fits_at_all
 from outsize.planner.program.ops import Kind
 from outsize.planner.search.microbatch_search import NEAR
 from outsize.planner.search.stage_layout import num_handed_over

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
-from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import packed_bytes
@@ -30,7 +29,6 @@ from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.partition import Pipeline
 from outsize.planner.search.plan_stages import (
     estimate_s,
-    fits_stages,
     plan_stages,
     without_peers,
 )
@@ -198,7 +196,7 @@ def _fastest(question: Question) -> Decision:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits; of the plan that is short by the least.
     """
-    tiers = _tiers(question)
+    tiers = tiers_of(question)
     for tier in tiers[:-1]:
         try:
             return _fastest_at(question, tier)
@@ -351,45 +349,13 @@ def clocked_s(question: Question, microbatches: int, home: Tier) -> float:
     return estimate_s(question.model, one.demand, question.budgets, options)
 
 
-def _tiers(question: Question) -> tuple[Tier, ...]:
-    """Return where the home may be, the fastest first."""
+def tiers_of(question: Question) -> tuple[Tier, ...]:
+    """Return where the home may be, the fastest first.
+
+    Raises:
+        ConfigError: on a disk that the machine does not have.
+    """
     homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
     if question.home == "disk" and question.machine.disk is None:
         raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
     return homes[question.home] if question.machine.disk is not None else ("host",)
-
-
-def fits_at_all(question: Question) -> bool:
-    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
-    count = question.microbatches
-    assert count is not None
-    one, sizes = question.microbatch(count), list(question.round_sizes(count))
-
-    def fits(tier: Tier, size: int) -> bool:
-        options = question.options_for(count, tier, one.times, size)
-        if options.num_workers > 1:
-            return fits_stages(question.model, one.demand, question.budgets, options)
-        return not shortage_of(question.model, one.demand, question.budgets, options)
-
-    # The smallest round asks for the least, one of all microbatches for the least at home.
-    return any(fits(tier, size) for tier in _tiers(question) for size in {sizes[-1], sizes[0]})
-
-
-def fits_encoded(question: Question) -> bool:
-    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
-    return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))
-
-
-def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
-    """Return why the home is not in host memory, with what to try; None where it fits there."""
-    try:
-        planned_at(question, microbatches, "host")
-    except InfeasiblePlanError as error:
-        return error
-    return None
-
-
-def missing_host_bytes(question: Question, microbatches: int) -> int:
-    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
-    refusal = host_refusal(question, microbatches)
-    return 0 if refusal is None else refusal.short_by.get("host", 0)

@@ -11,7 +11,8 @@ from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
-from outsize.planner.predict.decision import clocked_s, missing_host_bytes
+from outsize.planner.predict.decision import clocked_s
+from outsize.planner.predict.feasibility import missing_host_bytes
 from outsize.planner.predict.prediction import (
     COMPUTE,
     FULL_SHARE,
