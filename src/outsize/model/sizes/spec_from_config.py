@@ -41,7 +41,8 @@ class Shape:
         head_norms: whether queries and keys are normalised per head.
         mlp_parts: in how many parts an MLP takes the tokens of a microbatch.
         trains: whether weights have gradients; what is frozen needs no inputs of its products.
-        experts_train: whether those of experts have; adapters of experts have gradients of whole ones, too.
+        gate_up_trains: whether the experts' first stack has; a stack with adapters has gradients of all of it, too.
+        down_trains: whether their second stack has.
     """
 
     hidden: int
@@ -61,7 +62,8 @@ class Shape:
     head_norms: bool = False
     mlp_parts: int = 1
     trains: bool = True
-    experts_train: bool = True
+    gate_up_trains: bool = True
+    down_trains: bool = True
 
     @property
     def attention_width(self) -> int:
