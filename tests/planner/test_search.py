@@ -100,6 +100,28 @@ def plans_made(monkeypatch) -> list[int]:
     return planned
 
 
+@pytest.mark.parametrize(("card", "device_gib"), [("3060", 3), ("3060", 5), ("b580", 3)])
+def test_steps_are_simulated_where_computing_does_not_tell_which_is_shorter(monkeypatch, card, device_gib):
+    """To the same decision as if all were; a 3060 computes for most of a step, a B580 waits for its disk."""
+    budgets = Budgets(device=device_gib * GIB, host=4 * GIB, disk=1000 * GIB)
+    question = ask(card, budgets=budgets, sequences=16, seq_len=4096)
+    simulated, simulate = [], decision.Decision.simulate
+
+    def noted(decided, *, whole):
+        simulated.append(decided.plan.plan_id)
+        return simulate(decided, whole=whole)
+
+    monkeypatch.setattr(decision.Decision, "simulate", noted)
+    found = decide(question)
+    assert found.least_s < found.step_s
+    few = tuple(simulated)
+    assert len(set(few)) == len(few)
+    monkeypatch.setattr(decision.Decision, "least_s", 0.0)
+    every = decide(question)
+    assert (found.plan.plan_id, found.step_s) == (every.plan.plan_id, every.step_s)
+    assert (len(few) < len(simulated) - len(few)) == (card == "3060")
+
+
 def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():
     question = ask("2xh100", sequences=16, microbatches=8)
     found = fastest(question)
