@@ -43,8 +43,8 @@ from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_
 GAIN = 0.03
 # Codecs that keep every bit, the faster first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
-# Steps that are simulated: the first starts from rest, the last tells the time. Of several devices they take longer.
-NUM_STEPS, NUM_STEPS_OF_SEVERAL = 3, 2
+# Steps that are simulated: the first starts from rest, the second tells the time. A third takes as long as the second.
+NUM_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,8 @@ class Decision:
 
     def simulate(self, *, whole: bool) -> Simulated:
         """Return the same; ``whole`` with all rounds."""
-        question, step = self.question, self.step
-        num_steps = NUM_STEPS if question.num_workers == 1 else NUM_STEPS_OF_SEVERAL
-        return step.simulate(step.costs(question.machine, self.microbatch.times), num_steps, whole=whole)
+        costs = self.step.costs(self.question.machine, self.microbatch.times)
+        return self.step.simulate(costs, NUM_STEPS, whole=whole)
 
     @property
     def step_s(self) -> float:
