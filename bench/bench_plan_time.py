@@ -1,7 +1,7 @@
 """How much processor time does a question of ``outsize plan`` take? Each has a process of its own, imports included.
 
-One and eight GPUs, homes on the host and on disk, LoRA, long sequences, 235B, with what would help and without. All of
-it takes some two minutes of one core.
+One and eight GPUs, homes on the host and on disk, LoRA, long sequences, 70B to 405B on small cards, with what would
+help and without. All of it takes some two minutes of one core.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import bench_smallest
 import published_record
 from common import finish, machine, print_table
 
@@ -21,6 +22,14 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "llama-8b": published_record.MODELS["Llama-3-8B"],
     "qwen3-8b": published_record.MODELS["Qwen3-8B"],
     "qwen2.5-14b": published_record.MODELS["Qwen2.5-14B"],
+    "llama-70b": bench_smallest.MODELS["Llama-3.1-70B"],
+    "llama-405b": {
+        **bench_smallest.MODELS["Llama-3.1-70B"],
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "intermediate_size": 53248,
+    },
     "qwen3-235b": {
         "model_type": "qwen3_moe",
         "hidden_size": 4096,
@@ -50,6 +59,9 @@ QUESTIONS = (
     "qwen3-8b --gpus 8x4090",
     "qwen2.5-14b --gpus 4x4090 --ram 512GB",
     "qwen3-235b --gpus 8x4090 --method lora --ram 768GB",
+    "llama-70b --gpus b580 --method lora",
+    "llama-70b --gpus 3060 --disk 4TB",
+    "llama-405b --gpus 4090 --method lora",
 )
 
 

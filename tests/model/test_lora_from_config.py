@@ -3,9 +3,13 @@
 import warnings
 from dataclasses import replace
 
+import peft
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
-from model.test_workload import CONFIGS
+from model.test_workload import CONFIGS, EXPERTS
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton
 from outsize.model.sizes.lora_from_config import MODULES, adapted_workload, parse_modules, with_adapters
@@ -20,8 +24,6 @@ from planner.questions import CONFIG, GIB, ask
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("modules", ["q_proj,v_proj", "all-linear"])
 def test_the_adapters_are_those_that_peft_makes(family, modules):
-    import peft
-
     names = parse_modules(modules)
     config = CONFIGS[family]
     counted = with_adapters(spec_from_config(config.to_dict(), "bf16"), 4, names)
@@ -69,6 +71,30 @@ def test_a_backward_of_what_is_frozen_is_one_product_of_two():
         assert work.forward_flops[unit] < adapted.forward_flops[unit] < 1.05 * work.forward_flops[unit]
         assert adapted.gradient_flops[unit] < 0.6 * work.gradient_flops[unit]
     assert adapted.gradient_flops[-1] == work.forward_flops[-1]
+
+
+ONES = torch.ones(4, 16, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "stacks", [(), EXPERTS[:1], EXPERTS[1:], EXPERTS], ids=["none", "first", "second", "both"]
+)
+def test_a_backward_of_experts_takes_the_products_that_torch_counts(stacks):
+    """Of few tokens, of whose attention hardly anything is left; the embedding is taken to need a gradient."""
+    config, modules, (rows, length) = CONFIGS["qwen3_moe"], ("q_proj", "v_proj"), ONES.shape
+    plain = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    settings = peft.LoraConfig(r=4, target_modules=list(modules), target_parameters=list(stacks) or None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(plain, settings)
+    model.enable_input_require_grads()
+    loss = model(input_ids=ONES.cumsum(1), labels=ONES).loss
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    spec = with_adapters(spec_from_config(config.to_dict(), "fp32"), 4, modules, stacks)
+    work = count_workload(read_shape(config.to_dict()), "fp32", sequences=rows, seq_len=length)
+    counted = adapted_workload(work, spec).gradient_flops
+    assert sum(counted) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from outsize.model import liger
 from outsize.model.adapters import put_in
 from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton
-from outsize.model.sizes.lora_from_config import adapted_workload, with_adapters
+from outsize.model.sizes.lora_from_config import adapted_workload, with_adapters, with_frozen
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.model.tiled_mlp import take_in_parts
@@ -123,9 +123,12 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
         ("many_experts", 1, ("q_proj", "v_proj"), ()),
         ("many_experts", 4, ("q_proj", "v_proj"), ()),
         ("qwen3_moe", 1, ("q_proj",), EXPERTS),
+        ("qwen3_moe", 1, ("q_proj",), EXPERTS[:1]),
+        ("qwen3_moe", 1, ("q_proj",), EXPERTS[1:]),
         ("qwen3_moe", 8, ("q_proj",), EXPERTS),
         ("many_experts", 2, ("q_proj",), EXPERTS),
         ("many_experts", 16, ("q_proj",), EXPERTS),
+        ("many_experts", 16, ("q_proj",), EXPERTS[1:]),
     ],
 )
 def test_counts_of_a_frozen_block_with_adapters(family, mlp_parts, modules, parameters, dtype):
@@ -133,10 +136,8 @@ def test_counts_of_a_frozen_block_with_adapters(family, mlp_parts, modules, para
     measured = measure(
         config, dtype, mlp_parts, {"r": 4, "target_modules": modules, "target_parameters": parameters or None}
     )
-    shape = replace(
-        read_shape(config.to_dict()), mlp_parts=mlp_parts, trains=False, experts_train=bool(parameters)
-    )
     spec = with_adapters(spec_from_config(config.to_dict(), dtype), 4, modules, parameters)
+    shape = replace(with_frozen(read_shape(config.to_dict()), spec), mlp_parts=mlp_parts)
     work = count_workload(shape, dtype, sequences=SEQUENCES, seq_len=SEQ_LEN)
     counted = adapted_workload(work, spec)
     assert counted.backward_workspace_bytes["block"] == pytest.approx(measured.backward_bytes[1], rel=0.1)

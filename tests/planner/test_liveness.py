@@ -1,4 +1,4 @@
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from outsize.planner.memory.activation_liveness import ActivationMeter, Live
 from outsize.planner.passes.cycle import insert_saves, v_cycle
 from outsize.planner.passes.cycle_liveness import cycle_peak
 from outsize.planner.passes.step_schedule import build_step
-from outsize.planner.program.activation_policy import Extent, bytes_of
+from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import FORWARD_KINDS, Kind
@@ -107,6 +107,31 @@ def test_a_cycle_is_counted_at_once_as_op_by_op(layout, times, depth, cut):
     program = insert_saves(v_cycle(layout), layout)
     counted = peak_activations(program, layout, boundary_bytes, kept_bytes)
     assert cycle_peak(layout, boundary_bytes, kept_bytes) == counted
+
+
+@given(
+    st.integers(4, 9),
+    st.lists(st.sampled_from(Choice), min_size=1, max_size=5),
+    st.integers(0, 9),
+    st.integers(1, 4),
+)
+def test_units_that_are_alike_are_counted_as_op_by_op(num_units, choices, first, depth):
+    layout = make_layout(num_units, num_microbatches=len(choices), prefetch_depth=depth)
+    none = (Choice.RECOMPUTE,) * len(choices)
+    kept = tuple(tuple(choices) if unit in layout.keepable else none for unit in range(num_units))
+    layout = replace(layout, kept=kept, offload=frozenset(u for u in layout.offloadable if u >= first))
+    boundary_bytes = (5,) * num_units
+    kept_bytes = {extent: (3 + i,) * num_units for i, extent in enumerate(Extent)}
+    program = insert_saves(v_cycle(layout), layout)
+    counted = peak_activations(program, layout, boundary_bytes, kept_bytes)
+    assert cycle_peak(layout, boundary_bytes, kept_bytes) == counted
+
+
+@given(layouts(), st.integers(1, 20))
+def test_choices_are_those_of_each_microbatch(layout, count):
+    for unit in range(layout.num_streamed):
+        each = Counter(layout.choice(unit, microbatch) for microbatch in range(count))
+        assert layout.choices(unit, count) == each
 
 
 def peak(num_units, num_microbatches, offload):

@@ -8,6 +8,7 @@ from outsize.errors import InfeasiblePlanError
 from outsize.planner.search.microbatch_search import (
     FULL_TOKENS,
     LARGEST_TOKENS,
+    NEAR,
     PER_GPU,
     SIZES,
     cuts_to_try,
@@ -54,7 +55,11 @@ def searched(steps_s, **how):
         return count
 
     counts = range(1, 1 + len(steps_s))
-    return search_cuts(counts, take, lambda count: steps_s[count - 1], **how), tried
+
+    def is_less(found, best):
+        return steps_s[found - 1] * NEAR < steps_s[best - 1]
+
+    return search_cuts(counts, take, is_less, **how), tried
 
 
 @pytest.mark.parametrize(

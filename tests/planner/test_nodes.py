@@ -4,7 +4,7 @@ import pytest
 
 from outsize.codecs.wire import Wire
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict.decision import planned_at
+from outsize.planner.predict.decision import NUM_STEPS, planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.predict.what_if import outcome
 from planner.questions import CONFIG, ask
@@ -25,10 +25,9 @@ def exchanged(timeline, word):
 def test_every_unit_s_gradient_is_reduced_and_its_weights_are_gathered_once_a_step(gpus, clip):
     question = nodes(4, gpus=gpus, clip=clip, microbatches=8)
     found = fastest(question)
-    steps = 3 if gpus == "4090" else 2
     trained = 9
     for word in ("REDUCE", "GATHER"):
-        assert len(exchanged(found.timeline, word)) == steps * trained
+        assert len(exchanged(found.timeline, word)) == NUM_STEPS * trained
     assert found.tokens_per_s == pytest.approx(4 * 16 * 1024 / found.step_s)
     assert found.usage["network"] > 0
     assert any("several nodes" in line for line in found.assumptions)
@@ -120,3 +119,15 @@ def test_more_nodes_and_a_faster_network_are_changes():
 def test_nodes_without_a_network():
     with pytest.raises(ValueError, match="a network between"):
         ask(nodes=2)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("num_nodes", [1, 4])
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_a_third_step_takes_as_long_as_the_second(home, num_nodes, clip):
+    """So that two are simulated: the first begins at rest, with an idle link, optimizer and disk."""
+    found = planned_at(nodes(num_nodes, clip=clip, microbatches=8), 8, home)
+    costs = found.step.costs(found.question.machine, found.microbatch.times)
+    first, second, third = found.step.simulate(costs, 3).done.decided_s
+    assert third - second == pytest.approx(second - first)
+    assert found.step_s == pytest.approx(second - first)

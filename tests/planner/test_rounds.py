@@ -7,11 +7,15 @@ from itertools import pairwise
 import pytest
 
 from outsize.errors import InfeasiblePlanError
-from outsize.planner.predict.decision import decide, fits_at_all, planned_at
+from outsize.planner.memory.memory_table import Tier
+from outsize.planner.predict.decision import decide, planned_at
+from outsize.planner.predict.feasibility import fits_at_all
+from outsize.planner.predict.prediction import predict
 from outsize.planner.program.ops import Kind
 from outsize.planner.search.microbatch_search import NEAR
 from outsize.planner.search.stage_layout import num_handed_over
 from outsize.planner.search.step_plan import Budgets
+from outsize.planner.simulate.wait_cause import waits_by_cause
 from planner.questions import CONFIG, GIB, ask
 
 MODELS = {
@@ -51,6 +55,24 @@ def test_what_a_round_keeps_need_not_be_computed_again():
     assert found.plan.layout.num_rounds > 1
     assert found.recomputed < whole.recomputed
     assert found.step_s < whole.step_s
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(("sequences", "size"), [(64, 8), (16, 1), (50, 7)])
+def test_rounds_that_are_alike_are_simulated_once(sequences: int, size: int, home: Tier):
+    """What is said of the step is what simulating all of its rounds says; the last may be smaller."""
+    question = ask(
+        "b580", budgets=replace(BUDGETS, device=4 * GIB), sequences=sequences, microbatches=sequences
+    )
+    found = planned_at(question.deciding(round_microbatches=size), sequences, home)
+    few, whole = found.simulated, found.simulate(whole=True)
+    assert len(few.programs[0]) < 0.8 * len(whole.programs[0])
+    assert few.step_s == pytest.approx(whole.step_s, rel=1e-6)
+    assert few.amounts == pytest.approx(whole.amounts)
+    assert few.steady.span_s == pytest.approx(whole.steady.span_s, rel=1e-6)
+    waits, others = (waits_by_cause(each.steady, each.lanes) for each in (few, whole))
+    assert waits == [pytest.approx(each, rel=1e-6, abs=1e-6 * whole.step_s) for each in others]
+    assert len(predict(found).timeline.events) == len(whole.done.timeline.events)
 
 
 def test_an_8b_model_gains_by_the_memory_of_an_h100():

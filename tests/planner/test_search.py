@@ -7,7 +7,8 @@ from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict import decision
 from outsize.planner.predict.assumptions import figures_used
-from outsize.planner.predict.decision import decide, missing_host_bytes, planned_at
+from outsize.planner.predict.decision import decide, planned_at
+from outsize.planner.predict.feasibility import missing_host_bytes
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
 from outsize.planner.search.plan_stages import plan_stages
@@ -97,6 +98,28 @@ def plans_made(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(decision, "plan_stages", noted)
     return planned
+
+
+@pytest.mark.parametrize(("card", "device_gib"), [("3060", 3), ("3060", 5), ("b580", 3)])
+def test_steps_are_simulated_where_computing_does_not_tell_which_is_shorter(monkeypatch, card, device_gib):
+    """To the same decision as if all were; a 3060 computes for most of a step, a B580 waits for its disk."""
+    budgets = Budgets(device=device_gib * GIB, host=4 * GIB, disk=1000 * GIB)
+    question = ask(card, budgets=budgets, sequences=16, seq_len=4096)
+    simulated, simulate = [], decision.Decision.simulate
+
+    def noted(decided, *, whole):
+        simulated.append(decided.plan.plan_id)
+        return simulate(decided, whole=whole)
+
+    monkeypatch.setattr(decision.Decision, "simulate", noted)
+    found = decide(question)
+    assert found.least_s < found.step_s
+    few = tuple(simulated)
+    assert len(set(few)) == len(few)
+    monkeypatch.setattr(decision.Decision, "least_s", 0.0)
+    every = decide(question)
+    assert (found.plan.plan_id, found.step_s) == (every.plan.plan_id, every.step_s)
+    assert (len(few) < len(simulated) - len(few)) == (card == "3060")
 
 
 def test_stages_hand_over_from_gpu_to_gpu_where_that_is_no_slower():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
+from outsize.model.sizes.lora_from_config import with_adapters
 from outsize.model.sizes.spec_from_config import read_shape
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict import expectation
@@ -81,6 +82,8 @@ def test_the_memory_that_brings_the_home_to_the_host_is_among_what_helps():
     assert found.gain > 0
     assert "disk=x2" in changes
     assert "state=int8" in changes
+    frozen = with_adapters(question.model, 8, ("q_proj",))
+    assert "state=int8" not in usual_changes(replace(question, model=frozen), base)
 
 
 def test_moments_of_fewer_bits_bring_the_home_to_the_host():

@@ -5,6 +5,7 @@ import pytest
 import zoo
 from outsize.config import parse_config
 from outsize.model.build import build_skeleton
+from outsize.model.sizes.lora_from_config import adapted_workload, with_adapters, with_frozen
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 from outsize.model.walk import Boundaries
@@ -20,12 +21,12 @@ NAMES = (
 )
 
 
-def run_of(dtype):
+def run_of(dtype, freeze=(), method="full"):
     return parse_config(
         {
-            "model": {"path": "unused", "dtype": dtype},
+            "model": {"path": "unused", "dtype": dtype, "freeze": freeze},
             "data": {"path": "unused", "seq_len": SEQ_LEN},
-            "train": {"tokens_per_step": SEQUENCES * SEQ_LEN},
+            "train": {"tokens_per_step": SEQUENCES * SEQ_LEN, "method": method},
         }
     )
 
@@ -86,3 +87,33 @@ def test_sizes_from_the_configs_of_families_are_what_is_counted(name):
     assert told.gradient_flops[1:] == pytest.approx(work.gradient_flops[1:], rel=0.1)
     assert told.saved_bytes[1:] == pytest.approx(work.saved_bytes[1:], rel=WITHIN)
     assert told.routed_flops == pytest.approx(work.routed_flops, rel=0.02)
+
+
+def test_what_is_frozen_has_no_gradient_of_its_weights_and_below_what_trains_none_at_all():
+    config = config_of("gpt2")
+    first, *blocks = (f"transformer.h.{layer}.*" for layer in range(config.n_layer))
+    ends = ("transformer.wte.*", "transformer.wpe.*", "transformer.ln_f.*")
+    works = [
+        count_model(config, run_of("fp32", freeze)).workload_of(SEQUENCES, SEQ_LEN)
+        for freeze in ((), (*ends, first), (*ends, *blocks))
+    ]
+    forward = works[0].forward_flops
+    _, *all_train, head = works[0].gradient_flops
+    _, *one_frozen, frozen_head = works[1].gradient_flops
+    assert one_frozen == [0, *all_train[1:]]
+    assert (head, frozen_head) == (2 * forward[-1], forward[-1])
+    _, *one_trains, _ = works[2].gradient_flops
+    assert one_trains[0] == all_train[0]
+    assert all(0 < one < more for one, more in zip(one_trains[1:], all_train[1:], strict=True))
+
+
+def test_adapters_take_the_backward_that_configs_of_families_tell():
+    config = config_of("llama")
+    for key, value in {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}.items():
+        setattr(config, key, value)
+    run = run_of("bf16", method="lora")
+    spec = with_adapters(spec_from_config(config.to_dict(), "bf16"), run.lora.r, ("q_proj", "v_proj"))
+    shape = with_frozen(read_shape(config.to_dict()), spec)
+    told = adapted_workload(count_workload(shape, "bf16", sequences=SEQUENCES, seq_len=SEQ_LEN), spec)
+    work = count_model(config, run).workload_of(SEQUENCES, SEQ_LEN)
+    assert told.gradient_flops[1:] == pytest.approx(work.gradient_flops[1:], rel=WITHIN)

@@ -11,7 +11,7 @@ from typing import Any
 
 from outsize.cli.plan.plan_model import AskedModel
 from outsize.cli.plan.plan_question import Asked
-from outsize.planner.predict.decision import fits_at_all
+from outsize.planner.predict.feasibility import fits_at_all
 
 # A model with more layers than this, or wider by more, is none that anyone would train.
 MOST_LAYERS, WIDEST = 1024, 64

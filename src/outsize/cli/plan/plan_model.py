@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.config import Config
 from outsize.errors import ConfigError
-from outsize.model.sizes.lora_from_config import ALL_LINEAR, adapted_workload, parse_modules, with_adapters
+from outsize.model.sizes.lora_from_config import (
+    ALL_LINEAR,
+    adapted_workload,
+    parse_modules,
+    with_adapters,
+    with_frozen,
+)
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.model.sizes.spec_from_config import FAMILIES, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
@@ -156,13 +162,10 @@ def _from_sizes(hf_config: Mapping[str, Any], config: Config, notes: tuple[str, 
     spec = whole if adapters is None else with_adapters(whole, *adapters)
 
     def parted(mlp_parts: int) -> WorkloadOf:
-        in_experts = adapters is None or bool(adapters[2])
         cut = replace(
-            shape,
+            shape if adapters is None else with_frozen(shape, spec),
             mlp_parts=mlp_parts,
             fused=config.model.kernels == "liger",
-            trains=adapters is None,
-            experts_train=in_experts,
         )
 
         def workload_of(sequences: int) -> Workload:

@@ -15,7 +15,7 @@ from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
-from outsize.planner.predict.decision import fits_at_all, fits_encoded
+from outsize.planner.predict.feasibility import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for

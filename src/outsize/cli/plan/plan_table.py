@@ -13,7 +13,7 @@ from outsize.cli.plan.plan_question import Asked, in_options
 from outsize.hardware.cards.product_rates import COMPILED, LIGER
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
-from outsize.planner.predict.decision import host_refusal
+from outsize.planner.predict.feasibility import host_refusal
 from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.what_if import Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds

@@ -22,6 +22,7 @@ from outsize.model.sizes.model_spec import (
     pack_part,
     pack_unit,
 )
+from outsize.model.sizes.spec_from_config import Shape
 
 # The linear layers of the families, by PEFT's names, and what PEFT adapts of them where nobody says.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -76,12 +77,22 @@ def with_adapters(
     return ModelSpec(units=units, dtype="fp32")
 
 
+def with_frozen(shape: Shape, model: ModelSpec) -> Shape:
+    """Return ``shape`` as that of ``model``, which is frozen and has adapters."""
+    names = [tensor.name for unit in model.units for tensor in unit.tensors]
+    gate_up, down = (
+        any(f".experts.{stack}_proj." in name for name in names) for stack in ("gate_up", "down")
+    )
+    return replace(shape, trains=False, gate_up_trains=gate_up, down_trains=down)
+
+
 def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
     """Return ``work`` of a model without adapters as that of ``model``, which has them.
 
     What is frozen computes no gradient of weights, one product less in its backward, but for attention, which has no
     weights; below the lowest adapter nothing runs backward. PEFT hands its adapters fp32 copies of their inputs, which
-    a backward needs. To a stack of experts each call adds its adapter, and a backward makes the gradient of the sum.
+    a backward needs. To a stack of experts that has an adapter each call adds it, and a backward makes the gradient of
+    the sum.
     """
     streamed = model.units[: model.num_streamed]
     bottom = next(unit.index for unit in streamed if unit.trainable)
@@ -94,6 +105,10 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
     # Stacks of experts with their adapters added.
     sums = [sum(size for _, size in stacked) * ITEMSIZE[model.compute_dtype] for stacked in stacks]
     copied = [_copied(tensors, model.compute_dtype) * work.tokens for tensors in of_tokens]
+    shares = [
+        sum(size for _, size in stacked) / max(1, sum(map(prod, _stack_shapes(unit).values())))
+        for unit, stacked in zip(streamed, stacks, strict=True)
+    ]
     routed = work.routed_flops or (0.0,) * len(streamed)
     return replace(
         work,
@@ -113,9 +128,9 @@ def adapted_workload(work: Workload, model: ModelSpec) -> Workload:
             for tensors, size in zip(of_tokens, work.products_bytes, strict=True)
         ),
         gradient_flops=tuple(
-            (base + attention + 2 * more + visited * bool(stacked)) * (unit.index >= bottom)
-            for unit, base, attention, more, visited, stacked in zip(
-                streamed, work.forward_flops, work.attention_flops, adapters, routed, stacks, strict=True
+            (base + attention + 2 * more + visited * share) * (unit.index >= bottom)
+            for unit, base, attention, more, visited, share in zip(
+                streamed, work.forward_flops, work.attention_flops, adapters, routed, shares, strict=True
             )
         ),
         forward_workspace_bytes={
@@ -165,9 +180,14 @@ def _ends_in_adapter(unit: UnitSpec) -> bool:
 
 def _adapted_stacks(unit: UnitSpec) -> list[tuple[int, int]]:
     """Return of each stack of experts with an adapter its rank, and how many elements it has."""
-    shapes = {t.name: t.shape for part in unit.frozen for t in part.tensors if len(t.shape) == 3}
+    shapes = _stack_shapes(unit)
     ranks = {t.name.removesuffix(".lora_A.weight"): t.shape[0] for t in unit.tensors}
     return [(ranks[name] // shape[0], prod(shape)) for name, shape in shapes.items() if name in ranks]
+
+
+def _stack_shapes(unit: UnitSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each stack of experts of a block whose own parameters are frozen, by its name."""
+    return {t.name: t.shape for part in unit.frozen for t in part.tensors if len(t.shape) == 3}
 
 
 # What goes into linear layers, by what they share it with; attention keeps what it returns anyhow.

@@ -42,7 +42,8 @@ class Shape:
         mlp_parts: in how many parts an MLP takes the tokens of a microbatch.
         fused: whether norms and gated activations, but of experts, are one kernel each, as Liger's.
         trains: whether weights have gradients; what is frozen needs no inputs of its products.
-        experts_train: whether those of experts have; adapters of experts have gradients of whole ones, too.
+        gate_up_trains: whether the experts' first stack has; a stack with adapters has gradients of all of it, too.
+        down_trains: whether their second stack has.
     """
 
     hidden: int
@@ -63,7 +64,8 @@ class Shape:
     mlp_parts: int = 1
     fused: bool = False
     trains: bool = True
-    experts_train: bool = True
+    gate_up_trains: bool = True
+    down_trains: bool = True
 
     @property
     def attention_width(self) -> int:

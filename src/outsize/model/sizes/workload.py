@@ -87,9 +87,10 @@ def count_workload(
 def _backward_workspace(shape: Shape, size: int, tokens: int) -> int:
     """Return the bytes alive in a backward of a block when they are most, gradients of experts among them."""
     needed = tokens * _block_backward(shape, size)
-    if not shape.experts or not shape.experts_train:
+    stacked = 2 if shape.gate_up_trains else shape.down_trains
+    if not shape.experts or not stacked:
         return needed
-    gradient = 2 * size * shape.experts * shape.hidden * shape.expert_intermediate
+    gradient = stacked * size * shape.experts * shape.hidden * shape.expert_intermediate
     return max(needed, tokens * _experts_backward(shape, size, stepping=True) + gradient)
 
 
@@ -166,8 +167,9 @@ def _experts_backward(shape: Shape, size: int, stepping: bool = False) -> int:
     active, visits = _active(shape), shape.active_experts * shape.hidden
     if stepping:
         inside = 2 * active + 2 * visits
-    elif shape.experts_train:
+    elif shape.gate_up_trains or shape.down_trains:
         inside = max(4 * active + 5 * visits, 5 * active + 4 * visits, 6 * active + 2 * visits)
+        inside -= active * (not shape.down_trains) + visits * (not shape.gate_up_trains)
     else:
         inside = max(2 * active + 4 * visits, 6 * active - visits)
     rest = shape.hidden + shape.active_experts
@@ -205,9 +207,9 @@ def _block_saved(shape: Shape, size: int, mixture: bool, mlp: bool = True) -> in
         return norms + attention
     if not mixture:
         return norms + attention + size * (3 - shape.fused + shape.trains) * shape.intermediate
-    num_copies = 1 + shape.trains + shape.experts_train
+    num_copies = 1 + shape.trains + shape.gate_up_trains
     copies = num_copies * size * shape.active_experts * shape.hidden + 12 * shape.experts
-    return norms + attention + size * (3 + shape.experts_train) * _active(shape) + copies
+    return norms + attention + size * (3 + shape.down_trains) * _active(shape) + copies
 
 
 def _attention_returned(shape: Shape, size: int) -> int:

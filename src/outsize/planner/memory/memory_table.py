@@ -209,9 +209,8 @@ def _scratch_bytes(layout: StepLayout, boundary_bytes: Sequence[int]) -> int:
 def offload_rooms(layout: StepLayout, demand: Demand) -> dict[Extent, tuple[int, int]]:
     """Return what waits below the device of what forwards kept: by extent, how many at once, bytes of the largest."""
     rooms: dict[Extent, tuple[int, int]] = {}
-    for unit, choices in enumerate(layout.kept):
-        repeats, more = divmod(layout.microbatches_at_once, len(choices))
-        for choice, times in Counter((*choices * repeats, *choices[:more])).items():
+    for unit in range(len(layout.kept)):
+        for choice, times in layout.choices(unit, layout.microbatches_at_once).items():
             if choice.leaves and choice.extent is not None:
                 count, size = rooms.get(choice.extent, (0, 0))
                 rooms[choice.extent] = (count + times, max(size, demand.extent_bytes(choice, unit)))

@@ -5,8 +5,11 @@ The backward is prefix sums, since everything comes back a fixed number of backw
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache, reduce
+from itertools import accumulate, chain, groupby
+from operator import add
+from typing import Any
 
 from outsize.planner.memory.activation_liveness import Live
 from outsize.planner.passes.cycle import ONLOAD_AHEAD
@@ -27,24 +30,39 @@ def cycle_peak(layout: StepLayout, boundary_bytes: Sequence[int], kept_bytes: Ke
         kept_bytes: bytes that forwards of each extent keep; what it does not tell counts none.
     """
     sizes = (0, *boundary_bytes[1:], 0)
-    forward = _Forward()
+    runs = [
+        [(choice, count, bytes_of(choice, unit, kept_bytes)) for choice, count in _runs(layout, unit)]
+        for unit in range(layout.num_streamed)
+    ]
+    forward, bottom = _Forward(), layout.first_backward
     for unit in range(layout.last + layout.cut):
-        gone = sizes[unit] if unit < layout.first_backward else 0
+        gone = sizes[unit] if unit < bottom else 0
         inputs = [sizes[unit]] * (unit in layout.offload)
-        for choice, count in _runs(layout, unit):
-            kept = bytes_of(choice, unit, kept_bytes)
-            forward.run(count, sizes[unit + 1], kept - gone, [*inputs, *([kept] * choice.leaves)])
-    peak = max(forward.peak, _backward_peak(layout, sizes, kept_bytes, forward.device, sum(forward.leaving)))
+        forward.unit(
+            tuple(
+                (count, sizes[unit + 1], kept - gone, (*inputs, *((kept,) * choice.leaves)))
+                for choice, count, kept in runs[unit]
+            )
+        )
+    peak = max(forward.peak, _backward_peak(layout, sizes, runs, forward.device, sum(forward.leaving)))
     return Live(peak, forward.below)
 
 
-def _runs(layout: StepLayout, unit: int) -> Iterator[tuple[Choice, int]]:
-    """Yield how many microbatches of a round follow one another that keep the same, and what."""
+_Run = tuple[Choice, int, int]
+"""Microbatches of a round that follow one another and keep the same: what, how many, and bytes of each."""
+
+
+def _runs(layout: StepLayout, unit: int) -> Sequence[tuple[Choice, int]]:
+    """Return how many microbatches of a round follow one another that keep the same, and what."""
     if unit >= len(layout.kept):
-        yield Choice.RECOMPUTE, layout.round_size
-        return
-    for choice, alike in groupby(layout.kept[unit]):
-        yield choice, len(list(alike))
+        return ((Choice.RECOMPUTE, layout.round_size),)
+    return _grouped(layout.kept[unit])
+
+
+@lru_cache(maxsize=64)
+def _grouped(choices: tuple[Choice, ...]) -> Sequence[tuple[Choice, int]]:
+    """Return the same of a unit: those of one model mostly choose alike."""
+    return tuple([(choice, len(list(alike))) for choice, alike in groupby(choices)])
 
 
 class _Forward:
@@ -54,8 +72,27 @@ class _Forward:
         self.device = self.below = self.peak = 0
         self.leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
         self._behind = 0  # of them, those behind the last forward
+        self._former: tuple[Any, ...] = ()  # what the last unit ran, and began with
+        self._added = (
+            0,
+            0,
+            0,
+        )  # what it has added to device and below, and its peak over what was on the device
 
-    def run(self, count: int, made: int, stays: int, saved: list[int]) -> None:
+    def unit(self, runs: tuple[tuple[int, int, int, tuple[int, ...]], ...]) -> None:
+        """Run the forwards of a unit; one that runs what the one before it did, from the same start, adds the same."""
+        begun, device, below = (runs, *self.leaving, self._behind), self.device, self.below
+        if begun == self._former:
+            self.peak = max(self.peak, device + self._added[2])
+            self.device, self.below = device + self._added[0], below + self._added[1]
+            return
+        former, self.peak = self.peak, device
+        for run in runs:
+            self._run(*run)
+        self._former, self._added = begun, (self.device - device, self.below - below, self.peak - device)
+        self.peak = max(former, self.peak)
+
+    def _run(self, count: int, made: int, stays: int, saved: tuple[int, ...]) -> None:
         """Run so many forwards of a unit, each of which makes an input, keeps something, and saves something."""
         before = top = 0
         for _ in range(min(count, _UNLIKE)):
@@ -75,53 +112,70 @@ class _Forward:
 
 
 def _backward_peak(
-    layout: StepLayout, sizes: Sequence[int], kept_bytes: KeptBytes, device: int, leaving: int
+    layout: StepLayout, sizes: Sequence[int], runs: Sequence[Sequence[_Run]], device: int, leaving: int
 ) -> int:
     """Return the most that is live on the device while backwards run.
 
     Args:
         layout: of the step.
         sizes: of the inputs of units.
-        kept_bytes: that forwards of each extent keep.
+        runs: of each unit.
         device: bytes that are live behind the forwards.
         leaving: of them, those of SAVEs that nothing has waited for yet.
     """
     rises: list[int] = []  # by backward: what is live while it runs, over what was before
     changes: list[int] = []  # what is live behind it, over what was before
-    fetches: list[int | None] = []  # what comes back for it, None where nothing does
-    onloads: list[int | None] = []
-    for unit in range(layout.last, layout.first_backward - 1, -1):
-        made = sizes[unit] if unit > layout.first_backward else 0
-        for choice, count in _runs(layout, unit):
-            kept = bytes_of(choice, unit, kept_bytes)
+    fetches, onloads = _Arrivals(layout.prefetch_depth), _Arrivals(ONLOAD_AHEAD)
+    bottom = layout.first_backward
+    for unit in range(layout.last, bottom - 1, -1):
+        made = sizes[unit] if unit > bottom else 0
+        spent = sizes[unit] + sizes[unit + 1]
+        for choice, count, kept in runs[unit]:
             rises += [made - kept] * count
-            changes += [made - kept - sizes[unit] - sizes[unit + 1]] * count
-            fetches += [sizes[unit] if unit in layout.offload else None] * count
-            onloads += [kept if choice.leaves else None] * count
+            changes += [made - kept - spent] * count
+            fetches.add(sizes[unit] if unit in layout.offload else None, count)
+            onloads.add(kept if choice.leaves else None, count)
     held = list(accumulate(changes[:-1], initial=device))
-    ways = [
-        (each, ahead)
-        for each, ahead in ((fetches, layout.prefetch_depth), (onloads, ONLOAD_AHEAD))
-        if any(size is not None for size in each)
-    ]
+    ways = [way for way in (fetches, onloads) if way.first is not None]
     if not ways:
-        return max(size + rise for size, rise in zip(held, rises, strict=True))
-    arrived = list(map(sum, zip(*(_arrived(each, ahead) for each, ahead in ways), strict=True)))
-    firsts = [next(i for i, size in enumerate(each) if size is not None) for each, _ in ways]
-    first_needed = min(firsts)
-    first_comes = min(max(0, first - ahead) for first, (_, ahead) in zip(firsts, ways, strict=True))
-    peak = max(map(sum, zip(held[:first_comes], rises, strict=False)), default=0)
-    held = [
-        size - leaving + come for size, come in zip(held[first_comes:], arrived[first_comes:], strict=True)
-    ]
+        return max(_sums(held, rises))
+    arrived = reduce(lambda one, other: list(_sums(one, other)), [way.arrived() for way in ways])
+    firsts = [(way.first or 0, way.ahead) for way in ways]
+    first_needed = min(first for first, _ in firsts)
+    first_comes = min(max(0, first - ahead) for first, ahead in firsts)
+    peak = max(_sums(held[:first_comes], rises), default=0)
+    come = arrived[first_comes:]
+    held = list(_sums(held[first_comes:], [size - leaving for size in come]))
     # Backwards that need nothing of it may run before anything comes, and so before all SAVEs are done.
-    late = [max(0, leaving - come) for come in arrived[first_comes:first_needed]]
+    late = [max(0, leaving - size) for size in arrived[first_comes:first_needed]]
     late += [0] * (len(held) - len(late))
-    running = map(sum, zip(held, rises[first_comes:], late, strict=True))
-    return max(peak, *held, *running)
+    return max(chain((peak,), held, _sums(_sums(held, rises[first_comes:]), late)))
 
 
-def _arrived(sizes: list[int | None], ahead: int) -> list[int]:
-    """Return what has come back when each backward begins, each size so many backwards ahead of its own."""
-    sums = list(accumulate(size or 0 for size in sizes))
-    return [*sums[ahead:], *[sums[-1]] * min(ahead, len(sums))]
+def _sums(one: Iterable[int], other: Iterable[int]) -> Iterator[int]:
+    return map(add, one, other)
+
+
+class _Arrivals:
+    """What comes back for backwards, so many of them ahead of its own.
+
+    Attributes:
+        ahead: how many.
+        first: the first backward for which anything does; None where nothing does.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.first: int | None = None
+        self._sizes: list[int] = []
+
+    def add(self, size: int | None, count: int) -> None:
+        """Have ``size`` come back for each of the next ``count`` backwards."""
+        if size is not None and self.first is None:
+            self.first = len(self._sizes)
+        self._sizes += [size or 0] * count
+
+    def arrived(self) -> list[int]:
+        """Return what has come back when each backward begins."""
+        sums = list(accumulate(self._sizes))
+        return [*sums[self.ahead :], *[sums[-1]] * min(self.ahead, len(sums))]

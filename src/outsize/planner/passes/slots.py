@@ -9,6 +9,8 @@ depth ahead so that a unit with only one slot to go to finds it free; among thes
 needed again farthest in the future (Belady's rule, optimal in misses); then the smallest.
 """
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -62,6 +64,9 @@ def assign_slots(
     needed = [0 if unit in own else weight_bytes[unit] for unit in visits]
     stays: dict[int, Stay] = {}  # by the visit that begins the stay, since they end in another order
     begun: dict[int, int] = {}
+    uses: defaultdict[int | None, list[int]] = defaultdict(list)
+    for visit, unit in enumerate(visits):
+        uses[unit].append(visit)
 
     def end(index: int) -> None:
         slot = slots[index]
@@ -73,7 +78,7 @@ def assign_slots(
             continue
         index = own.get(unit, next((i for i, slot in enumerate(slots) if slot.unit == unit), None))
         if index is None:
-            index = _choose(slots, visits, needed, visit, depth)
+            index = _choose(slots, uses, needed, visit, depth)
         if slots[index].unit != unit:
             end(index)
             begun[index] = visit
@@ -85,15 +90,17 @@ def assign_slots(
     return [stays[visit] for visit in sorted(stays)]
 
 
-def _choose(slots: list[_Slot], visits: Sequence[int], needed: list[int], visit: int, depth: int) -> int:
-    """Return the index of the slot that the unit of ``visit`` is loaded into."""
+def _choose(
+    slots: list[_Slot], uses: Mapping[int | None, list[int]], needed: list[int], visit: int, depth: int
+) -> int:
+    """Return the index of the slot that the unit of ``visit`` is loaded into; ``uses`` are the visits of each unit."""
 
     def fits(size: int) -> list[int]:
         return [i for i, slot in enumerate(slots) if slot.size_bytes >= size]
 
     # The next visit soon to come that has only one slot to go to.
     narrow = next(
-        (v for v in range(visit + 1, min(visit + depth + 1, len(visits))) if len(fits(needed[v])) == 1),
+        (v for v in range(visit + 1, min(visit + depth + 1, len(needed))) if len(fits(needed[v])) == 1),
         None,
     )
 
@@ -103,7 +110,9 @@ def _choose(slots: list[_Slot], visits: Sequence[int], needed: list[int], visit:
         taken_soon = narrow is not None and fits(needed[narrow]) == [index]
         if narrow is not None and taken_soon:
             late += max(0, visit + 1 - (narrow - depth))
-        next_use = next((v for v in range(visit, len(visits)) if visits[v] == slot.unit), inf)
+        later = uses.get(slot.unit, [])
+        at = bisect_left(later, visit)
+        next_use = later[at] if at < len(later) else inf
         return late, taken_soon, -next_use, slot.size_bytes, index
 
     return min(fits(needed[visit]), key=cost)

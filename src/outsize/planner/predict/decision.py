@@ -5,19 +5,20 @@ sheets of a machine, ``outsize train`` with what a trial and a clock have found;
 are.
 
 Homes are tried from the fastest: host memory, host memory with weights encoded that do not train, disk. Microbatches
-are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain. Stages of
-several devices are searched for a second each; so smaller microbatches are looked at only where what stages wait for
-each other leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
+are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain. Simulating is
+what takes time: a step of one device is simulated only where what it computes does not tell which of two is shorter.
+Stages of several devices are searched for a second each; so smaller microbatches are looked at only where what stages
+wait for each other leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
 one.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
-from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import packed_bytes
@@ -30,7 +31,6 @@ from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.partition import Pipeline
 from outsize.planner.search.plan_stages import (
     estimate_s,
-    fits_stages,
     plan_stages,
     without_peers,
 )
@@ -43,8 +43,8 @@ from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_
 GAIN = 0.03
 # Codecs that keep every bit, the faster first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
-# Steps that are simulated: the first starts from rest, the last tells the time. Of several devices they take longer.
-NUM_STEPS, NUM_STEPS_OF_SEVERAL = 3, 2
+# Steps that are simulated: the first starts from rest, the second tells the time. A third takes as long as the second.
+NUM_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class Decision:
         plan: of the step.
         microbatch: what one of its microbatches takes.
         chosen: crossings whose codec the search has chosen, with that codec.
-        former_s: what a step takes without what the search has chosen of a setting, by its key, seconds.
+        former: what was decided without what the search has chosen of a setting, by its key.
     """
 
     question: Question
     plan: Plan
     microbatch: MicrobatchCost
     chosen: Mapping[str, str] = field(default_factory=dict)
-    former_s: Mapping[str, float] = field(default_factory=dict)
+    former: Mapping[str, "Decision"] = field(default_factory=dict)
 
     @property
     def microbatches(self) -> int:
@@ -92,10 +92,13 @@ class Decision:
 
     @cached_property
     def simulated(self) -> Simulated:
-        """Some steps, on the machine of the question."""
-        question, step = self.question, self.step
-        num_steps = NUM_STEPS if question.num_workers == 1 else NUM_STEPS_OF_SEVERAL
-        return step.simulate(step.costs(question.machine, self.microbatch.times), num_steps)
+        """Some steps, on the machine of the question; of many rounds that are alike some."""
+        return self.simulate(whole=False)
+
+    def simulate(self, *, whole: bool) -> Simulated:
+        """Return the same; ``whole`` with all rounds."""
+        costs = self.step.costs(self.question.machine, self.microbatch.times)
+        return self.step.simulate(costs, NUM_STEPS, whole=whole)
 
     @property
     def step_s(self) -> float:
@@ -106,6 +109,23 @@ class Decision:
     def compared_s(self) -> float:
         """Seconds of a step, by which it is compared with other ways to take it."""
         return self.lanes_s if self.question.brief and self.question.num_workers == 1 else self.step_s
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds that such a step takes at least: of one worker what it computes, which no other step overlaps."""
+        if self.question.brief or self.question.num_workers > 1:
+            return self.compared_s
+        layout, times, count = self.plan.layout, self.microbatch.times, self.microbatches
+        bottom, last = layout.first_backward, layout.last
+        least_s = count * (sum(times.forward_s[:bottom]) + times.backward_s[last])
+        for unit in range(bottom, last):
+            for choice, often in layout.choices(unit, count).items():
+                least_s += often * (times.forward(choice.forward, unit) + times.backward(choice, unit))
+        return least_s
+
+    def is_less(self, share: float, other: "Decision") -> bool:
+        """Return whether a step takes less than ``share`` of what one of ``other`` takes."""
+        return self.compared_s < share * other.least_s or self.compared_s < share * other.compared_s
 
     @property
     def lanes_s(self) -> float:
@@ -129,10 +149,10 @@ class Decision:
     @property
     def recomputed(self) -> float:
         """Share of units and microbatches whose backward recomputes everything."""
-        layout = self.plan.layout
+        layout, count = self.plan.layout, self.microbatches
         units = range(layout.first_backward, layout.last)
-        choices = [layout.choice(unit, m) for unit in units for m in range(layout.num_microbatches)]
-        return choices.count(Choice.RECOMPUTE) / len(choices) if choices else 0.0
+        recomputed = sum(layout.choices(unit, count)[Choice.RECOMPUTE] for unit in units)
+        return recomputed / (len(units) * count) if units else 0.0
 
 
 def decide(question: Question) -> Decision:
@@ -181,11 +201,11 @@ def _encoded(question: Question, best: Decision | None, crossing: str) -> Decisi
             continue
         if best is None or worth_it(best.step_s, found.step_s):
             # What is asked next goes on from the codec that was found, and searches microbatches anew.
-            best = replace(found, question=replace(found.question, microbatches=question.microbatches))
-            best = replace(best, chosen={crossing: name})
+            named = replace(found.question, microbatches=question.microbatches)
+            best = _same(found, question=named, chosen={crossing: name})
             if raw is not None:
-                former_s = {**raw.former_s, f"transport.{crossing}": raw.step_s}
-                best = replace(best, chosen={**raw.chosen, crossing: name}, former_s=former_s)
+                former = {**raw.former, f"transport.{crossing}": raw}
+                best = _same(best, chosen={**raw.chosen, crossing: name}, former=former)
             if not question.timed:  # the faster to write, of those that fit
                 break
     return best
@@ -198,7 +218,7 @@ def _fastest(question: Question) -> Decision:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits; of the plan that is short by the least.
     """
-    tiers = _tiers(question)
+    tiers = tiers_of(question)
     for tier in tiers[:-1]:
         try:
             return _fastest_at(question, tier)
@@ -212,6 +232,13 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
     """Return the same with the home there, and raise the same."""
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
+    ways = cache(lambda microbatches: _ways(question, microbatches, home))
+
+    def may_gain(best: Decision, microbatches: int) -> bool:
+        if several:
+            return _may_gain(best, microbatches)
+        least_s = NEAR * min(way.least_s for way in ways(microbatches))
+        return least_s < best.least_s or least_s < best.compared_s
 
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
@@ -221,9 +248,9 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
 
     return search_cuts(
         cuts if named is None else (named,),
-        lambda microbatches: _handed_over(_offloading(planned_at(question, microbatches, home))),
-        lambda decision: decision.compared_s,
-        may_gain=lambda best, microbatches: not several or _may_gain(best, microbatches),
+        lambda microbatches: _handed_over(_offloading(_faster(*ways(microbatches)))),
+        lambda found, best: found.is_less(1 / NEAR, best),
+        may_gain=may_gain,
         is_enough=is_enough if named is None else lambda _: True,
         may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
     )
@@ -236,6 +263,16 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         ConfigError: what is asked for cannot be.
         InfeasiblePlanError: nothing fits.
     """
+    return _faster(*_ways(question, microbatches, home))
+
+
+def _faster(largest: Decision, *faster: Decision) -> Decision:
+    """Return the decision with rounds as large as fit, or the one with faster rounds where that is a percent faster."""
+    return next((decision for decision in faster if decision.is_less(1 / NEAR, largest)), largest)
+
+
+def _ways(question: Question, microbatches: int, home: Tier) -> list[Decision]:
+    """Return the decision in rounds as large as fit, and the one in rounds of which lanes say that they are faster."""
     one = question.microbatch(microbatches)
 
     def planned_in(size: int) -> Decision:
@@ -247,7 +284,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
     largest = best = planned_in(most)
     rates = largest.options.rates
     if not question.timed or rates is None or not smaller:
-        return largest
+        return [largest]
     for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller):
         try:
             found = planned_in(size)
@@ -256,7 +293,7 @@ def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
         if found.lanes_s >= best.lanes_s:
             break
         best = found
-    return best if best is largest or best.compared_s * NEAR < largest.compared_s else largest
+    return [largest] if best is largest else [largest, best]
 
 
 def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
@@ -307,9 +344,16 @@ def _offloading(decision: Decision) -> Decision:
         return decision
     named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
     staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)
-    if not worth_it(staying.step_s, decision.step_s):
-        return replace(staying, question=question)
-    return replace(decision, former_s={**decision.former_s, "memory.activations": staying.step_s})
+    if not decision.is_less(1 - GAIN, staying):
+        return _same(staying, question=question)
+    return _same(decision, former={**decision.former, "memory.activations": staying})
+
+
+def _same(decision: Decision, **changes: Any) -> Decision:
+    """Return ``decision`` with changes that its steps do not depend on, so that none is simulated again."""
+    changed = replace(decision, **changes)
+    vars(changed).update({name: found for name, found in vars(decision).items() if name == "simulated"})
+    return changed
 
 
 def _handed_over(decision: Decision) -> Decision:
@@ -351,45 +395,13 @@ def clocked_s(question: Question, microbatches: int, home: Tier) -> float:
     return estimate_s(question.model, one.demand, question.budgets, options)
 
 
-def _tiers(question: Question) -> tuple[Tier, ...]:
-    """Return where the home may be, the fastest first."""
+def tiers_of(question: Question) -> tuple[Tier, ...]:
+    """Return where the home may be, the fastest first.
+
+    Raises:
+        ConfigError: on a disk that the machine does not have.
+    """
     homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
     if question.home == "disk" and question.machine.disk is None:
         raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
     return homes[question.home] if question.machine.disk is not None else ("host",)
-
-
-def fits_at_all(question: Question) -> bool:
-    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
-    count = question.microbatches
-    assert count is not None
-    one, sizes = question.microbatch(count), list(question.round_sizes(count))
-
-    def fits(tier: Tier, size: int) -> bool:
-        options = question.options_for(count, tier, one.times, size)
-        if options.num_workers > 1:
-            return fits_stages(question.model, one.demand, question.budgets, options)
-        return not shortage_of(question.model, one.demand, question.budgets, options)
-
-    # The smallest round asks for the least, one of all microbatches for the least at home.
-    return any(fits(tier, size) for tier in _tiers(question) for size in {sizes[-1], sizes[0]})
-
-
-def fits_encoded(question: Question) -> bool:
-    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
-    return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))
-
-
-def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
-    """Return why the home is not in host memory, with what to try; None where it fits there."""
-    try:
-        planned_at(question, microbatches, "host")
-    except InfeasiblePlanError as error:
-        return error
-    return None
-
-
-def missing_host_bytes(question: Question, microbatches: int) -> int:
-    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
-    refusal = host_refusal(question, microbatches)
-    return 0 if refusal is None else refusal.short_by.get("host", 0)

@@ -5,6 +5,7 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -14,6 +15,7 @@ from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.passes.step_schedule import steps_from
 from outsize.planner.program.activation_policy import KeptBytes
+from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
@@ -24,6 +26,9 @@ from outsize.planner.simulate.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
+# Rounds of a step of one worker that are simulated: two until they are alike, since the step before ends meanwhile, one
+# that stands for all of those, and the last two.
+SIMULATED_ROUNDS = 5
 # Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
 NUM_STEPS = 4
 
@@ -37,23 +42,67 @@ class Simulated:
         costs: of their ops.
         num_workers: devices that compute.
         done: what was simulated.
+        left_out: rounds of each step that were not simulated, since they are like the last but two.
+        round_size: microbatches of a round.
     """
 
     programs: tuple[Program, ...]
     costs: CostModel
     num_workers: int
     done: Simulation
+    left_out: int = 0
+    round_size: int = 1
 
     @property
     def step_s(self) -> float:
         """Time of a step among others."""
-        return self.done.step_s
+        begun_s, ended_s = self._repeated
+        return self.done.step_s + self.left_out * (ended_s - begun_s)
 
     @cached_property
     def steady(self) -> Timeline:
         """The events between the decisions of the last two steps: a step among others."""
         first_s, end_s = self.done.decided_s[-2], self.done.decided_s[-1]
-        return Timeline(tuple(e for e in self.done.between(first_s, end_s).events if e.start_s >= first_s))
+        found = [e for e in self.done.between(first_s, end_s).events if e.start_s >= first_s]
+        if not self.left_out:
+            return Timeline(tuple(found))
+        begun_s, ended_s = self._repeated
+        events = [e for e in found if e.start_s < ended_s]
+        again = [e for e in events if e.start_s >= begun_s]
+        later_s = [number * (ended_s - begun_s) for number in range(1, self.left_out + 1)]
+        events += [e.later(seconds) for seconds in later_s for e in again]
+        events += [e.later(later_s[-1]) for e in found if e.start_s >= ended_s]
+        return Timeline(tuple(events))
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """What goes through each resource in a step."""
+        steps, (begun_s, ended_s) = self.done.steps, self._repeated
+        found: defaultdict[str, float] = defaultdict(float)
+        for index in self._last_step:
+            op = steps.ops[index]
+            cost = self.costs.cost_of(op) if op is not None else None
+            if cost is not None and cost.amount:
+                often = 1 + self.left_out * (begun_s <= self.done.run.start_s[index] < ended_s)
+                for name in cost.through:
+                    found[name] += often * cost.amount
+        return found
+
+    @property
+    def _last_step(self) -> range:
+        return range(self.done.steps.decided[-2] + 1, self.done.steps.decided[-1])
+
+    @cached_property
+    def _repeated(self) -> tuple[float, float]:
+        """When the round of the last step that stands for those left out begins and ends."""
+        if not self.left_out:
+            return 0.0, 0.0
+        ends: dict[int, float] = {}
+        for index in self._last_step:
+            op = self.done.steps.ops[index]
+            if op is not None and op.kind in (Kind.BACKWARD, Kind.FORWARD_BACKWARD):
+                ends[(op.microbatch or 0) // self.round_size] = self.done.run.end_s[index]
+        return ends[SIMULATED_ROUNDS - 4], ends[SIMULATED_ROUNDS - 3]
 
     @property
     def lanes(self) -> list[str]:
@@ -114,12 +163,29 @@ class PlannedStep:
             crossing_rates=self.crossing_rates,
         )
 
-    def simulate(self, costs: CostModel, num_steps: int) -> Simulated:
-        """Return ``num_steps`` steps where ops take ``costs``, which are those of coarse tiles."""
+    def simulate(self, costs: CostModel, num_steps: int, *, whole: bool = True) -> Simulated:
+        """Return ``num_steps`` steps where ops take ``costs``, which are those of coarse tiles.
+
+        Args:
+            costs: of ops.
+            num_steps: at least two, where not ``whole``.
+            whole: whether rounds are simulated that are like others.
+        """
         layout, _ = self._simulated()
+        left_out = 0 if whole or layout.stages is not None else max(0, layout.num_rounds - SIMULATED_ROUNDS)
+        size = layout.round_size
+        if left_out:
+            layout = replace(layout, num_microbatches=layout.num_microbatches - left_out * size)
         programs, steps = _in_order(layout, num_steps)
         done = simulate(programs, layout, costs, steps=steps)
-        return Simulated(programs=programs, costs=costs, num_workers=layout.num_workers, done=done)
+        return Simulated(
+            programs=programs,
+            costs=costs,
+            num_workers=layout.num_workers,
+            done=done,
+            left_out=left_out,
+            round_size=size,
+        )
 
     def expect(self, costs: CostModel) -> Steps:
         """Return steps among others where ops take ``costs``, which are those of coarse tiles."""

@@ -1,8 +1,8 @@
 """What a step would take that was decided on: time, waits by cause, and which resource ends it."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from outsize.model.sizes.model_spec import Workload
@@ -10,6 +10,7 @@ from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision, decide
 from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
+from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.stages import Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan, Table
@@ -67,7 +68,7 @@ class Prediction:
         break_even: of a block's weights.
         stages: how several GPUs share the model; None for one.
         activations: by what becomes of it, for how many units and microbatches backwards find what they need.
-        simulation: of some steps.
+        simulation: returns what was simulated of some steps, with all of their rounds.
         assumptions: what was taken for granted.
     """
 
@@ -89,7 +90,7 @@ class Prediction:
     break_even: BreakEven
     stages: Stages | None
     activations: Mapping[str, int]
-    simulation: Simulation
+    simulation: Callable[[], Simulation] = field(repr=False, compare=False)
     assumptions: tuple[str, ...]
 
     @property
@@ -100,7 +101,7 @@ class Prediction:
     @property
     def timeline(self) -> Timeline:
         """Of all steps simulated."""
-        return self.simulation.timeline
+        return self.simulation().timeline
 
     @property
     def binding(self) -> str:
@@ -185,7 +186,7 @@ def predict(decision: Decision) -> Prediction:
         break_even=_break_even(decision, work),
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
-        simulation=simulated.done,
+        simulation=lambda: (decision.simulate(whole=True) if simulated.left_out else simulated).done,
         assumptions=_assumptions(decision),
     )
 
@@ -214,11 +215,10 @@ def _assumptions(decision: Decision) -> tuple[str, ...]:
 
 def _activations(layout: StepLayout) -> dict[str, int]:
     """Return how often each choice was made, the most frequent first."""
-    cells = (
-        (u, m) for u in range(layout.first_backward, layout.last) for m in range(layout.num_microbatches)
-    )
-    choices = Counter(layout.choice(unit, microbatch).value for unit, microbatch in cells)
-    return dict(choices.most_common())
+    choices = Counter[Choice]()
+    for unit in range(layout.first_backward, layout.last):
+        choices.update(layout.choices(unit, layout.num_microbatches))
+    return {choice.value: count for choice, count in choices.most_common()}
 
 
 def _by_plane(plan: Plan) -> Table:
@@ -247,13 +247,8 @@ def _usage(simulated: Simulated, busy_s: float, step_s: float) -> dict[str, floa
 
     Links of a kind count as one, the busiest of them. Resources that nothing goes through are left out.
     """
-    amounts: dict[str, float] = defaultdict(float)
-    costs = [simulated.costs.cost_of(op) for op in simulated.programs[-1]]
-    for cost in costs:
-        for name in cost.through:
-            amounts[name] += cost.amount
     shares = {COMPUTE: busy_s / step_s}
-    for name, amount in amounts.items():
+    for name, amount in simulated.amounts.items():
         share = amount / simulated.costs.capacity[name] / step_s
         kind = _RESOURCES.get(name.partition(":")[0], name)
         shares[kind] = max(share, shares.get(kind, 0.0))

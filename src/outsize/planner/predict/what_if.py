@@ -11,7 +11,8 @@ from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
-from outsize.planner.predict.decision import clocked_s, missing_host_bytes
+from outsize.planner.predict.decision import clocked_s
+from outsize.planner.predict.feasibility import missing_host_bytes
 from outsize.planner.predict.prediction import (
     COMPUTE,
     FULL_SHARE,
@@ -152,9 +153,9 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
 
     Where the home is on disk for want of host memory, that memory is as much as brings it there. Where the link to a
     GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an
-    optimizer state of 8 bits, where the home is on disk for want of host memory; but for nodes its gradients pass
-    through a ring. And so are MLPs that take their tokens in parts, where what a block needs at once is a quarter of
-    the device.
+    optimizer state of 8 bits, where the home is on disk for want of host memory and not all but adapters is frozen; but
+    for nodes its gradients pass through a ring. And so are MLPs that take their tokens in parts, where what a block
+    needs at once is a quarter of the device.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
@@ -166,6 +167,9 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     codec = (f"weights={LOSSLESS4.name}",) if encodes and base.binding == LINK_UP else ()
     rounds = options.state is None or options.state.num_moments > 0
     short = on_disk and base.num_gpus == 1 and question.home != "disk"
+    short &= (
+        2 * question.model.num_trainable > question.model.num_parameters
+    )  # of adapters the state is small
     state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
     parts = ("mlp_parts=4",) if large and question.in_mlp_parts is not None else ()

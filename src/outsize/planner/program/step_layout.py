@@ -1,5 +1,6 @@
 """What a schedule needs to know about a model and the memory set aside for it: counts and bytes."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -319,6 +320,13 @@ class StepLayout:
             return Choice.RECOMPUTE
         choices = self.kept[unit]
         return choices[microbatch % len(choices)]
+
+    def choices(self, unit: int, count: int) -> Counter[Choice]:
+        """How many of the first ``count`` microbatches of a step have which choice for ``unit``."""
+        if unit >= len(self.kept):
+            return Counter({Choice.RECOMPUTE: count})
+        repeats, more = divmod(count, len(self.kept[unit]))
+        return Counter(self.kept[unit] * repeats + self.kept[unit][:more])
 
     def keeps_anything(self, unit: int) -> bool:
         """Whether a forward of ``unit`` keeps anything."""

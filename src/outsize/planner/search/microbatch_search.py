@@ -64,7 +64,7 @@ def may_shorten(waiting_s: float, step_s: float, microbatches: int, count: int) 
 def search_cuts(
     counts: Iterable[int],
     take: Callable[[int], T],
-    step_s: Callable[[T], float],
+    is_less: Callable[[T, T], bool],
     *,
     may_gain: Callable[[T, int], bool] = lambda best, count: True,
     is_enough: Callable[[T], bool] = lambda best: False,
@@ -75,8 +75,8 @@ def search_cuts(
     Args:
         counts: numbers to try, the largest microbatches first.
         take: makes of a number what is compared; raises InfeasiblePlanError where that does not fit.
-        step_s: how long a step of it takes, in any unit.
-        may_gain: whether a number is worth trying after the best so far.
+        is_less: whether a step of the first takes a percent less than one of the second.
+        may_gain: whether a number is worth trying after the best so far; may raise the same.
         is_enough: whether the best so far leaves nothing to gain.
         may_fit: whether smaller microbatches may fit where these do not.
 
@@ -86,16 +86,16 @@ def search_cuts(
     best: T | None = None
     failures: list[InfeasiblePlanError] = []
     for count in counts:
-        if best is not None and not may_gain(best, count):
-            break
         try:
+            if best is not None and not may_gain(best, count):
+                break
             found = take(count)
         except InfeasiblePlanError as error:
             failures.append(error)
             if not may_fit(error):
                 break
             continue
-        if best is not None and step_s(found) * NEAR >= step_s(best):
+        if best is not None and not is_less(found, best):
             break
         best = found
         if is_enough(best):

@@ -93,16 +93,18 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
     times, sizes = rates.times, demand.kept_bytes
     part = count / layout.round_size  # of which a round is one: the last may be smaller
     cells = [
-        (u, layout.choice(u, m))
-        for u in range(layout.first_backward, layout.last)
-        for m in range(layout.round_size)
+        (unit, choice, often)
+        for unit in range(layout.first_backward, layout.last)
+        for choice, often in layout.choices(unit, layout.round_size).items()
     ]
-    moved = part * sum(bytes_of(choice, unit, sizes) for unit, choice in cells if choice.leaves)
+    moved = part * sum(
+        often * bytes_of(choice, unit, sizes) for unit, choice, often in cells if choice.leaves
+    )
     moved += count * sum(demand.boundary_bytes[unit] for unit in layout.offload)
     stays = sum(layout.weight_bytes[unit] for unit in layout.stays)
     weights_s = rounds * (sum(layout.weight_bytes) - stays) / rates.load_bytes_per_s
     sums = sum(layout.gradient_bytes)
-    spared_s = part * sum(times.spared(choice, unit) for unit, choice in cells)
+    spared_s = part * sum(often * times.spared(choice, unit) for unit, choice, often in cells)
     return Phases(
         forward_s=count * sum(times.forward_s[: layout.last]),
         forward_up_s=weights_s + stays / rates.load_bytes_per_s,

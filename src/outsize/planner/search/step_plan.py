@@ -266,11 +266,6 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     return _make(sizing, demand, budgets, knobs, memory_of(knobs))
 
 
-def fits_at_all(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
-    """Return whether the plan that needs the least memory fits ``budgets``; makes no program of it."""
-    return not shortage_of(model, demand, budgets, options)
-
-
 def shortage_of(
     model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions
 ) -> Mapping[str, int]:

@@ -115,5 +115,7 @@ def kept_for_the_host(sizing: Sizing, knobs: Knobs, short: Callable[[Knobs], Map
         return knobs
     choices = [knobs, *sizing.more_kept(knobs)]
     enough = bisect_left(choices, True, key=lambda other: below not in short(other))
+    if enough < len(choices) and not short(choices[enough]):
+        return choices[enough]
     most = bisect_left(choices, True, key=lambda other: bool(short(other).keys() - {below}))
     return choices[max(0, min(enough, most - 1))]

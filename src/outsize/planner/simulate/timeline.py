@@ -3,8 +3,9 @@
 The executor measures a timeline on real lanes; a simulator may compute one for a model of the machine.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 # Owner of a gap that no op accounts for: the lane was not given work, or it was not on the way yet.
@@ -30,6 +31,10 @@ class Event:
     end_s: float
     waited_s: float = 0.0
     waited_for: str = ""
+
+    def later(self, seconds: float) -> "Event":
+        """Return the same, so many seconds later."""
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,5 +148,6 @@ class Timeline:
 
     def _lane_that_ran(self, op: str, before_s: float) -> str:
         """Return the lane of the latest run of ``op`` that started before ``before_s``."""
-        runs = [event for event in self._runs.get(op, ()) if event.start_s < before_s]
-        return runs[-1].lane if runs else UNKNOWN_OWNER
+        runs = self._runs.get(op, [])
+        at = bisect_left(runs, before_s, key=lambda event: event.start_s)
+        return runs[at - 1].lane if at else UNKNOWN_OWNER

@@ -6,7 +6,7 @@ depends on values (which kernels a graph picks, what the loss makes of logits) i
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries, UnitCall, Walk
 from outsize.runtime.forward.binding import weight_planes, weight_views
 from outsize.runtime.forward.selective_recompute import ATTENTION
+from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.calibrate import Discard, trial_lengths
 from outsize.runtime.trial.extrapolate import extrapolate
 from outsize.runtime.trial.live_bytes import LiveBytes
@@ -266,6 +267,7 @@ class _CountedPass(TrialPass):
         super().__init__(parts, forwards, inputs, chunk_tokens)
         self._formed = formed
         self._shifted = shifted
+        self._tracked = tracked_units(parts.spec)  # others run no backward
         self._counted: dict[Any, _UnitFlops] = {}
         self.flops: list[_UnitFlops] = []
 
@@ -275,14 +277,16 @@ class _CountedPass(TrialPass):
             outputs = super()._unit(unit, call, live)
         if key not in self._counted:
             self._counted[key] = _sorted_out(counter.take(), self._row.kept[-1], self._last_needed)
-        self.flops.append(self._counted[key])
+        found = self._counted[key]
+        self.flops.append(found if self._tracked[unit] else replace(found, gradient=0))
         return outputs
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         with self._formed, live, _FlopsNotes(live) as counter, torch.no_grad():
             self._forwards[unit](*call.args, **call.kwargs)
         forward = sum(flops for _, flops, _ in counter.take())
-        self.flops.append(_UnitFlops(forward=forward, needed=forward, gradient=2 * forward))
+        trains = any(parameter.requires_grad for parameter in self._split.modules[unit].parameters())
+        self.flops.append(_UnitFlops(forward=forward, needed=forward, gradient=(1 + trains) * forward))
         with self._formed, live:
             super()._last(unit, call, walk, live)
 

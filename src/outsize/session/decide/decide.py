@@ -178,20 +178,20 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
     """Return what was chosen and why, line by line."""
     lines = []
     for key in open_keys:
-        crossing, former_s = key.partition(".")[2], decision.former_s.get(key)
+        crossing, former = key.partition(".")[2], decision.former.get(key)
         if key == OFFLOAD:
             chosen = "auto offloads" if decision.plan.layout.any_leaves else ""
             reason = "since the link carries what would be computed again"
         else:
             name = getattr(decision.plan.transport, crossing)
             chosen, reason = f"auto is {name}", "since it waits for the link"
-            if former_s is None:
+            if former is None:
                 reason = "since nothing fits otherwise"
             if decision.plan.transport.is_raw(crossing):
                 lines.append(f"{key}: auto is raw: a step does not wait for the link")
                 continue
         if chosen:
             found = f": a step is predicted to take {format_seconds(decision.step_s)}"
-            before = "" if former_s is None else f" instead of {format_seconds(former_s)}"
+            before = "" if former is None else f" instead of {format_seconds(former.step_s)}"
             lines.append(f"{key}: {chosen}{found}{before}, {reason}")
     return lines
