@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `outsize train` does, before torch reads it
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as `outsize train` does, before torch reads it
 
 import torch
 from bench_speed import build

@@ -6,9 +6,12 @@ resident with activation checkpointing, resident without. Medians over the steps
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as `outsize train` does, before torch reads it
 
 sys.path.insert(0, str(Path(__file__).parent))
 import common

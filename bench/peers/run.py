@@ -99,7 +99,7 @@ def measure(name: str, runner: Runner, arguments: argparse.Namespace, state_byte
 def _environment(runner: Runner, threads: int) -> dict[str, str]:
     """The environment of a runner: its tools first, the same threads everywhere, one process, no network."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # a launcher's words to its only process
-    ours = {"OMP_WAIT_POLICY": "PASSIVE"}  # as `outsize train` does
+    ours = {"GOMP_SPINCOUNT": "5000"}  # as `outsize train` does
     return (
         os.environ
         | {
