@@ -16,9 +16,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from outsize.cli.app import app
 
-    # Several lanes compute at once. Threads that spin long while they wait for their like take the cores from the others:
-    # a resident microbatch beside other work took five times as long. Threads that do not spin sleep thousands of times
-    # a step (`outsize.runtime.device.openmp`). Read by OpenMP when torch is loaded; a loop of GNU's takes 10 to 50 ns.
+    # Several lanes compute at once. Threads that spin long while they wait for their like take the cores from the
+    # others: a resident microbatch beside other work took five times as long. Threads that do not spin sleep thousands
+    # of times a step (`outsize.runtime.device.openmp`). Read by OpenMP when torch is loaded; a turn of GNU's takes 10
+    # to 50 ns.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     try:
