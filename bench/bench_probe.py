@@ -33,7 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as `outsize train` does, before torch reads it
+from outsize.cli import SPIN_TURNS
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
 
 import torch
 from bench_speed import build

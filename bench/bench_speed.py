@@ -11,7 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as `outsize train` does, before torch reads it
+from outsize.cli import SPIN_TURNS
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
 
 sys.path.insert(0, str(Path(__file__).parent))
 import common

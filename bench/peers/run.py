@@ -23,6 +23,8 @@ sys.path.insert(0, str(HERE.parent))
 import prepare  # noqa: E402
 from common import Spread, finish, last_json, machine, print_table, ratio  # noqa: E402
 
+from outsize.cli import SPIN_TURNS  # noqa: E402
+
 DIRECTORY = Path(os.environ.get("PEERS_DIR", HERE.parents[1] / "build" / "peers"))
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments
 
@@ -99,7 +101,7 @@ def measure(name: str, runner: Runner, arguments: argparse.Namespace, state_byte
 def _environment(runner: Runner, threads: int) -> dict[str, str]:
     """The environment of a runner: its tools first, the same threads everywhere, one process, no network."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # a launcher's words to its only process
-    ours = {"GOMP_SPINCOUNT": "5000"}  # as `outsize train` does
+    ours = {"GOMP_SPINCOUNT": SPIN_TURNS}  # as `outsize train` does
     return (
         os.environ
         | {

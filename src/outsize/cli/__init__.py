@@ -7,6 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+# How many turns threads of OpenMP spin before they sleep, for GOMP_SPINCOUNT. Several lanes compute at once: threads
+# that spin long take the cores from the others (a resident microbatch beside other work took five times as long), and
+# those that do not spin sleep thousands of times a step (`outsize.runtime.device.openmp`). A turn takes 10 to 50 ns.
+SPIN_TURNS = "5000"
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line ``arguments``, those of the process by default, and exit with its status.
@@ -16,12 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from outsize.cli.app import app
 
-    # Several lanes compute at once. Threads that spin long while they wait for their like take the cores from the
-    # others: a resident microbatch beside other work took five times as long. Threads that do not spin sleep thousands
-    # of times a step (`outsize.runtime.device.openmp`). Read by OpenMP when torch is loaded; a turn of GNU's takes 10
-    # to 50 ns.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # read by OpenMP when torch is loaded
     try:
         app(arguments, prog_name="outsize")
     except BrokenPipeError:
