@@ -28,10 +28,9 @@ from outsize.errors import ConfigError, ModelError
 from outsize.model import hub_kernels, liger
 from outsize.model.hub_kernels import take_hub
 from outsize.model.liger import take_plain
-from outsize.session.job.prepare import prepare
 from outsize.training.verify import verify
 from support import make_run
-from train.test_liger import PARTS, RUNS
+from train.test_liger import PARTS, RUNS, measured_in
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
 LAYERS = Path(__file__).parent.parent / "stand_in" / "hub_layers.py"
@@ -136,16 +135,12 @@ def test_modules_of_other_models_are_as_they_were_and_those_of_this_one_again() 
 def test_what_kernels_save_is_what_is_measured_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(config: Config) -> tuple[Any, Any]:
-        found = prepare(config, tmp_path, lambda _: None).measured
-        return found.saved_bytes[1], found.needed[1]
-
     memory = {"device": "emulated:1"}
-    trial = measured(hub_run(tmp_path, memory=memory))
+    trial = measured_in(tmp_path, hub_run(tmp_path, memory=memory))
     monkeypatch.setattr(hub_kernels, "is_accelerator", lambda _: False)
-    plain = measured(make_run(tmp_path, train=PARTS, memory=memory))
+    plain = measured_in(tmp_path, make_run(tmp_path, train=PARTS, memory=memory))
     assert trial[0] < plain[0]
-    assert trial == measured(hub_run(tmp_path, memory=memory))
+    assert trial == measured_in(tmp_path, hub_run(tmp_path, memory=memory))
 
 
 def test_a_device_without_kernels_is_refused(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

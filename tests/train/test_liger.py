@@ -28,7 +28,7 @@ STAND_IN = Path(__file__).parent.parent / "stand_in"
 LIGER = {"kernels": "liger"}
 PARTS: dict[str, Any] = {"steps": 2, "microbatches": 4}
 LORA: dict[str, Any] = {"r": 2, "target_modules": ("q_proj", "gate_proj")}
-RUNS: dict[str, dict[str, Any]] = {
+KEPT: dict[str, dict[str, Any]] = {
     **{
         kept: {"memory": {"activations": kept}}
         for kept in ("recompute", "keep", "keep-attention", "keep-products")
@@ -37,6 +37,9 @@ RUNS: dict[str, dict[str, Any]] = {
         kept: {"memory": {"activations": kept, "device": "emulated:1"}}
         for kept in ("offload", "offload-products")
     },
+}
+RUNS: dict[str, dict[str, Any]] = {
+    **KEPT,
     "disk, bf16": {"model": {"dtype": "bf16"}, "memory": {"home": "disk", "slots": 2}},
     "rounds": {"train": {**PARTS, "round_microbatches": 2}},
     "the model's own loss": {"train": {**PARTS, "loss": "model"}},
@@ -136,21 +139,22 @@ def test_the_model_runs_its_own_code_where_triton_does_not_compute() -> None:
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-7), name
 
 
+def measured_in(directory: Path, config: Config) -> tuple[Any, Any]:
+    found = prepare(config, directory, lambda _: None).measured
+    return found.saved_bytes[1], found.needed[1]
+
+
 def test_what_kernels_save_is_what_is_measured_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(config: Config) -> tuple[Any, Any]:
-        found = prepare(config, tmp_path, lambda _: None).measured
-        return found.saved_bytes[1], found.needed[1]
-
     memory = {"device": "emulated:1"}
     fused, plain = (
-        measured(liger_run(tmp_path, memory=memory)),
-        measured(make_run(tmp_path, train=PARTS, memory=memory)),
+        measured_in(tmp_path, liger_run(tmp_path, memory=memory)),
+        measured_in(tmp_path, make_run(tmp_path, train=PARTS, memory=memory)),
     )
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(liger, "is_accelerator", lambda _: True)
-    assert measured(liger_run(tmp_path, memory=memory)) == fused
+    assert measured_in(tmp_path, liger_run(tmp_path, memory=memory)) == fused
     assert 0 < fused[0] < plain[0]
 
 

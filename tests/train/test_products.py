@@ -21,19 +21,13 @@ from outsize.model.split import split
 from outsize.session.job.prepare import prepare
 from outsize.training.verify import verify
 from support import make_run
+from train.test_liger import KEPT
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
 PARTS: dict[str, Any] = {"steps": 2, "microbatches": 4}
 LORA: dict[str, Any] = {"r": 16, "target_modules": ("q_proj", "down_proj")}
 RUNS: dict[str, dict[str, Any]] = {
-    **{
-        kept: {"memory": {"activations": kept}}
-        for kept in ("recompute", "keep", "keep-attention", "keep-products")
-    },
-    **{
-        kept: {"memory": {"activations": kept, "device": "emulated:1"}}
-        for kept in ("offload", "offload-products")
-    },
+    **KEPT,
     "rowwise, products kept": {
         "model": {"products": "fp8-rowwise"},
         "memory": {"activations": "keep-products"},

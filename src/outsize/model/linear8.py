@@ -10,20 +10,19 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
 
-# What instructions for fp8 multiply is a whole number of these.
-MULTIPLE = 16
-
 
 class Linear8(Float8Linear):  # type: ignore[misc]
     """torchao's linear layer, emulated on a CPU, of any number of tokens, and with weights that may be frozen.
 
     Attributes:
         on_cpu: how its products are computed there: emulated.
-        padded: how they are elsewhere where the tokens are no multiple of 16: gradients of weights are sums over them.
+        padded: how they are elsewhere where `multiple` does not divide the tokens, over which gradients of weights sum.
+        multiple: what instructions for fp8 multiply is a whole number of these.
     """
 
     on_cpu: LinearMMConfig
     padded: LinearMMConfig
+    multiple: int
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the products of ``input`` [..., in] with the weights, [..., out], in the dtype of ``input``."""
@@ -32,23 +31,24 @@ class Linear8(Float8Linear):  # type: ignore[misc]
             input = input.to(torch.get_autocast_dtype(kind))
         way = self.on_cpu
         if kind != "cpu":
-            whole = input.numel() // input.shape[-1] % MULTIPLE == 0
+            whole = input.numel() // input.shape[-1] % self.multiple == 0
             way = self.linear_mm_config if whole else self.padded
         product = matmul_with_hp_or_float8_args if self.weight.requires_grad else _FrozenProduct
         made: Tensor = product.apply(input, self.weight.t(), way, self.config)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
-def linear_class(recipe: str) -> type[Linear8]:
+def linear_class(recipe: str, multiple: int) -> type[Linear8]:
     """Return the class of layers that torchao converts by ``recipe``; what they have beside parameters is the class's.
 
     So a `torch.nn.Linear` that gets this class is one of them, and is what it was when it gets its own one back.
     """
-    plain: nn.Module = nn.Linear(MULTIPLE, MULTIPLE, device="meta")
+    plain: nn.Module = nn.Linear(multiple, multiple, device="meta")
     config = Float8LinearConfig.from_recipe_name(recipe)
     made = convert_to_float8_training(plain, config=config)
     own = {name: value for name, value in vars(made).items() if name not in vars(plain)}
     ways = own["linear_mm_config"]
+    own["multiple"] = multiple
     own["on_cpu"] = LinearMMConfig(*(way._replace(emulate=True) for way in ways))
     own["padded"] = LinearMMConfig(*(way._replace(pad_inner_dim=True) for way in ways))
     return type(Linear8.__name__, (Linear8,), own)

@@ -28,6 +28,7 @@ from outsize.model.split import Split
 
 # torchao's names of them.
 _RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+# What instructions for fp8 multiply is a whole number of these.
 _MULTIPLE = 16
 # CUDA's first with products of fp8, Ada; and those of AMD, by the beginnings of their names: MI300, MI350, RDNA 4.
 _FIRST = (8, 9)
@@ -128,7 +129,7 @@ def _linear_class(products: str) -> Any:
     try:
         with quiet_torchao():
             from outsize.model.linear8 import linear_class
-        return linear_class(_RECIPES[products])
+        return linear_class(_RECIPES[products], _MULTIPLE)
     except ImportError as error:
         raise ConfigError(
             f"products: {products} needs the package torchao ({error}): pip install 'outsize[fp8]'"

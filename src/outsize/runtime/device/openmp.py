@@ -2,7 +2,7 @@
 
 libgomp starts a team of its own for each thread that computes, and keeps it. While all teams together have more threads
 than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops in a step
-then puts threads to sleep and wakes them up, by a tenth of the step on two cores (docs/log.md).
+then puts threads to sleep and wakes them up, which made steps up to a tenth longer on two cores (docs/log.md).
 """
 
 import ctypes

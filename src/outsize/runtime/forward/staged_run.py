@@ -204,7 +204,8 @@ class StagedRun(MicrobatchRun):
             return
         self.pulled_by = self._glue.worker
         super()._pull(
-            tensors, [g.to(getattr(t, "device", g.device)) for t, g in zip(tensors, gradients, strict=True)]
+            tensors,
+            [g.to(t.device) if isinstance(t, Tensor) else g for t, g in zip(tensors, gradients, strict=True)],
         )
 
 
