@@ -33,6 +33,7 @@ from support import (
     save_model,
     unit_names,
 )
+from threads import num_threads
 
 ROUNDING = 1e-6
 # One of each kind: rotary and learned and ALiBi positions, MoE, sinks, soft caps, sliding windows, latent attention,
@@ -476,17 +477,8 @@ def test_documents_in_one_sequence_are_exact_and_train_as_each_by_itself(name: s
 # --- threads ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    former = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(former)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_kernels_that_use_several_threads_are_exact(dtype: str, two_threads: None, tmp_path: Path):
-    """Large enough that torch splits its kernels: each lane must split them as the main thread does."""
+def wide_llama() -> Any:
+    """Return a model large enough that torch splits its kernels."""
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=128,
@@ -496,9 +488,34 @@ def test_kernels_that_use_several_threads_are_exact(dtype: str, two_threads: Non
         num_key_value_heads=2,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    with num_threads(2):
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_kernels_that_use_several_threads_are_exact(dtype: str, two_threads: None, tmp_path: Path):
+    """Large enough that torch splits its kernels: each lane must split them as the main thread does."""
     batches = make_batches("llama", num_steps=2, num_sequences=4, seq_len=128)
     train = {"microbatches": 2, "loss": "chunked", "head_chunk_tokens": 300}
     compare_model(
-        model, batches, tmp_path, model={"dtype": dtype}, train=train, memory={"home": "disk", "slots": 2}
+        wide_llama(),
+        batches,
+        tmp_path,
+        model={"dtype": dtype},
+        train=train,
+        memory={"home": "disk", "slots": 2},
     )
+
+
+def test_a_number_of_threads_that_was_set_before_changes_no_bit(two_threads: None, tmp_path: Path):
+    """Threads of OpenMP that have once computed as one of three go on so, until they are let go (test_openmp.py)."""
+    torch.set_num_threads(3)  # and its threads are kept
+    torch.ones(2048, 2048).sum(0)
+    torch.set_num_threads(2)
+    batches = make_batches("llama", num_steps=1, num_sequences=4, seq_len=128)
+    compare_model(wide_llama(), batches, tmp_path, train={"microbatches": 2}, memory={"slots": 2})

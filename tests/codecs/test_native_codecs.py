@@ -13,6 +13,7 @@ from outsize.codecs.open import open_codec
 from outsize.codecs.window_layout import BLOCK_ELEMENTS
 from outsize.codecs.window_native import decode_window, encode_window, join_halves, split_halves
 from outsize.testing.codec_contract import encode, normal
+from threads import num_threads
 from words import LAYOUTS, near
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.reason()))
@@ -153,9 +154,5 @@ def test_codecs_use_the_kernels_that_there_are(name, kernels, monkeypatch):
 def test_threads_share_pieces(name, monkeypatch):
     """Three of them, of which one gets a piece that is not whole: the bytes are those of one."""
     codec, source = open_codec(name).seeded(3), normal(2 * 2**18 + 777, torch.bfloat16)
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
+    with num_threads(3):
         assert_like_torch(codec, source, monkeypatch)
-    finally:
-        torch.set_num_threads(num_threads)

@@ -10,6 +10,7 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
+from threads import num_threads
 
 SETTINGS = PlaneAdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 # Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch their
@@ -95,14 +96,10 @@ def run_both(unit: UnitSpec, num_steps: int, tile: int, *, max_norm: float, skip
 
 
 @pytest.mark.parametrize("tile", [2048, 3 * 2048, 2**20])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_fifty_steps_are_bit_equal_to_torch_over_separate_parameters(tile, num_threads, use_native):
-    former = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+@pytest.mark.parametrize("count", [1, 2])
+def test_fifty_steps_are_bit_equal_to_torch_over_separate_parameters(tile, count, use_native):
+    with num_threads(count):
         resident, planes, start = run_both(odd_unit(), 50, tile, max_norm=1.0, skip_at={})
-    finally:
-        torch.set_num_threads(former)
     assert torch.equal(planes["weights"], resident.flat(None, start["weights"]))
     assert torch.equal(planes["exp_avg"], resident.flat("exp_avg", start["exp_avg"]))
     assert torch.equal(planes["exp_avg_sq"], resident.flat("exp_avg_sq", start["exp_avg_sq"]))

@@ -8,6 +8,7 @@ from torch import Tensor
 from optim.test_step import in_24_bits, torch_ops
 from outsize.optim.moments import chance_key
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
+from threads import num_threads
 
 EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16
 # Where rounding changes, and a few between.
@@ -143,14 +144,10 @@ def test_all_forms_write_the_same_planes(bits):
 
 def test_several_threads_write_what_one_writes():
     master = of_bits(np.arange(3 << 17, dtype=np.uint32) << 15)  # every other one is a tie
-    former = torch.get_num_threads()
     forms = []
-    for num_threads in (1, 3):
-        torch.set_num_threads(num_threads)
-        try:
+    for count in (1, 3):
+        with num_threads(count):
             forms.append(split(master))
-        finally:
-            torch.set_num_threads(former)
     for one, other in zip(*forms, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

@@ -17,6 +17,7 @@ from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
+from threads import num_threads
 
 # Sizes with every kind of tail: none, below a vector, below 16; some span several tiles, and some touch.
 SHAPES = [(61, 97), (3,), (64, 64), (64, 33), (129,), (17, 5, 3), (2048,), (4099,)]
@@ -194,21 +195,17 @@ def test_tiles_and_threads_change_nothing(moments, masters, tile, use_native):
     unit = odd_unit()
     start = random(unit.numel, 0)
     whole, tiled = planes_of(start, moments, masters), planes_of(start, moments, masters)
-    former = torch.get_num_threads()
     for number in range(1, 4):
         gradient = random(unit.numel, number).bfloat16()
         common = {"step": number, "lr": 1e-2, "seed": 1}
-        torch.set_num_threads(1)
-        step_state(PlaneAdamW(), unit, whole, gradient, start=0, **common)
-        torch.set_num_threads(3)
-        try:
+        with num_threads(1):
+            step_state(PlaneAdamW(), unit, whole, gradient, start=0, **common)
+        with num_threads(3):
             for first in range(0, unit.numel, tile):
                 last = min(first + tile, unit.numel)
                 step_state(
                     PlaneAdamW(), unit, tiled.cut(first, last), gradient[first:last], start=first, **common
                 )
-        finally:
-            torch.set_num_threads(former)
     assert same(whole, tiled)
 
 

@@ -17,6 +17,7 @@ from outsize.probing.link import measure_links, sizes
 from outsize.probing.run_probe import Wishes, probe
 from outsize.probing.timing import sample
 from probe.efforts import MIB, TINY
+from threads import num_threads
 
 
 def test_a_whole_probe_and_what_it_leaves_behind(tmp_path):
@@ -127,12 +128,8 @@ def test_without_proc_and_sys_everything_is_still_timed(tmp_path):
 
 
 def test_one_thread_is_enough(tmp_path):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with num_threads(1):
         found = probe(TINY, [])
-    finally:
-        torch.set_num_threads(threads)
     assert "1 threads" in found.host.dram_triad_bytes_per_s.source
     assert found.disks == ()
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from outsize.runtime.device.openmp import release_team
 
@@ -48,3 +49,38 @@ def test_threads_go_and_come_back():
 def test_where_there_are_none_nothing_happens():
     release_team()
     release_team()
+
+
+STALE = """
+import ctypes
+import torch
+from outsize.runtime.device.openmp import release_team
+
+library = ctypes.CDLL("libtorch_cpu.so")
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def ask(_):
+    found[library.omp_get_thread_num()] = library.MKL_Get_Max_Threads()
+
+def numbers():
+    library.GOMP_parallel(ask, None, 2, 0)
+    return found
+
+found = {}
+torch.set_num_threads(3)
+torch.ones(2048, 2048).sum(0)
+torch.set_num_threads(2)
+print(numbers()[1])
+release_team()
+print(numbers()[1])
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="MKL divides no products here")
+def test_threads_come_back_without_the_number_that_they_had():
+    from outsize.runtime.device.openmp import _libgomp
+
+    if _libgomp() is None:
+        pytest.skip("torch has another OpenMP than GNU's")
+    done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "2"]
