@@ -75,6 +75,23 @@ def test_rounds_that_are_alike_are_simulated_once(sequences: int, size: int, hom
     assert len(predict(found).timeline.events) == len(whole.done.timeline.events)
 
 
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("gpus", "sequences", "size"), [("2xb580", 64, 2), ("3xb580", 50, 3), ("4xb580", 96, 4)]
+)
+def test_rounds_of_stages_that_are_alike_are_simulated_once(gpus: str, sequences: int, size: int, home: Tier):
+    """They are alike once stages meet the same workers again; what the step before leaves may last longer."""
+    question = ask(
+        gpus, budgets=replace(BUDGETS, device=4 * GIB), sequences=sequences, microbatches=sequences
+    )
+    found = planned_at(question.deciding(round_microbatches=size), sequences, home)
+    few, whole = found.simulated, found.simulate(whole=True)
+    assert len(few.programs[0]) < 0.8 * len(whole.programs[0])
+    assert few.step_s == pytest.approx(whole.step_s, rel=1e-3)
+    assert few.amounts == pytest.approx(whole.amounts)
+    assert few.busy_s == pytest.approx(whole.busy_s, rel=1e-3)
+
+
 def test_an_8b_model_gains_by_the_memory_of_an_h100():
     """From 8.8 to 67.3 GiB a published system gains 20 %: more of forwards is kept, and sums come up early enough."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}

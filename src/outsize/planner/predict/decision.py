@@ -107,8 +107,11 @@ class Decision:
 
     @property
     def compared_s(self) -> float:
-        """Seconds of a step, by which it is compared with other ways to take it."""
-        return self.lanes_s if self.question.brief and self.question.num_workers == 1 else self.step_s
+        """Seconds of a step, by which it is compared with other ways to take it; in brief it is not simulated."""
+        if not self.question.brief:
+            return self.step_s
+        stages = self.plan.layout.stages
+        return self.lanes_s if stages is None else self.clock.step_s(stages)
 
     @cached_property
     def least_s(self) -> float:
@@ -244,7 +247,7 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
         little = 1 - 1 / NEAR
         if not several:
             return best.recomputed <= little
-        return best.free_bubble <= little and best.simulated.bubble <= little
+        return best.free_bubble <= little and (question.brief or best.simulated.bubble <= little)
 
     return search_cuts(
         cuts if named is None else (named,),
@@ -364,7 +367,7 @@ def _handed_over(decision: Decision) -> Decision:
     by_host = replace(
         decision, plan=without_peers(plan, question.model, decision.microbatch.demand, decision.options)
     )
-    return decision if decision.step_s <= by_host.step_s else by_host
+    return decision if decision.compared_s <= by_host.compared_s else by_host
 
 
 def _may_gain(best: Decision, microbatches: int) -> bool:
@@ -374,13 +377,13 @@ def _may_gain(best: Decision, microbatches: int) -> bool:
     waiting_s = best.free_bubble * clock.step_s(stages)
     # Of short rounds, as memory may want them, stages wait for each other throughout.
     short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
-    if not short and not may_shorten(waiting_s, best.step_s, best.microbatches, microbatches):
+    if not short and not may_shorten(waiting_s, best.compared_s, best.microbatches, microbatches):
         return False
     try:
         gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)
     except InfeasiblePlanError:
         return False
-    return gained_s >= best.step_s * (1 - 1 / NEAR)
+    return gained_s >= best.compared_s * (1 - 1 / NEAR)
 
 
 def clocked_s(question: Question, microbatches: int, home: Tier) -> float:

@@ -26,9 +26,9 @@ from outsize.planner.simulate.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
-# Rounds of a step of one worker that are simulated: two until they are alike, since the step before ends meanwhile, one
-# that stands for all of those, and the last two.
-SIMULATED_ROUNDS = 5
+# Rounds of a step that are simulated: some until they are alike, since the step before ends meanwhile, of one worker
+# and of stages; those that stand for all that are like them; and the last two.
+FIRST_ROUNDS, FIRST_STAGED, LAST_ROUNDS = 2, 4, 2
 # Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
 NUM_STEPS = 4
 
@@ -42,8 +42,10 @@ class Simulated:
         costs: of their ops.
         num_workers: devices that compute.
         done: what was simulated.
-        left_out: rounds of each step that were not simulated, since they are like the last but two.
+        left_out: how often rounds of each step were left out, since they are like those before the last two.
         round_size: microbatches of a round.
+        first: rounds until they are alike.
+        period: rounds that were left out at a time: after so many, stages meet the same workers again.
     """
 
     programs: tuple[Program, ...]
@@ -52,6 +54,8 @@ class Simulated:
     done: Simulation
     left_out: int = 0
     round_size: int = 1
+    first: int = FIRST_ROUNDS
+    period: int = 1
 
     @property
     def step_s(self) -> float:
@@ -94,15 +98,16 @@ class Simulated:
 
     @cached_property
     def _repeated(self) -> tuple[float, float]:
-        """When the round of the last step that stands for those left out begins and ends."""
+        """When the rounds of the last step that stand for those left out begin and end."""
         if not self.left_out:
             return 0.0, 0.0
         ends: dict[int, float] = {}
         for index in self._last_step:
             op = self.done.steps.ops[index]
             if op is not None and op.kind in (Kind.BACKWARD, Kind.FORWARD_BACKWARD):
-                ends[(op.microbatch or 0) // self.round_size] = self.done.run.end_s[index]
-        return ends[SIMULATED_ROUNDS - 4], ends[SIMULATED_ROUNDS - 3]
+                number = (op.microbatch or 0) // self.round_size
+                ends[number] = max(ends.get(number, 0.0), self.done.run.end_s[index])
+        return ends[self.first - 1], ends[self.first - 1 + self.period]
 
     @property
     def lanes(self) -> list[str]:
@@ -172,10 +177,11 @@ class PlannedStep:
             whole: whether rounds are simulated that are like others.
         """
         layout, _ = self._simulated()
-        left_out = 0 if whole or layout.stages is not None else max(0, layout.num_rounds - SIMULATED_ROUNDS)
-        size = layout.round_size
+        size, period = layout.round_size, layout.period
+        first = FIRST_ROUNDS if layout.stages is None else FIRST_STAGED
+        left_out = 0 if whole else max(0, (layout.num_rounds - first - LAST_ROUNDS) // period - 1)
         if left_out:
-            layout = replace(layout, num_microbatches=layout.num_microbatches - left_out * size)
+            layout = replace(layout, num_microbatches=layout.num_microbatches - left_out * period * size)
         programs, steps = _in_order(layout, num_steps)
         done = simulate(programs, layout, costs, steps=steps)
         return Simulated(
@@ -185,6 +191,8 @@ class PlannedStep:
             done=done,
             left_out=left_out,
             round_size=size,
+            first=first,
+            period=period,
         )
 
     def expect(self, costs: CostModel) -> Steps:

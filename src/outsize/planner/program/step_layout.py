@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.planner.program.activation_policy import LEAVING_STAGES, Choice, Kept
@@ -203,6 +204,13 @@ class StepLayout:
     def num_rounds(self) -> int:
         """Rounds of a step: each runs forward and backward over all units, and the sums of gradients go on."""
         return -(-self.num_microbatches // self.round_size)
+
+    @property
+    def period(self) -> int:
+        """Rounds after which stages meet the same workers again; one of one worker."""
+        if self.stages is None:
+            return 1
+        return self.num_workers // gcd(self.num_workers, self.stages.num_stages)
 
     @property
     def microbatches_at_once(self) -> int:
