@@ -24,6 +24,9 @@ from common import Usage, finish, peak_rss_bytes, reset_peak_rss, rss_bytes, ver
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 """The optimizer of every runner. No runner clips gradients."""
 
+COMPILED = "compiled"
+"""The variant of a runner whose blocks are compiled by ``torch.compile``, each by itself."""
+
 Step = Callable[[Sequence[torch.Tensor]], float]
 
 
@@ -137,12 +140,18 @@ def run(build: Callable[[Job], Step], **facts: Any) -> None:
 
 
 def load_model(job: Job, *, checkpointing: bool = True, reentrant: bool = False) -> Any:
-    """Return the job's model in fp32, ready to train, with activation checkpointing per block where asked."""
+    """Return the job's model in fp32, ready to train, with activation checkpointing per block where asked.
+
+    Blocks of the variant ``compiled`` are compiled within their checkpoints.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     model.config.use_cache = False
     model.train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if job.option == COMPILED:
+        for block in model.model.layers:
+            block.compile()
     return model
 
 

@@ -57,6 +57,10 @@ RUNNERS = {
     "outsize-host-half": Runner("run_outsize.py", "host", share=0.5),
     "outsize-disk": Runner("run_outsize.py", "disk"),
     "outsize-disk-half": Runner("run_outsize.py", "disk", share=0.5),
+    "resident-compiled": Runner("run_resident.py", "compiled", "resident"),
+    "outsize-host-compiled": Runner("run_outsize.py", "host-compiled"),
+    "fsdp2-compiled": Runner("run_fsdp2.py", "compiled", "fsdp2"),
+    "outsize-disk-compiled": Runner("run_outsize.py", "disk-compiled"),
     "deepspeed": Runner("run_deepspeed.py", "", "deepspeed"),
     "deepspeed-pipelined": Runner("run_deepspeed.py", "pipelined", "deepspeed"),
 }

@@ -1,4 +1,4 @@
-"""FSDP2 with its CPU offload policy, one process on gloo."""
+"""FSDP2 with its CPU offload policy, one process on gloo; ``--option compiled`` compiles the blocks."""
 
 import torch
 import torch.distributed as dist

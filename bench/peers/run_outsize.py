@@ -1,6 +1,9 @@
-"""This project: the same training, streamed. ``--option`` says where the state rests: ``disk``, ``host``."""
+"""This project: the same training, streamed.
 
-from harness import ADAMW, Job, Recorder
+``--option`` says where the state rests: ``disk``, ``host``, and with ``-compiled`` behind it that blocks are compiled.
+"""
+
+from harness import ADAMW, COMPILED, Job, Recorder
 
 from outsize.config import Config, load_config
 from outsize.training.metrics.run_records import StepRecord
@@ -10,9 +13,11 @@ from outsize.training.run import train
 def configuration(job: Job) -> Config:
     """Return the run: the flags of ``outsize train`` and the keys of its ``--set``, by their full names."""
     _, microbatches, sequences, seq_len = job.input_ids().shape
+    home, _, variant = job.option.partition("-")
     keys = {
         "model.path": str(job.model),
         "model.dtype": "fp32",
+        "model.compile": "blocks" if variant == COMPILED else "off",
         "data.path": str(job.data / "tokens.npy"),
         "data.format": "tokens",
         "data.seq_len": seq_len,
@@ -25,7 +30,7 @@ def configuration(job: Job) -> Config:
         "optimizer.max_grad_norm": 0.0,
         "memory.device": "cpu",
         "memory.device_memory": job.device_memory,
-        "memory.home": job.option or "disk",
+        "memory.home": home or "disk",
         **{f"optimizer.{name}": value for name, value in ADAMW.items()},
     }
     return load_config(None, (), keys)

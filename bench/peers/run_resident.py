@@ -1,6 +1,6 @@
 """Plain PyTorch with everything in memory: the reference of every other runner.
 
-``--option no-checkpointing`` keeps all activations instead of recomputing them.
+``--option no-checkpointing`` keeps all activations instead of recomputing them; ``compiled`` compiles the blocks.
 """
 
 import torch

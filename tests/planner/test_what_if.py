@@ -99,6 +99,27 @@ def test_moments_of_fewer_bits_bring_the_home_to_the_host():
     assert "one GPU only" in several.error
 
 
+def test_a_home_on_disk_is_asked_about_where_several_gpus_wait_for_room_beside_one_in_host_memory():
+    """Of long sequences there is room for the inputs of one microbatch, so one GPU computes at a time."""
+
+    def answer(host_gib):
+        budgets = Budgets(device=20 * GIB, host=host_gib * GIB, disk=1000 * GIB)
+        question = ask("4x4090", budgets=budgets, seq_len=32768, sequences=64)
+        return question, fastest(question)
+
+    question, base = answer(10)
+    assert base.home == "host"
+    assert "home=disk" in usual_changes(question, base)
+    for judge in (estimated_outcome, outcome):
+        found = judge(question, base, "home=disk")
+        assert found.prediction.home == "disk"
+        assert found.gain > 0.5
+    assert "home=disk" not in usual_changes(replace(question, home="host"), base)
+    assert "home=disk" not in usual_changes(*answer(24))
+    with pytest.raises(ConfigError, match="host or disk"):
+        parse_change("home=tape")
+
+
 def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
     """Of the tight question the step only fits so; of parts of parts, nothing is to be known."""
     shape, length = read_shape(CONFIG), 131072

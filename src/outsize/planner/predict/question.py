@@ -91,7 +91,7 @@ class Question:
         coding_rates: of codecs, as far as somebody has measured them.
         in_mlp_parts: what ``workload_of`` is where MLPs take their tokens in so many parts; None where they cannot,
             do already, or are not asked about.
-        brief: whether plans of one device are compared by what their lanes take, instead of simulated.
+        brief: whether plans are compared by what clocks of lanes and of stages tell, instead of simulated.
     """
 
     model: ModelSpec

@@ -11,6 +11,7 @@ from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.optim.optimizer_spec import Masters, Moments, StateLayout
+from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import clocked_s
 from outsize.planner.predict.feasibility import missing_host_bytes
 from outsize.planner.predict.prediction import (
@@ -27,7 +28,9 @@ from outsize.units import parse_bytes
 _MORE = ("vram", "ram", "gpus")
 _RATES = ("compute", "link", "bandwidth", "disk", "net")
 # Changes that no estimate knows.
-_SIMULATED = ("net", "nodes", "weights")
+_SIMULATED = ("net", "nodes", "weights", "home")
+# Changes that leave neither microbatches nor stages as they are; where there is time, these neither.
+_SEARCHED, _SEARCHED_AT_LENGTH = ("gpus", "state", "home"), ("vram", "mlp_parts")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
 # From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
@@ -128,7 +131,7 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     ) as error:  # a change that is none of this model and machine; others are, and the plan is
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     name = text.partition("=")[0].strip()
-    stays = name not in (("gpus", "state") if near else ("vram", "gpus", "state", "mlp_parts"))
+    stays = name not in _SEARCHED and (near or name not in _SEARCHED_AT_LENGTH)
     if base is not None and name == "ram" and not near:
         stays = len(changed.machine.gpus) > 1 and base.home == "host"
     if base is not None and name in _RATES:
@@ -155,7 +158,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an
     optimizer state of 8 bits, where the home is on disk for want of host memory and not all but adapters is frozen; but
     for nodes its gradients pass through a ring. And so are MLPs that take their tokens in parts, where what a block
-    needs at once is a quarter of the device.
+    needs at once is a quarter of the device. And so is a home on disk, where host memory holds a home that nobody asked
+    for and has room for so few inputs that several GPUs wait for each other.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
@@ -173,6 +177,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
     parts = ("mlp_parts=4",) if large and question.in_mlp_parts is not None else ()
+    crowded = base.home == "host" and question.home == "auto" and base.round_microbatches < base.num_gpus
+    home = ("home=disk",) if crowded and question.machine.disk is not None else ()
     return (
         "vram=+8GB",
         *parts,
@@ -185,6 +191,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
         "compute=x2",
         "gpus=+1",
         *nodes,
+        *home,
     )
 
 
@@ -207,6 +214,8 @@ def parse_change(text: str) -> Change:
             return _with_codec(amount)
         if how == "state":
             return _with_state(amount)
+        if how == "tier":
+            return _with_home(amount)
         if how == "parts":
             return _with_mlp_parts(int(amount))
         if how == "count":
@@ -249,6 +258,13 @@ def _with_state(name: str) -> Change:
         return question.deciding(state=state, clip=False, unit_clip=options.clip or options.unit_clip)
 
     return change
+
+
+def _with_home(tier: str) -> Change:
+    """Weights and optimizer state rest there."""
+    if tier not in get_args(Tier):
+        raise ValueError(tier)
+    return lambda question: replace(question, home=cast(Tier, tier))
 
 
 def _with_mlp_parts(num_parts: int) -> Change:
@@ -372,6 +388,7 @@ EXAMPLES = {
     "codec": "write a codec that keeps every bit: lossless4 or lossless3",
     "state": "write what moments are kept in: fp32, bf16 or int8",
     "parts": "write how many parts, at least 2",
+    "tier": "write where it rests: host or disk",
 }
 # What can change: how its amount is written, and what it does.
 CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
@@ -385,6 +402,7 @@ CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
     "weights": ("codec", lambda question, _: question),
     "state": ("state", lambda question, _: question),
     "mlp_parts": ("parts", lambda question, _: question),
+    "home": ("tier", lambda question, _: question),
     "net": ("times", _net),
     "nodes": ("count", _nodes),
 }
