@@ -209,8 +209,8 @@ class _Planner:
     def _round_sizes(self, way: Way, halves: tuple[int, int]) -> dict[int, bool]:
         """Return the microbatches of a round to choose from, where what stages of single units hand over has room.
 
-        No others hand over more. With each goes whether rounds of it overlap. Where nothing leaves of what is kept and
-        two rounds have no room, one goes by itself; where there is none for as many as there are workers, there are
+        No others hand over more. With each goes whether rounds of it overlap. Where nothing leaves of what is kept,
+        rounds of which no two have room go one by one; where there is none for as many as there are workers, there are
         fewer in a round. (What leaves of small rounds waits for host memory, of which the search knows little.)
         """
         single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
@@ -220,8 +220,8 @@ class _Planner:
             return {size: overlaps for size in sizes if self._holds(self._layout(way, stages[size]))}
 
         sizes = fitting(found, True)
-        if not sizes and not way.away:
-            sizes = fitting(found, False)
+        if len(sizes) < len(found) and not way.away:
+            sizes = dict(sorted({**fitting(found, False), **sizes}.items()))
             if not sizes and self._options.round_microbatches is None:
                 fewer = range(single.round_size, found[0])
                 sizes = {**fitting(fewer, False), **fitting(fewer, True)}
