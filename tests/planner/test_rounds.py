@@ -8,7 +8,7 @@ import pytest
 
 from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Tier
-from outsize.planner.predict.decision import decide, planned_at
+from outsize.planner.predict.decision import Decision, decide, planned_at
 from outsize.planner.predict.feasibility import fits_at_all
 from outsize.planner.predict.prediction import predict
 from outsize.planner.program.ops import Kind
@@ -90,6 +90,27 @@ def test_rounds_of_stages_that_are_alike_are_simulated_once(gpus: str, sequences
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-3)
     assert few.amounts == pytest.approx(whole.amounts)
     assert few.busy_s == pytest.approx(whole.busy_s, rel=1e-3)
+
+
+def test_rounds_that_have_no_room_beside_each_other_go_one_by_one_where_that_is_faster():
+    """Smaller ones would overlap; the clock tells which are faster, so more host memory makes no step longer."""
+
+    def answer(host_gib: int) -> Decision:
+        budgets = Budgets(device=20 * GIB, host=host_gib * GIB, disk=1000 * GIB)
+        return decide(ask("4x4090", budgets=budgets, seq_len=32768, sequences=64))
+
+    by_memory = [answer(host_gib) for host_gib in (10, 11, 12, 14, 18, 24)]
+    assert all(less.step_s * NEAR >= more.step_s for less, more in pairwise(by_memory))
+    assert {found.plan.layout.stages.overlaps for found in by_memory} == {True, False}
+
+
+def test_a_brief_answer_of_several_gpus_simulates_nothing(monkeypatch: pytest.MonkeyPatch):
+    question = ask("4xA100", sequences=64)
+    long = decide(question)
+    monkeypatch.setattr(Decision, "simulate", lambda self, whole: pytest.fail("it was simulated"))
+    brief = decide(replace(question, brief=True))
+    monkeypatch.undo()
+    assert brief.step_s <= 1.1 * long.step_s
 
 
 def test_an_8b_model_gains_by_the_memory_of_an_h100():

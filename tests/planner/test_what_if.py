@@ -116,6 +116,11 @@ def test_a_home_on_disk_is_asked_about_where_several_gpus_wait_for_room_beside_o
         assert found.gain > 0.5
     assert "home=disk" not in usual_changes(replace(question, home="host"), base)
     assert "home=disk" not in usual_changes(*answer(24))
+    assert "home=disk" not in usual_changes(question.deciding(round_microbatches=1), base)
+    on_disk = replace(question, home="disk")
+    assert outcome(on_disk, fastest(on_disk), "home=host").prediction.home == "host"
+    no_disk = replace(question, machine=replace(question.machine, disk=None))
+    assert "no disk" in outcome(no_disk, base, "home=disk").error
     with pytest.raises(ConfigError, match="host or disk"):
         parse_change("home=tape")
 

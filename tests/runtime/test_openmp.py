@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from outsize.runtime.device.openmp import release_team
+from outsize.runtime.device.openmp import _libgomp, release_team
 
 CODE = """
 import os, time
@@ -33,8 +33,6 @@ for _ in range(2):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads as Linux tells them")
 def test_threads_go_and_come_back():
-    from outsize.runtime.device.openmp import _libgomp
-
     if _libgomp() is None:
         pytest.skip("torch has another OpenMP than GNU's")
     done = subprocess.run(
@@ -78,8 +76,6 @@ print(numbers()[1])
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="MKL divides no products here")
 def test_threads_come_back_without_the_number_that_they_had():
-    from outsize.runtime.device.openmp import _libgomp
-
     if _libgomp() is None:
         pytest.skip("torch has another OpenMP than GNU's")
     done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, check=True)

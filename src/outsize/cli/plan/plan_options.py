@@ -161,7 +161,7 @@ class PlanFlags:
         typer.Option(
             metavar="CHANGE",
             help="vram=+8GB, ram=+64GB, state=int8, link=x2, compute=x2, bandwidth=x2, disk=x2, net=x2, gpus=+1, "
-            "nodes=+1.",
+            "nodes=+1, home=disk.",
         ),
     ] = None
     full: Annotated[

@@ -107,7 +107,7 @@ class Decision:
 
     @property
     def compared_s(self) -> float:
-        """Seconds of a step, by which it is compared with other ways to take it; in brief it is not simulated."""
+        """Seconds of a step by which ways to take it are compared; in brief what clocks of lanes or stages tell."""
         if not self.question.brief:
             return self.step_s
         stages = self.plan.layout.stages
@@ -360,14 +360,17 @@ def _same(decision: Decision, **changes: Any) -> Decision:
 
 
 def _handed_over(decision: Decision) -> Decision:
-    """Return ``decision``, handing over from device to device where that can be and is not slower."""
+    """Return ``decision``, handing over from device to device where that can be and is not slower.
+
+    In brief wherever that can be: clocks tell no difference.
+    """
     plan, question = decision.plan, decision.question
-    if not plan.layout.peers or question.options.handover == "peer":
+    if not plan.layout.peers or question.options.handover == "peer" or question.brief:
         return decision
     by_host = replace(
         decision, plan=without_peers(plan, question.model, decision.microbatch.demand, decision.options)
     )
-    return decision if decision.compared_s <= by_host.compared_s else by_host
+    return decision if decision.step_s <= by_host.step_s else by_host
 
 
 def _may_gain(best: Decision, microbatches: int) -> bool:

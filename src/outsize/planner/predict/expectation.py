@@ -26,8 +26,9 @@ from outsize.planner.simulate.timeline import Timeline
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
-# Rounds of a step that are simulated: some until they are alike, since the step before ends meanwhile, of one worker
-# and of stages; those that stand for all that are like them; and the last two.
+# Rounds of a step that are simulated: the first ones, until rounds are alike, since the step before ends meanwhile, of
+# one worker and of stages (with 2 a step of four GPUs was 0.1 % off, with 4 none of ten was by over 0.03 %); those that
+# stand for what is left out; and the last two.
 FIRST_ROUNDS, FIRST_STAGED, LAST_ROUNDS = 2, 4, 2
 # Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
 NUM_STEPS = 4
@@ -42,10 +43,10 @@ class Simulated:
         costs: of their ops.
         num_workers: devices that compute.
         done: what was simulated.
-        left_out: how often rounds of each step were left out, since they are like those before the last two.
+        left_out: periods of rounds of each step that were left out, since they are like the one behind the ``first``.
         round_size: microbatches of a round.
-        first: rounds until they are alike.
-        period: rounds that were left out at a time: after so many, stages meet the same workers again.
+        first: rounds until rounds are alike.
+        period: rounds after which each stage is with the same worker again.
     """
 
     programs: tuple[Program, ...]

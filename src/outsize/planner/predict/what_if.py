@@ -116,9 +116,9 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     """Return what the change ``text`` would bring over ``base``.
 
     Where only a rate changes, microbatches, stages and home stay, and so do microbatches and stages with more host
-    memory for several GPUs, whose home is there already. More memory otherwise, and more GPUs, are searched anew.
-    ``near`` takes a fraction of the time, and may find less: where GPUs and bytes per parameter stay, microbatches and
-    stages do, where a rate changes perhaps the whole plan; and plans of one GPU are compared unsimulated.
+    memory for several GPUs, whose home is there already. More memory otherwise, more GPUs and another home are
+    searched anew. ``near`` takes a fraction of the time, and may find less: where GPUs, home and bytes per parameter
+    stay, microbatches and stages do, where a rate changes perhaps the whole plan; and plans are compared unsimulated.
 
     Raises:
         ConfigError: not a change.
@@ -158,8 +158,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     GPU ends a step, weights that go over it in fewer bytes are asked about, too, unless they do already. So is an
     optimizer state of 8 bits, where the home is on disk for want of host memory and not all but adapters is frozen; but
     for nodes its gradients pass through a ring. And so are MLPs that take their tokens in parts, where what a block
-    needs at once is a quarter of the device. And so is a home on disk, where host memory holds a home that nobody asked
-    for and has room for so few inputs that several GPUs wait for each other.
+    needs at once is a quarter of the device. And so is a home on disk, where nobody has said where it rests, and host
+    memory has room for so few inputs beside it that several GPUs wait for each other.
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
@@ -177,7 +177,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     state = ("state=int8",) if short and rounds else ()
     large = base.memory["device"].get("workspace", 0) > LARGE_WORKSPACE * question.budgets.device
     parts = ("mlp_parts=4",) if large and question.in_mlp_parts is not None else ()
-    crowded = base.home == "host" and question.home == "auto" and base.round_microbatches < base.num_gpus
+    crowded = base.round_microbatches < min(base.num_gpus, base.microbatches)
+    crowded &= base.home == "host" and question.home == "auto" and options.round_microbatches is None
     home = ("home=disk",) if crowded and question.machine.disk is not None else ()
     return (
         "vram=+8GB",

@@ -8,6 +8,7 @@ Forward and backward are cut separately, since a backward with recompute takes a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 Span = tuple[int, int]
 # Sets of slots and of accumulators that a worker may have, the fastest first: where memory is tight the larger of the
@@ -62,6 +63,11 @@ class Stages:
     def num_stages(self) -> int:
         """Stages of a round."""
         return len(self.forward) + len(self.backward)
+
+
+def rounds_in_turn(num_stages: int, num_workers: int) -> int:
+    """Return the number of rounds after which each stage is with the same worker again."""
+    return num_workers // gcd(num_stages, num_workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.planner.program.activation_policy import LEAVING_STAGES, Choice, Kept
 from outsize.planner.program.ops import Op
-from outsize.planner.program.stages import Stages
+from outsize.planner.program.stages import Stages, rounds_in_turn
 
 # The only worker of a step that is not cut into stages.
 WORKER = 0
@@ -207,10 +206,8 @@ class StepLayout:
 
     @property
     def period(self) -> int:
-        """Rounds after which stages meet the same workers again; one of one worker."""
-        if self.stages is None:
-            return 1
-        return self.num_workers // gcd(self.num_workers, self.stages.num_stages)
+        """Rounds after which each stage is with the same worker again; one where there is one worker."""
+        return 1 if self.stages is None else rounds_in_turn(self.stages.num_stages, self.num_workers)
 
     @property
     def microbatches_at_once(self) -> int:

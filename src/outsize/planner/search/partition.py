@@ -56,8 +56,7 @@ class Pipeline:
         keeps: whether the stage that turns around recomputes nothing.
         bottom: the lowest unit that runs backward.
         fits: whether a worker can hold the units of a span, forward (False) or backward (True).
-        holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one, in the
-            largest rounds.
+        holds: whether it can hold all that these stages set aside; asked only of stages that fit one by one.
         halves: sets of slots and of accumulators that a worker has, see `Stages`.
         overlaps: whether rounds of so many microbatches overlap, see there.
         traffic: of what all workers share; None where they share nothing.
@@ -146,7 +145,13 @@ class Pipeline:
     def free_bubble(self, stages: Stages) -> float:
         """Return the share of the workers' time in which they compute nothing though copies take no time."""
         free = replace(self, weights_s=(), gradients_s=())
-        return bubble(free.sums.of(stages), self.num_microbatches, stages.round_size, self.num_workers)
+        return bubble(
+            free.sums.of(stages),
+            self.num_microbatches,
+            stages.round_size,
+            self.num_workers,
+            overlaps=stages.overlaps,
+        )
 
 
 def usual_round_sizes(num_microbatches: int, num_workers: int) -> tuple[int, ...]:
@@ -200,8 +205,6 @@ class _Search:
         self.round_sizes = round_sizes
         self.left = max_visits
         self.top = len(pipeline.forward_s)
-        # Rounds of which the most is under way at once, whatever the stages.
-        self.largest = max(self.round_sizes, key=lambda size: size * (1 + pipeline.overlaps(size)))
         self.fits = cache(pipeline.fits)
         self.allowed = cache(self._allowed)
         # A climb changes one direction at a time.
@@ -227,7 +230,7 @@ class _Search:
         least = self.least(*cut) if cut[1] and limit_s < inf else Least(0.0)
         if not cut[1] or least.step_s >= limit_s:
             return inf
-        if not self.allowed(*cut[:2]):
+        if not self.allowed(*cut):
             self.known[cut] = inf
             return inf
         stages = self.pipeline.stages(*cut)
@@ -361,13 +364,13 @@ class _Search:
         _, downs = self._beside(fused)
         return packed_cut(downs, limit_s, lambda first, end: self.fits((top - end, top - first), True))
 
-    def _allowed(self, forward: Sizes, backward: Sizes) -> bool:
+    def _allowed(self, forward: Sizes, backward: Sizes, size: int) -> bool:
         """Whether every stage fits, all of them together too, and every worker has one."""
         if not backward or len(forward) + len(backward) < self.pipeline.num_workers:
             return False
         if not (self.ups_fit(forward) and self.downs_fit(backward)):
             return False
-        return self.pipeline.holds(self.pipeline.stages(forward, backward, self.largest))
+        return self.pipeline.holds(self.pipeline.stages(forward, backward, size))
 
     def _ups_fit(self, forward: Sizes) -> bool:
         at = 0

@@ -221,7 +221,8 @@ class _Planner:
 
         sizes = fitting(found, True)
         if len(sizes) < len(found) and not way.away:
-            sizes = dict(sorted({**fitting(found, False), **sizes}.items()))
+            alone = fitting([size for size in found if size not in sizes], False)
+            sizes = dict(sorted((sizes | alone).items()))
             if not sizes and self._options.round_microbatches is None:
                 fewer = range(single.round_size, found[0])
                 sizes = {**fitting(fewer, False), **fitting(fewer, True)}

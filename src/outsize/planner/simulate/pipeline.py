@@ -7,8 +7,9 @@ but the hop between stages.
 """
 
 from collections.abc import Sequence
-from math import gcd, inf
+from math import inf
 
+from outsize.planner.program.stages import rounds_in_turn
 from outsize.planner.simulate.stage_times import StageTimes
 
 # Rounds repeat once all that happens is later by the same, but for what floats lose.
@@ -42,8 +43,7 @@ def makespan_s(
     if by_microbatch:
         return _makespan_by_microbatch_s(times, num_microbatches, round_size, workers, hop_s, overlaps)
     turn = start = 0
-    # Rounds after which the first stage is the first worker's again.
-    period = num_workers // gcd(len(times), num_workers)
+    period = rounds_in_turn(len(times), num_workers)
     before: list[float] = []
     ends: _Lines = [(0.0, 0.0)]
     while start < num_microbatches:
@@ -198,9 +198,15 @@ def _makespan_by_microbatch_s(
 
 
 def bubble(
-    times: Sequence[StageTimes], num_microbatches: int, round_size: int, num_workers: int, hop_s: float = 0.0
+    times: Sequence[StageTimes],
+    num_microbatches: int,
+    round_size: int,
+    num_workers: int,
+    hop_s: float = 0.0,
+    *,
+    overlaps: bool = True,
 ) -> float:
     """Return the share, 0 to 1, of the workers' time in which they compute nothing."""
-    total = makespan_s(times, num_microbatches, round_size, num_workers, hop_s)
+    total = makespan_s(times, num_microbatches, round_size, num_workers, hop_s, overlaps=overlaps)
     busy = sum(stage.seconds for stage in times) * num_microbatches
     return 1.0 - busy / (num_workers * total) if total > 0 else 0.0

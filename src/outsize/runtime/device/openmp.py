@@ -4,9 +4,9 @@ libgomp starts a team of its own for each thread that computes, and keeps it. Wh
 than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops in a step
 then puts threads to sleep and wakes them up, which made steps up to a tenth longer on two cores (docs/log.md).
 
-It also makes what is computed independent of what the process computed before: a helping thread takes the number of
-threads that holds at its first loop inside a loop for good (``lazy_init_num_threads`` of ATen/Parallel.h), and MKL
-divides the products of that thread by it.
+Ending the team also makes results independent of what the process computed before: a helping thread keeps for good the
+number of threads that holds at its first loop inside a loop (``lazy_init_num_threads`` of ATen/Parallel.h), and MKL
+divides that thread's products by it.
 """
 
 import ctypes
