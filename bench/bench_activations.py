@@ -23,7 +23,7 @@ FORCED = ("keep", "keep-attention", "keep-products", "offload-attention", "offlo
 
 
 def settings(args: argparse.Namespace, directory: Path) -> list[str]:
-    return [*bench_speed.settings(args, directory)[:-1], "memory.home=host", "memory.host_memory=8GiB"]
+    return [*bench_speed.settings(args, directory, "host"), "memory.host_memory=8GiB"]
 
 
 def plan(args: argparse.Namespace, directory: Path, activations: str, budget: int | str) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """How much slower is a streamed step than a resident one, from disk, at a quarter of the training state?
 
 Three runs of the same model on the same tokens, each in processes of its own, in turn: streamed with the home on disk,
-resident with activation checkpointing, resident without. Medians over the steps after the first.
+resident with activation checkpointing, resident without. Medians over the steps after the first. ``--home host``
+streams from host memory.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def build(
     np.save(directory / "tokens.npy", ids)
 
 
-def settings(args: argparse.Namespace, directory: Path) -> list[str]:
+def settings(args: argparse.Namespace, directory: Path, home: str = "disk") -> list[str]:
     return [
         f"model.path={directory / 'model'}",
         "model.dtype=fp32",
@@ -57,7 +58,7 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         f"train.microbatches={args.microbatches}",
         "optimizer.schedule=constant",
         "memory.device=cpu",
-        "memory.home=disk",
+        f"memory.home={home}",
     ]
 
 
@@ -68,7 +69,7 @@ def streamed(args: argparse.Namespace, directory: Path) -> dict[str, object]:
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     overrides = [
-        *settings(args, directory),
+        *settings(args, directory, args.home),
         f"memory.device_memory={args.budget}",
         f"train.run_dir={run_dir}",
     ]
@@ -94,7 +95,7 @@ def resident(args: argparse.Namespace, directory: Path, checkpointing: bool) -> 
     from outsize.training.run_data import open_dataset
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
-    config = load_config(None, [*settings(args, directory), "memory.device_memory=8GiB"])
+    config = load_config(None, [*settings(args, directory, args.home), "memory.device_memory=8GiB"])
     prepared = prepare(config, run_dir, lambda _: None)
     with open_dataset(config, prepared, run_dir, lambda _: None) as dataset, materialise(prepared) as masters:
         model = prepared.split.model.train()
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=common.steps_above(1), default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--budget", default="372MiB", help="a quarter of 16 bytes x 97.5M parameters")
+    parser.add_argument("--home", choices=("host", "disk"), default="disk")
     parser.add_argument("--dir", type=Path, help="where model and home lie; the current directory by default")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -150,7 +152,7 @@ def report(args: argparse.Namespace, runs: dict[str, list[dict[str, object]]]) -
         for v, spread in spreads.items()
     ]
     headers = ("run", "step, s", "to checkpointed", "to resident")
-    common.print_table(headers, rows, title="Streamed from disk against resident")
+    common.print_table(headers, rows, title=f"Streamed from {args.home} against resident")
     last = runs["streamed"][-1]
     print(f"stall {last['stall_share']:.1%} of the streamed run, mostly for {last['stall_owner']}")
     equal = len({json.dumps(run["losses"]) for rows_ in runs.values() for run in rows_}) == 1
