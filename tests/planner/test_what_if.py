@@ -11,7 +11,7 @@ from outsize.hardware.machine_spec import Figure
 from outsize.model.sizes.lora_from_config import with_adapters
 from outsize.model.sizes.spec_from_config import read_shape
 from outsize.model.sizes.workload import count_workload
-from outsize.planner.predict import expectation
+from outsize.planner.predict import expectation, what_if
 from outsize.planner.predict.decision import decide
 from outsize.planner.predict.prediction import LINK_UP, fastest
 from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
@@ -154,6 +154,21 @@ def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
     assert "whose MLPs are whole" in outcome(ask(), None, "mlp_parts=4").error
     with pytest.raises(ConfigError, match="at least 2"):
         parse_change("mlp_parts=1")
+
+
+@pytest.mark.parametrize("gpus", ["4090", "2x4090"])
+def test_what_cannot_gain_is_not_simulated(gpus, monkeypatch):
+    """A disk that is in use for most of a step is so with another link, too; here a third of a step is little."""
+    question = ask(gpus, home="disk", microbatches=4, sequences=4)
+    base = fastest(question)
+    most = 1 / base.usage[base.binding] - 1
+    assert base.binding.startswith("disk")
+    assert outcome(question, base, "link=x2").gain <= most < 1 / 3
+    monkeypatch.setattr(what_if, "LEAST_GAIN", 1 / 3)
+    found = outcome(question, base, "link=x2", near=True)
+    assert found.gain == 0
+    assert found.prediction is base
+    assert outcome(question, base, "disk=x2", near=True).gain > 1 / 3
 
 
 def test_an_answer_simulates_few_steps(monkeypatch):

@@ -15,12 +15,10 @@ from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.feasibility import host_refusal
 from outsize.planner.predict.prediction import Prediction
-from outsize.planner.predict.what_if import Outcome
+from outsize.planner.predict.what_if import LEAST_GAIN, Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
 WIDTH = 110
-# What gains less is no advice.
-LEAST_GAIN = 0.01
 
 
 def to_dict(

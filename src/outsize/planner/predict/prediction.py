@@ -143,16 +143,18 @@ def fastest(question: Question) -> Prediction:
     return predict(decide(question))
 
 
-def predict_again(base: Prediction, question: Question) -> Prediction:
-    """Return what the plan of ``base`` would take in ``question``, whose rates are others; of one GPU, or a better."""
+def predict_again(base: Prediction, question: Question, *, may_gain: bool = True) -> Prediction:
+    """Return what the plan of ``base`` would take in ``question``, whose rates are others; of one GPU, or a better.
+
+    Unless that plan ``may_gain`` it is not simulated: ``base`` stands for what it would take.
+    """
     one = question.microbatch(base.microbatches)
     same = Decision(question=question, plan=base.plan, microbatch=one)
+    again = predict(same) if may_gain else base
     if question.num_workers > 1:
-        return predict(same)
+        return again
     other = decide(replace(question, brief=True))
-    return min(
-        map(predict, [same, other] if other.lanes_s < same.lanes_s else [same]), key=lambda p: p.step_s
-    )
+    return min(again, predict(other), key=lambda p: p.step_s) if other.lanes_s < same.lanes_s else again
 
 
 def predict(decision: Decision) -> Prediction:

@@ -33,6 +33,8 @@ _SIMULATED = ("net", "nodes", "weights", "home")
 _SEARCHED, _SEARCHED_AT_LENGTH = ("gpus", "state", "home"), ("vram", "mlp_parts")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
+# What gains less is no advice.
+LEAST_GAIN = 0.01
 # From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
 LARGE_WORKSPACE = 0.25
 Change = Callable[[Question], Question]
@@ -103,7 +105,12 @@ def _shares(before: Question, after: Question) -> dict[str, float]:
         (link.up_bytes_per_s.value, link.down_bytes_per_s.value) for link in (old.links[0], new.links[0])
     ]
     gpus = len(old.gpus) / len(new.gpus)
+    disks = {}
+    if old.disk is not None and new.disk is not None:
+        disks["disk read"] = old.disk.read_bytes_per_s.value / new.disk.read_bytes_per_s.value
+        disks["disk write"] = old.disk.write_bytes_per_s.value / new.disk.write_bytes_per_s.value
     return {
+        **disks,
         COMPUTE: gpus * old.gpus[0].flops_per_s(dtype) / new.gpus[0].flops_per_s(dtype),
         "link to the GPU": gpus * links[0][0] / links[1][0],
         "link from the GPU": gpus * links[0][1] / links[1][1],
@@ -140,7 +147,7 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
         changed = replace(changed, microbatches=base.microbatches).deciding(stages=base.stages)
     try:
         if base is not None and near and name in _RATES:
-            prediction = predict_again(base, changed)
+            prediction = predict_again(base, changed, may_gain=_may_gain(question, changed, base))
         else:
             prediction = fastest(replace(changed, brief=near))
     except (InfeasiblePlanError, ConfigError) as error:
@@ -149,6 +156,13 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
         prediction = base  # what fitted before still does, and a GPU may stay idle
     gain = None if base is None else prediction.tokens_per_s / base.tokens_per_s - 1
     return Outcome(change=text, prediction=prediction, gain=gain)
+
+
+def _may_gain(question: Question, changed: Question, base: Prediction) -> bool:
+    """Return whether the plan of ``base`` could gain `LEAST_GAIN`: not where what is no faster is in use throughout."""
+    faster = _shares(question, changed)
+    least = max(share * faster.get(kind, 1.0) for kind, share in base.usage.items())
+    return least * (1 + LEAST_GAIN) < 1
 
 
 def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
