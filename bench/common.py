@@ -105,10 +105,15 @@ def _cell(value: object) -> str:
 
 def finish(result: Mapping[str, Any], output: Path | None = None) -> None:
     """Print ``result`` as one JSON object on the last line; keep it indented in ``output`` where given."""
+    keep(result, output)
+    print(json.dumps(result, sort_keys=True), flush=True)
+
+
+def keep(result: Mapping[str, Any], output: Path | None) -> None:
+    """Keep ``result`` indented in ``output`` where given."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(json.dumps(result, sort_keys=True), flush=True)
 
 
 def last_json(text: str) -> dict[str, Any] | None:

@@ -56,26 +56,33 @@ def compare(what: str, exact: str, runs: Runs, args: argparse.Namespace) -> None
 
     Args:
         what: the kind of variant, e.g. ``state``, in the name of the benchmark and in its result.
-        exact: the variant that the others are held against.
+        exact: the variant that the others are held against, the first of each seed.
         runs: of one seed; the same variants each time.
         args: of `arguments`.
     """
     window, every = min(WINDOW, args.steps), max(1, args.steps // CURVE_POINTS)
     finals: dict[str, list[float]] = {}
+    off: dict[str, list[float]] = {}
     curves: list[dict[str, Any]] = []
+    result = {
+        "bench": f"{what}_quality",
+        "machine": common.machine(),
+        "steps": args.steps,
+        "finals": finals,
+        "off": off,
+        "curves": curves,
+    }
     for seed in range(args.seeds):
         for name, losses in runs(seed):
             final = statistics.fmean(losses[-window:])
             finals.setdefault(name, []).append(final)
+            off.setdefault(name, []).append(final / finals[exact][seed] - 1)
             points = [
                 round(statistics.fmean(losses[at : at + every]), 5) for at in range(0, len(losses), every)
             ]
             curves.append({"seed": seed, what: name, "every": every, "loss": points})
             print(f"seed {seed}, {name}: {final:.4f}", file=sys.stderr)
-    off = {
-        name: [loss / reference - 1 for loss, reference in zip(values, finals[exact], strict=True)]
-        for name, values in finals.items()
-    }
+            common.keep(result, args.output)  # all of it takes hours
     common.print_table(
         (what, f"loss of the last {window} steps", f"off {exact}, mean", "worst"),
         [
@@ -88,14 +95,4 @@ def compare(what: str, exact: str, runs: Runs, args: argparse.Namespace) -> None
             for name, values in finals.items()
         ],
     )
-    common.finish(
-        {
-            "bench": f"{what}_quality",
-            "machine": common.machine(),
-            "steps": args.steps,
-            "finals": finals,
-            "off": off,
-            "curves": curves,
-        },
-        args.output,
-    )
+    common.finish(result, args.output)
