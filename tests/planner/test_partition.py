@@ -161,6 +161,7 @@ def test_equal_stages_in_rounds_of_one_microbatch_per_worker_leave_fill_and_drai
     times = [StageTimes(1.0)] * 16
     assert bubble(times, 8, 8, 8) == pytest.approx(56 / (8 * 16 + 56))
     assert bubble(times, 64, 8, 8) == pytest.approx(56 / (64 * 16 + 56))
+    assert bubble(times[:6], 16, 2, 4, overlaps=False) > bubble(times[:6], 16, 2, 4)
     assert bubble([StageTimes(0.0)], 1, 1, 1) == 0
 
 

@@ -65,12 +65,15 @@ def numbers():
     return found
 
 found = {}
-torch.set_num_threads(3)
+torch.set_num_threads(2)
+fresh = numbers()[1]
+release_team()
+torch.set_num_threads(fresh + 1)
 torch.ones(2048, 2048).sum(0)
 torch.set_num_threads(2)
-print(numbers()[1])
+print(numbers()[1] == fresh + 1)
 release_team()
-print(numbers()[1])
+print(numbers()[1] == fresh)
 """
 
 
@@ -79,4 +82,4 @@ def test_threads_come_back_without_the_number_that_they_had():
     if _libgomp() is None:
         pytest.skip("torch has another OpenMP than GNU's")
     done = subprocess.run([sys.executable, "-c", STALE], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["3", "2"]
+    assert done.stdout.split() == ["True", "True"]
