@@ -147,7 +147,7 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
         changed = replace(changed, microbatches=base.microbatches).deciding(stages=base.stages)
     try:
         if base is not None and near and name in _RATES:
-            prediction = predict_again(base, changed, may_gain=_may_gain(question, changed, base))
+            prediction = predict_again(base, changed, may_gain=_plan_may_gain(question, changed, base))
         else:
             prediction = fastest(replace(changed, brief=near))
     except (InfeasiblePlanError, ConfigError) as error:
@@ -158,7 +158,7 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     return Outcome(change=text, prediction=prediction, gain=gain)
 
 
-def _may_gain(question: Question, changed: Question, base: Prediction) -> bool:
+def _plan_may_gain(question: Question, changed: Question, base: Prediction) -> bool:
     """Return whether the plan of ``base`` could gain `LEAST_GAIN`: not where what is no faster is in use throughout."""
     faster = _shares(question, changed)
     least = max(share * faster.get(kind, 1.0) for kind, share in base.usage.items())
