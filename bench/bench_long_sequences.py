@@ -26,7 +26,7 @@ from outsize.hardware.machine_spec import DEVICE_SHARE, HOST_SHARE
 from outsize.model.sizes.model_spec import Workload
 from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
-from outsize.planner.predict.decision import decide
+from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.prediction import predict
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets, PlanOptions

@@ -431,7 +431,7 @@ def simulated() -> list[dict[str, Any]]:
     from outsize.hardware.machine_spec import Figure
     from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
     from outsize.model.sizes.workload import count_workload
-    from outsize.planner.predict.decision import planned_at
+    from outsize.planner.predict.decision_search import planned_at
     from outsize.planner.predict.prediction import predict
     from outsize.planner.predict.question import Question
     from outsize.planner.search.step_plan import Budgets, PlanOptions

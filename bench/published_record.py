@@ -17,7 +17,7 @@ from outsize.cli.plan.plan_model import AskedModel
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import ask
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict.decision import decide
+from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.prediction import Prediction, predict
 from outsize.planner.predict.question import Question
 

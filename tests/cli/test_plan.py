@@ -137,7 +137,9 @@ def test_a_change_that_is_none_of_this_machine_is_answered_so_beside_the_plan(mo
 
 
 def test_what_is_no_change_is_said_before_anything_is_searched(model_dir, capsys, monkeypatch):
-    monkeypatch.setattr("outsize.planner.predict.decision.decide", lambda question: pytest.fail("searched"))
+    monkeypatch.setattr(
+        "outsize.planner.predict.decision_search.decide", lambda question: pytest.fail("searched")
+    )
     assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int9") == 2
     assert "what moments are kept in" in capsys.readouterr().err
 

@@ -4,7 +4,8 @@ import pytest
 
 from outsize.codecs.wire import Wire
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict.decision import NUM_STEPS, planned_at
+from outsize.planner.predict.decision import NUM_STEPS
+from outsize.planner.predict.decision_search import planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.predict.what_if import outcome
 from planner.questions import CONFIG, ask

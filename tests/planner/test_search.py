@@ -5,9 +5,9 @@ import pytest
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict import decision
+from outsize.planner.predict import decision, decision_search
 from outsize.planner.predict.assumptions import figures_used
-from outsize.planner.predict.decision import decide, planned_at
+from outsize.planner.predict.decision_search import decide, planned_at
 from outsize.planner.predict.feasibility import missing_host_bytes
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
@@ -96,7 +96,7 @@ def plans_made(monkeypatch) -> list[int]:
         planned.append(options.microbatches)
         return plan_stages(model, demand, budgets, options, max_visits)
 
-    monkeypatch.setattr(decision, "plan_stages", noted)
+    monkeypatch.setattr(decision_search, "plan_stages", noted)
     return planned
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.passes.validate import validate
-from outsize.planner.predict.decision import clocked_s, planned_at
+from outsize.planner.predict.decision_search import clocked_s, planned_at
 from outsize.planner.predict.prediction import fastest
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind

@@ -12,9 +12,10 @@ from outsize.model.sizes.lora_from_config import with_adapters
 from outsize.model.sizes.spec_from_config import read_shape
 from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict import expectation, what_if
-from outsize.planner.predict.decision import decide
+from outsize.planner.predict.changes import parse_change
+from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.prediction import LINK_UP, fastest
-from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
+from outsize.planner.predict.what_if import estimated_outcome, outcome, usual_changes
 from outsize.planner.search import step_plan
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.stage_traffic import StageTraffic

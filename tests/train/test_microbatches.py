@@ -166,11 +166,11 @@ def test_numbers_of_microbatches_of_several_workers_are_compared_by_what_is_coun
         train = {"microbatches": None, "tokens_per_step": sequences * 32}
         return prepared(tmp_path, **{**sections, "train": train, **changes}).config.microbatches
 
-    monkeypatch.setattr("outsize.planner.predict.decision.cuts_to_try", lambda *_: [16, 32])
+    monkeypatch.setattr("outsize.planner.predict.decision_search.cuts_to_try", lambda *_: [16, 32])
     found = cut(128)
     assert found in (16, 32)
     assert cut(128) == found
-    monkeypatch.setattr("outsize.planner.predict.decision.may_shorten", lambda *_: False)
+    monkeypatch.setattr("outsize.planner.predict.decision_search.may_shorten", lambda *_: False)
     assert cut(128) == 16
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
-from outsize.planner.predict.decision import decide
+from outsize.planner.predict.decision_search import decide
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates

@@ -59,9 +59,10 @@ def _answer(
     from outsize.cli.plan import plan_table
     from outsize.cli.plan.plan_question import in_options
     from outsize.errors import InfeasiblePlanError
-    from outsize.planner.predict.decision import decide
+    from outsize.planner.predict.changes import parse_change
+    from outsize.planner.predict.decision_search import decide
     from outsize.planner.predict.prediction import predict
-    from outsize.planner.predict.what_if import estimated_outcome, outcome, parse_change, usual_changes
+    from outsize.planner.predict.what_if import estimated_outcome, outcome, usual_changes
 
     question = asked.question
     for change in changes:

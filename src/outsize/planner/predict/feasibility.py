@@ -4,7 +4,7 @@ from outsize.codecs.codec_spec import LOSSLESS3
 from outsize.codecs.transport import Transport
 from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Tier
-from outsize.planner.predict.decision import planned_at, tiers_of
+from outsize.planner.predict.decision_search import planned_at, tiers_of
 from outsize.planner.predict.question import Question
 from outsize.planner.search.plan_stages import fits_stages
 from outsize.planner.search.step_plan import shortage_of

@@ -2,7 +2,7 @@
 
 `outsize train`, its dry run and `outsize verify` prepare a run and call `decide`. `prepare` has asked the planner with
 data sheets for rates, which say the same whenever a run starts. Where a codec, or what leaves a device, is to be chosen
-by what its link carries, units and lanes are timed, and the planner is asked again (`planner.predict.decision`).
+by what its link carries, units and lanes are timed, and the planner is asked again (`planner.predict.decision_search`).
 
 Where a run leaves open whether its blocks are compiled, it is decided twice, and both are timed. Bits depend on that,
 so a run that goes on has what its first start has chosen (`training.run_dir.as_before`).
@@ -17,8 +17,9 @@ from outsize.codecs.transport import Transport
 from outsize.config.config_rules import contradictions
 from outsize.errors import OutsizeError
 from outsize.model.compiled import take_eager
-from outsize.planner.predict.decision import Decision, worth_it
-from outsize.planner.predict.decision import decide as planner_decides
+from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision_search import decide as planner_decides
+from outsize.planner.predict.decision_search import worth_it
 from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import resident_bytes, trim

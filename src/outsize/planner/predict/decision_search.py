@@ -1,0 +1,295 @@
+"""What a run does, decided in one place: codecs, home, microbatches, stages, and what is kept of forwards.
+
+`decide` is a pure function of a `Question`. ``outsize plan`` asks it with what a config tells of a model and data
+sheets of a machine, ``outsize train`` with what a trial and a clock have found; the decision is the same where these
+are.
+
+Homes are tried from the fastest: host memory, host memory with weights encoded that do not train, disk. Microbatches
+are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain. Simulating is
+what takes time: a step of one device is simulated only where what it computes does not tell which of two is shorter.
+Stages of several devices are searched for a second each; so smaller microbatches are looked at only where what stages
+wait for each other leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
+one.
+"""
+
+from bisect import bisect_left
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.memory.link_bytes import packed_bytes
+from outsize.planner.memory.memory_table import Demand, Tier
+from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.question import MicrobatchCost, Question
+from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.plan_stages import (
+    estimate_s,
+    plan_stages,
+    without_peers,
+)
+from outsize.planner.search.round_search import rounds_to_try
+from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
+
+# Of a step that a codec must save: predictions of two plans of one model on one machine differ by less.
+GAIN = 0.03
+# Codecs that keep every bit, the faster first.
+CODECS = (LOSSLESS4.name, LOSSLESS3.name)
+
+
+def decide(question: Question) -> Decision:
+    """Return what a run does.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits; of the plan that is short by the least.
+    """
+    best: Decision | None = None
+    failure: InfeasiblePlanError | None = None
+    try:
+        best = _fastest(question)
+    except InfeasiblePlanError as error:
+        failure = error
+    for crossing in question.auto:
+        best = _encoded(question if best is None else best.question, best, crossing)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def worth_it(former_s: float, step_s: float) -> bool:
+    """Return whether steps of ``step_s`` are enough shorter than those of ``former_s``, seconds, to add a codec."""
+    return step_s < former_s * (1 - GAIN)
+
+
+def _encoded(question: Question, best: Decision | None, crossing: str) -> Decision | None:
+    """Return ``best``, or with a codec at ``crossing`` what is enough faster, or fits where nothing does."""
+    raw = best
+    for name in CODECS:
+        candidate = question.deciding(transport=replace(question.options.transport, **{crossing: name}))
+        if raw is not None and (raw.plan.home == "host" or crossing != "weights"):
+            # Nodes encode no more than it takes to have the home in host memory.
+            if question.nodes > 1 or not question.timed:
+                break
+            candidate = replace(candidate, microbatches=raw.microbatches)
+        elif crossing != "weights" or question.home == "disk":
+            break
+        elif not packed_bytes(candidate.options.transport, question.model):
+            break  # nothing that does not train would rest encoded, and may fit host memory so
+        try:
+            found = _fastest(candidate)
+        except (InfeasiblePlanError, ConfigError):
+            continue
+        if best is None or worth_it(best.step_s, found.step_s):
+            # What is asked next goes on from the codec that was found, and searches microbatches anew.
+            named = replace(found.question, microbatches=question.microbatches)
+            best = _same(found, question=named, chosen={crossing: name})
+            if raw is not None:
+                former = {**raw.former, f"transport.{crossing}": raw}
+                best = _same(best, chosen={**raw.chosen, crossing: name}, former=former)
+            if not question.timed:  # the faster to write, of those that fit
+                break
+    return best
+
+
+def _fastest(question: Question) -> Decision:
+    """Return the decision whose step is the shortest that is found.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits; of the plan that is short by the least.
+    """
+    tiers = tiers_of(question)
+    for tier in tiers[:-1]:
+        try:
+            return _fastest_at(question, tier)
+        except InfeasiblePlanError as error:
+            if "host" not in error.short_by:
+                raise
+    return _fastest_at(question, tiers[-1])
+
+
+def _fastest_at(question: Question, home: Tier) -> Decision:
+    """Return the same with the home there, and raise the same."""
+    named, several = question.microbatches, question.num_workers > 1
+    cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
+    ways = cache(lambda microbatches: _ways(question, microbatches, home))
+
+    def may_gain(best: Decision, microbatches: int) -> bool:
+        if several:
+            return _may_gain(best, microbatches)
+        least_s = NEAR * min(way.least_s for way in ways(microbatches))
+        return least_s < best.least_s or least_s < best.compared_s
+
+    def is_enough(best: Decision) -> bool:
+        little = 1 - 1 / NEAR
+        if not several:
+            return best.recomputed <= little
+        return best.free_bubble <= little and (question.brief or best.simulated.bubble <= little)
+
+    return search_cuts(
+        cuts if named is None else (named,),
+        lambda microbatches: _handed_over(_offloading(_faster(*ways(microbatches)))),
+        lambda found, best: found.is_less(1 / NEAR, best),
+        may_gain=may_gain,
+        is_enough=is_enough if named is None else lambda _: True,
+        may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
+    )
+
+
+def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
+    """Return the decision with so many microbatches, and the home there: in rounds as large as fit, or faster ones.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: nothing fits.
+    """
+    return _faster(*_ways(question, microbatches, home))
+
+
+def _faster(largest: Decision, *faster: Decision) -> Decision:
+    """Return the decision with rounds as large as fit, or the one with faster rounds where that is a percent faster."""
+    return next((decision for decision in faster if decision.is_less(1 / NEAR, largest)), largest)
+
+
+def _ways(question: Question, microbatches: int, home: Tier) -> list[Decision]:
+    """Return the decision in rounds as large as fit, and the one in rounds of which lanes say that they are faster."""
+    one = question.microbatch(microbatches)
+
+    def planned_in(size: int) -> Decision:
+        options = question.options_for(microbatches, home, one.times, size)
+        plan = plan_within(question.model, one.demand, question.budgets, options)
+        return Decision(question=question, plan=plan, microbatch=one)
+
+    most, *smaller = _rounds_that_fit(question, microbatches, home, one)
+    largest = best = planned_in(most)
+    rates = largest.options.rates
+    if not question.timed or rates is None or not smaller:
+        return [largest]
+    for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller):
+        try:
+            found = planned_in(size)
+        except InfeasiblePlanError:
+            break
+        if found.lanes_s >= best.lanes_s:
+            break
+        best = found
+    return [largest] if best is largest else [largest, best]
+
+
+def _rounds_that_fit(question: Question, microbatches: int, home: Tier, one: MicrobatchCost) -> list[int]:
+    """Return how many of so many microbatches a round may take, the most first; where none fits, what lacks the least.
+
+    A round of all asks for the most while a step runs and, where gradients pass through a ring, for the least at home.
+    """
+    sizes = list(question.round_sizes(microbatches))
+
+    def short_by(size: int) -> int:
+        options = question.options_for(microbatches, home, one.times, size)
+        return sum(shortage_of(question.model, one.demand, question.budgets, options).values())
+
+    if not sizes[1:] or not short_by(sizes[0]):
+        return sizes
+    fitting = sizes[bisect_left(sizes, True, lo=1, key=lambda size: not short_by(size)) :]
+    return fitting or [min(sizes[-1], sizes[0], key=short_by)]
+
+
+def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> Plan:
+    """Return the plan of a step, on one worker or several.
+
+    What the device should have to spare comes before more slots or larger tiles; where even the smallest plan leaves
+    none, it is given up.
+
+    Raises:
+        ConfigError: what is asked for cannot be.
+        InfeasiblePlanError: no plan fits, and by how much.
+    """
+    make = plan_stages if options.num_workers > 1 else plan_step
+    if demand.spare_bytes:
+        roomy = replace(demand, fixed_bytes=demand.fixed_bytes + demand.spare_bytes)
+        try:
+            return make(model, roomy, budgets, options)
+        except InfeasiblePlanError:
+            return replace(make(model, demand, budgets, options), heap=False)
+    return make(model, demand, budgets, options)
+
+
+def _offloading(decision: Decision) -> Decision:
+    """Return ``decision``, or where things leave the device unasked what keeps them there, if that is no slower.
+
+    Stages are compared with both where they are cut.
+    """
+    question, plan = decision.question, decision.plan
+    asked = question.options.activations != "auto" or question.num_workers > 1 or question.brief
+    if asked or not plan.layout.any_leaves:
+        return decision
+    named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
+    staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)
+    if not decision.is_less(1 - GAIN, staying):
+        return _same(staying, question=question)
+    return _same(decision, former={**decision.former, "memory.activations": staying})
+
+
+def _same(decision: Decision, **changes: Any) -> Decision:
+    """Return ``decision`` with changes that its steps do not depend on, so that none is simulated again."""
+    changed = replace(decision, **changes)
+    vars(changed).update({name: found for name, found in vars(decision).items() if name == "simulated"})
+    return changed
+
+
+def _handed_over(decision: Decision) -> Decision:
+    """Return ``decision``, handing over from device to device where that can be and is not slower.
+
+    In brief wherever that can be: clocks tell no difference.
+    """
+    plan, question = decision.plan, decision.question
+    if not plan.layout.peers or question.options.handover == "peer" or question.brief:
+        return decision
+    by_host = replace(
+        decision, plan=without_peers(plan, question.model, decision.microbatch.demand, decision.options)
+    )
+    return decision if decision.step_s <= by_host.step_s else by_host
+
+
+def _may_gain(best: Decision, microbatches: int) -> bool:
+    """Return whether stages of several devices could take a percent less with more microbatches than ``best``."""
+    question, clock, stages = best.question, best.clock, best.plan.layout.stages
+    assert stages is not None
+    waiting_s = best.free_bubble * clock.step_s(stages)
+    # Of short rounds, as memory may want them, stages wait for each other throughout.
+    short = stages.round_size < min(PER_GPU * question.num_workers, best.microbatches)
+    if not short and not may_shorten(waiting_s, best.compared_s, best.microbatches, microbatches):
+        return False
+    try:
+        gained_s = clock.step_s(stages) - clocked_s(question, microbatches, best.plan.home)
+    except InfeasiblePlanError:
+        return False
+    return gained_s >= best.compared_s * (1 - 1 / NEAR)
+
+
+def clocked_s(question: Question, microbatches: int, home: Tier) -> float:
+    """Return what the partitioner makes of a step of several devices, seconds, in a fraction of the time of a decision.
+
+    Raises:
+        ConfigError: more devices than there can be stages.
+        InfeasiblePlanError: nothing fits.
+    """
+    one = question.microbatch(microbatches)
+    options = question.options_for(microbatches, home, one.times)
+    return estimate_s(question.model, one.demand, question.budgets, options)
+
+
+def tiers_of(question: Question) -> tuple[Tier, ...]:
+    """Return where the home may be, the fastest first.
+
+    Raises:
+        ConfigError: on a disk that the machine does not have.
+    """
+    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
+    if question.home == "disk" and question.machine.disk is None:
+        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
+    return homes[question.home] if question.machine.disk is not None else ("host",)
