@@ -5,7 +5,8 @@ size: a step of more tokens has more rounds. Memory is the peak of resident memo
 a run keeps to its budgets where a processor is the device; what the plan sets aside on both is told beside it. Small
 steps warm up as many tokens as large ones have, since a heap grows until it has all its holes. A step of one round has
 no sums to bring up; what a token takes is compared with the best smaller step: by the clock, and in seconds of a
-processor, which other processes change little.
+processor, which other processes change little. All sizes are timed over as many tokens as the largest step has: the
+fastest of many small steps would be luck, which a large step, a mean of many rounds, has no part in.
 
     python bench/bench_rounds.py                          # 34M, from 4,096 to 262,144 tokens
     python bench/bench_rounds.py --model llama-10m --tokens 1024 4096 --round 1024
@@ -15,7 +16,6 @@ import argparse
 import json
 import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ SEQ_LEN = 256
 ROWS = 4
 
 
-def num_steps(arguments: argparse.Namespace, tokens: int) -> int:
-    """Return how many steps of so many tokens are made."""
-    return max(arguments.steps, 1 - -arguments.warm // tokens)
+def num_steps(arguments: argparse.Namespace, tokens: int) -> tuple[int, int]:
+    """Return how many steps of so many tokens warm up, and how many are timed."""
+    return max(1, -(-arguments.warm // tokens)), -(-max(arguments.tokens) // tokens)
 
 
 def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> list[str]:
@@ -44,7 +44,7 @@ def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> lis
         f"data.path={directory / 'tokens.npy'}",
         "data.format=tokens",
         f"data.seq_len={SEQ_LEN}",
-        f"train.steps={num_steps(arguments, tokens)}",
+        f"train.steps={sum(num_steps(arguments, tokens))}",
         f"train.tokens_per_step={tokens}",
         f"train.microbatches={tokens // in_a_microbatch}",
         f"train.round_microbatches={max(1, arguments.round // in_a_microbatch)}",
@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str
     config = load_config(None, settings(arguments, directory, tokens))
     peaks: list[int] = []
     used: list[common.Usage] = []
+    warm, timed = num_steps(arguments, tokens)
 
     def note(record: StepRecord) -> None:
         steps.append(record)
@@ -82,8 +83,8 @@ def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str
         "host_bytes": max(peaks[1:]),
         "planned_host_bytes": sum(plan["memory_bytes"]["host"].values()),
         "planned_device_bytes": sum(plan["memory_bytes"]["device"].values()),
-        "token_s": min(step.seconds for step in steps[1:]) / tokens,
-        "token_cpu_s": min((after - before).cpu_s for before, after in pairwise(used)) / tokens,
+        "token_s": sum(step.seconds for step in steps[warm:]) / (timed * tokens),
+        "token_cpu_s": (used[-1] - used[warm - 1]).cpu_s / (timed * tokens),
     }
 
 
@@ -94,12 +95,6 @@ def main() -> None:
     parser.add_argument("--model", choices=shapes.SHAPES, default="llama-34m")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a step, the fewest first")
     parser.add_argument("--round", type=int, default=4096, help="tokens of a round")
-    parser.add_argument(
-        "--steps",
-        type=common.steps_above(1),
-        default=3,
-        help="per size at least, of which the first warms up",
-    )
     parser.add_argument("--warm", type=int, default=65536, help="tokens before steps count, at least")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--device-memory", default="1GiB")
