@@ -6,7 +6,8 @@ a run keeps to its budgets where a processor is the device; what the plan sets a
 steps warm up as many tokens as large ones have, since a heap grows until it has all its holes. A step of one round has
 no sums to bring up; what a token takes is compared with the best smaller step: by the clock, and in seconds of a
 processor, which other processes change little. All sizes are timed over as many tokens as the largest step has: the
-fastest of many small steps would be luck, which a large step, a mean of many rounds, has no part in.
+fastest of many small steps would be luck, which a large step, a mean of many rounds, has no part in. Processors drift
+by some percent within minutes, so smaller steps are timed before and after the largest, half their tokens each time.
 
     python bench/bench_rounds.py                          # 34M, from 4,096 to 262,144 tokens
     python bench/bench_rounds.py --model llama-10m --tokens 1024 4096 --round 1024
@@ -17,6 +18,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,16 +28,19 @@ import shapes
 MIB = 2**20
 TOKENS = (4096, 16384, 65536, 262144)
 SEQ_LEN = 256
+CLOCKS = ("token_s", "token_cpu_s")
 # Sequences per microbatch.
 ROWS = 4
 
 
 def num_steps(arguments: argparse.Namespace, tokens: int) -> tuple[int, int]:
-    """Return how many steps of so many tokens warm up, and how many are timed."""
-    return max(1, -(-arguments.warm // tokens)), -(-max(arguments.tokens) // tokens)
+    """Return how many steps of so many tokens warm up, and how many are timed, in each of its processes."""
+    largest = max(arguments.tokens)
+    timed = largest if tokens == largest else largest // 2
+    return max(1, -(-arguments.warm // tokens)), -(-timed // tokens)
 
 
-def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> list[str]:
+def settings(arguments: argparse.Namespace, directory: Path, run_dir: Path, tokens: int) -> list[str]:
     """Return what a run is told, as ``key=value``."""
     in_a_microbatch = ROWS * SEQ_LEN
     return [
@@ -48,7 +53,7 @@ def settings(arguments: argparse.Namespace, directory: Path, tokens: int) -> lis
         f"train.tokens_per_step={tokens}",
         f"train.microbatches={tokens // in_a_microbatch}",
         f"train.round_microbatches={max(1, arguments.round // in_a_microbatch)}",
-        f"train.run_dir={directory / f'run-{tokens}'}",
+        f"train.run_dir={run_dir}",
         "train.save_minutes=0",
         f"memory.device={arguments.device}",
         f"memory.device_memory={arguments.device_memory}",
@@ -64,7 +69,8 @@ def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str
     from outsize.training.run import train
 
     steps: list[StepRecord] = []
-    config = load_config(None, settings(arguments, directory, tokens))
+    run_dir = Path(tempfile.mkdtemp(dir=directory))
+    config = load_config(None, settings(arguments, directory, run_dir, tokens))
     peaks: list[int] = []
     used: list[common.Usage] = []
     warm, timed = num_steps(arguments, tokens)
@@ -76,7 +82,7 @@ def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str
         common.reset_peak_rss()
 
     train(config, announce=lambda _: None, progress=note)
-    plan = json.loads((directory / f"run-{tokens}" / "plan.json").read_text())
+    plan = json.loads((run_dir / "plan.json").read_text())
     return {
         "tokens": tokens,
         "rounds": -(-plan["microbatches"] // plan["round_microbatches"]),
@@ -93,7 +99,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=shapes.SHAPES, default="llama-34m")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of a step, the fewest first")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=list(TOKENS), help="of a step, the fewest first"
+    )
     parser.add_argument("--round", type=int, default=4096, help="tokens of a round")
     parser.add_argument("--warm", type=int, default=65536, help="tokens before steps count, at least")
     parser.add_argument("--device", default="cpu")
@@ -110,16 +118,24 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="outsize-rounds-") as place:
         model = common.run_child("model", Path(place))
-        found = [common.run_child(str(tokens), Path(place)) for tokens in arguments.tokens]
-    report(arguments, model, found)
+        found = {tokens: [common.run_child(str(tokens), Path(place))] for tokens in arguments.tokens}
+        for tokens in reversed(arguments.tokens[:-1]):
+            found[tokens].append(common.run_child(str(tokens), Path(place)))
+    report(arguments, model, [both(*runs) for runs in found.values()])
+
+
+def both(first: dict[str, Any], *after: dict[str, Any]) -> dict[str, Any]:
+    """Return what the runs of one size found together: their largest memory, and their mean time."""
+    runs = (first, *after)
+    memory = {"host_bytes": max(run["host_bytes"] for run in runs)}
+    return {**first, **memory, **{name: fmean(run[name] for run in runs) for name in CLOCKS}}
 
 
 def report(arguments: argparse.Namespace, model: dict[str, Any], found: list[dict[str, Any]]) -> None:
     """Print the table and end with the JSON line."""
     sizes = ("host_bytes", "planned_host_bytes", "planned_device_bytes")
     growth = {name: max(each[name] for each in found) / found[0][name] for name in sizes}
-    clocks = ("token_s", "token_cpu_s")
-    best = {name: min((each[name] for each in found[:-1]), default=found[-1][name]) for name in clocks}
+    best = {name: min((each[name] for each in found[:-1]), default=found[-1][name]) for name in CLOCKS}
     common.print_table(
         [
             "tokens per step",
@@ -135,12 +151,12 @@ def report(arguments: argparse.Namespace, model: dict[str, Any], found: list[dic
                 each["tokens"],
                 each["rounds"],
                 *(f"{each[name] / MIB:.1f}" for name in sizes),
-                *(f"{1e6 * each[name]:.1f}" for name in clocks),
+                *(f"{1e6 * each[name]:.1f}" for name in CLOCKS),
             ]
             for each in found
         ],
     )
-    ratios = {name: found[-1][name] / best[name] for name in clocks}
+    ratios = {name: found[-1][name] / best[name] for name in CLOCKS}
     times = " and ".join(f"{ratio:.3f}" for ratio in ratios.values())
     print(f"host peak {growth['host_bytes']:.3f}, per token {times} (≤ 1.02 each)")
     result = {"bench": "rounds", "model": arguments.model, **model, "cases": found}
