@@ -2,12 +2,11 @@
 
 Each size of a step is trained in a process of its own, from the same model with the same budgets, with rounds of equal
 size: a step of more tokens has more rounds. Memory is the peak of resident memory, the device's and the host's, which
-a run keeps to its budgets where a processor is the device; what the plan sets aside on both is told beside it. Small
-steps warm up as many tokens as large ones have, since a heap grows until it has all its holes. A step of one round has
-no sums to bring up; what a token takes is compared with the best smaller step: by the clock, and in seconds of a
-processor, which other processes change little. All sizes are timed over as many tokens as the largest step has: the
-fastest of many small steps would be luck, which a large step, a mean of many rounds, has no part in. Processors drift
-by some percent within minutes, so smaller steps are timed before and after the largest, half their tokens each time.
+a run keeps to its budgets where a processor is the device; what the plan sets aside on both is told beside it.
+
+Processors drift by up to a tenth within minutes, and a step of 262,144 tokens takes minutes. So all sizes run at the
+same time, on as many cores each, and each warms up, and then is timed, for as many tokens as the largest step has. What
+a token takes is compared with the best smaller step: by the clock, and in seconds of a processor.
 
     python bench/bench_rounds.py                          # 34M, from 4,096 to 262,144 tokens
     python bench/bench_rounds.py --model llama-10m --tokens 1024 4096 --round 1024
@@ -15,10 +14,11 @@ by some percent within minutes, so smaller steps are timed before and after the 
 
 import argparse
 import json
+import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,11 +33,9 @@ CLOCKS = ("token_s", "token_cpu_s")
 ROWS = 4
 
 
-def num_steps(arguments: argparse.Namespace, tokens: int) -> tuple[int, int]:
-    """Return how many steps of so many tokens warm up, and how many are timed, in each of its processes."""
-    largest = max(arguments.tokens)
-    timed = largest if tokens == largest else largest // 2
-    return max(1, -(-arguments.warm // tokens)), -(-timed // tokens)
+def num_steps(arguments: argparse.Namespace, tokens: int) -> int:
+    """Return how many steps of so many tokens warm up; as many are timed."""
+    return -(-max(arguments.tokens) // tokens)
 
 
 def settings(arguments: argparse.Namespace, directory: Path, run_dir: Path, tokens: int) -> list[str]:
@@ -49,7 +47,7 @@ def settings(arguments: argparse.Namespace, directory: Path, run_dir: Path, toke
         f"data.path={directory / 'tokens.npy'}",
         "data.format=tokens",
         f"data.seq_len={SEQ_LEN}",
-        f"train.steps={sum(num_steps(arguments, tokens))}",
+        f"train.steps={2 * num_steps(arguments, tokens)}",
         f"train.tokens_per_step={tokens}",
         f"train.microbatches={tokens // in_a_microbatch}",
         f"train.round_microbatches={max(1, arguments.round // in_a_microbatch)}",
@@ -73,7 +71,7 @@ def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str
     config = load_config(None, settings(arguments, directory, run_dir, tokens))
     peaks: list[int] = []
     used: list[common.Usage] = []
-    warm, timed = num_steps(arguments, tokens)
+    warm = num_steps(arguments, tokens)
 
     def note(record: StepRecord) -> None:
         steps.append(record)
@@ -86,11 +84,11 @@ def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str
     return {
         "tokens": tokens,
         "rounds": -(-plan["microbatches"] // plan["round_microbatches"]),
-        "host_bytes": max(peaks[1:]),
+        "host_bytes": max(peaks[warm:]),
         "planned_host_bytes": sum(plan["memory_bytes"]["host"].values()),
         "planned_device_bytes": sum(plan["memory_bytes"]["device"].values()),
-        "token_s": sum(step.seconds for step in steps[warm:]) / (timed * tokens),
-        "token_cpu_s": (used[-1] - used[warm - 1]).cpu_s / (timed * tokens),
+        "token_s": sum(step.seconds for step in steps[warm:]) / (warm * tokens),
+        "token_cpu_s": (used[-1] - used[warm - 1]).cpu_s / (warm * tokens),
     }
 
 
@@ -103,7 +101,6 @@ def main() -> None:
         "--tokens", type=int, nargs="+", default=list(TOKENS), help="of a step, the fewest first"
     )
     parser.add_argument("--round", type=int, default=4096, help="tokens of a round")
-    parser.add_argument("--warm", type=int, default=65536, help="tokens before steps count, at least")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--device-memory", default="1GiB")
     parser.add_argument("--output", type=Path)
@@ -118,17 +115,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="outsize-rounds-") as place:
         model = common.run_child("model", Path(place))
-        found = {tokens: [common.run_child(str(tokens), Path(place))] for tokens in arguments.tokens}
-        for tokens in reversed(arguments.tokens[:-1]):
-            found[tokens].append(common.run_child(str(tokens), Path(place)))
-    report(arguments, model, [both(*runs) for runs in found.values()])
-
-
-def both(first: dict[str, Any], *after: dict[str, Any]) -> dict[str, Any]:
-    """Return what the runs of one size found together: their largest memory, and their mean time."""
-    runs = (first, *after)
-    memory = {"host_bytes": max(run["host_bytes"] for run in runs)}
-    return {**first, **memory, **{name: fmean(run[name] for run in runs) for name in CLOCKS}}
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // len(arguments.tokens)))
+        with ThreadPoolExecutor(len(arguments.tokens)) as beside:
+            found = list(
+                beside.map(lambda tokens: common.run_child(str(tokens), Path(place)), arguments.tokens)
+            )
+    report(arguments, model, found)
 
 
 def report(arguments: argparse.Namespace, model: dict[str, Any], found: list[dict[str, Any]]) -> None:
