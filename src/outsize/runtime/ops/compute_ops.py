@@ -157,7 +157,8 @@ class ComputeOps:
     def _tell(self, op: Op, context: StepContext, loss: Tensor) -> None:
         """Others read the loss behind a mark: lanes of another device have waited for no stream of this one."""
         assert op.microbatch is not None
-        context.losses[op.microbatch] = loss
+        # A tensor of four bytes that outlives its round would part the heap, which then grows from round to round.
+        context.losses[op.microbatch] = loss.item() if loss.device.type == "cpu" else loss
         context.loss_marks[op.microbatch] = self._device.record(f"compute:w{op.worker or 0}")
 
     def backward(self, op: Op, context: StepContext) -> None:

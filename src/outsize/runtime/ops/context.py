@@ -81,7 +81,7 @@ class StepContext:
     tokens: int = 0
     loss_scale: float = 1.0
     runs: dict[int, MicrobatchRun] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor | float] = field(default_factory=dict)
     loss_marks: dict[int, Any] = field(default_factory=dict)
     norms: dict[int, Tensor] = field(default_factory=dict)
     squares: dict[int, Tensor] = field(default_factory=dict)
@@ -137,7 +137,8 @@ class StepContext:
             return self.agreed_loss
         for mark in filter(None, self.loss_marks.values()):
             mark.synchronize()
-        return sum(self.losses[m].item() for m in range(len(self.microbatches)))
+        losses = (self.losses[m] for m in range(len(self.microbatches)))
+        return sum(loss.item() if isinstance(loss, Tensor) else loss for loss in losses)
 
 
 def slots_used(program: Program) -> dict[Op, dict[int, int]]:
