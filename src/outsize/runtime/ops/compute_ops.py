@@ -158,7 +158,7 @@ class ComputeOps:
         """Others read the loss behind a mark: lanes of another device have waited for no stream of this one."""
         assert op.microbatch is not None
         # A tensor of four bytes that outlives its round would part the heap, which then grows from round to round.
-        context.losses[op.microbatch] = loss.item() if loss.device.type == "cpu" else loss
+        context.losses[op.microbatch] = loss if is_accelerator(loss.device) else loss.item()
         context.loss_marks[op.microbatch] = self._device.record(f"compute:w{op.worker or 0}")
 
     def backward(self, op: Op, context: StepContext) -> None:

@@ -44,7 +44,8 @@ class StepContext:
         loss_scale: what losses are multiplied by before the backward (fp16), 1.0 otherwise.
         microbatches: in order.
         runs: passages under way, by microbatch.
-        losses: loss of each microbatch, unscaled, in order of completion; they add up to the loss of the step.
+        losses: loss of each microbatch, unscaled, in order of completion; they add up to the loss of the step. Of an
+            accelerator they are tensors there, which wait for their marks, of a processor numbers.
         loss_marks: of the work that these losses come from; none where work is done when it returns.
         norms: gradient norms by unit, one for each tensor that received a gradient.
         squares: of several ranks, sums of squares of this one's share of the summed gradients by unit, fp64 [tensors].
