@@ -32,11 +32,17 @@ class StepProfiler:
         self._num_ended = 0
         self._profile: Any = None
 
-    def step_ended(self) -> bool:
-        """Begin or end a record between two steps; returns whether a trace has been written."""
+    def step_ended(self) -> None:
+        """Begin a record where one is due, as soon as the outcome of a step is known."""
         self._num_ended += 1
         if self._num_steps and self._num_ended == FIRST_PROFILED:
             self._begin()
+
+    def step_done(self) -> bool:
+        """End a record once nothing of its last step is under way; returns whether a trace has been written.
+
+        A step that ended may still have units to step: they belong to its record.
+        """
         return self._num_ended == FIRST_PROFILED + self._num_steps and self._end()
 
     def __enter__(self) -> Self:
