@@ -33,6 +33,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     process = Memory()
     monkeypatch.setattr(allocator, "resident_bytes", lambda: process.resident)
     monkeypatch.setattr(allocator, "trim", process.trim)
+    monkeypatch.setattr(allocator, "LOOK_S", 0.0)
     return process
 
 
@@ -72,6 +73,20 @@ def test_the_limit_comes_back_down_when_the_live_memory_is_gone(memory: Memory):
     memory.resident, memory.free = LIMIT + 1, 30 * MIB
     limit.keep()
     assert memory.num_trims == 2
+
+
+def test_between_two_looks_some_time_passes(memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    now_s = 100.0
+    monkeypatch.setattr(allocator.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(allocator, "LOOK_S", 0.5)
+    limit = ResidentLimit(START, BUDGET, HOST)
+    limit.keep()
+    memory.resident, memory.free = LIMIT + 1, MIB
+    limit.keep()
+    assert memory.num_trims == 0
+    now_s += 0.5
+    limit.keep()
+    assert memory.num_trims == 1
 
 
 def test_the_limit_is_kept_in_the_middle_of_a_backward(memory: Memory):

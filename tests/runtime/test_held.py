@@ -1,3 +1,5 @@
+import weakref
+
 import torch
 
 from outsize.runtime.forward.saved_tensors import SavedTensors
@@ -26,6 +28,19 @@ def test_memory_may_go_and_other_memory_may_take_its_place():
     first.zero_()
     assert [place.tensor().tolist() for place in shown] == [[1.0, 2.0, 3.0], [0, 1, 2]]
     assert shown[0].tensor().data_ptr() != first[1:].data_ptr()
+
+
+def test_memory_that_goes_is_free_while_it_is_away():
+    held = SavedTensors()
+    made = torch.ones(3)
+    shown = held.hold(made)
+    assert shown.tensor().data_ptr() == made.data_ptr()
+    memory = weakref.ref(made.untyped_storage())
+    del made
+    held.take()
+    assert memory() is None
+    held.put([torch.full((3,), 2.0).untyped_storage()])
+    assert shown.tensor().tolist() == [2.0] * 3
 
 
 def test_what_others_use_stays():
