@@ -30,10 +30,12 @@ class Device(ABC):
     Attributes:
         name: as in the configuration.
         torch_device: where its tensors lie.
+        in_place: whether host memory is its own, so that what rests there is used where it lies, and nothing copied.
     """
 
     name: str
     torch_device: torch.device
+    in_place: bool = False
 
     @abstractmethod
     def allocate(self, num_bytes: int, what: str) -> Tensor:
@@ -98,6 +100,8 @@ class CpuDevice(Device):
         tier: of the ledger.
     """
 
+    in_place = True
+
     def __init__(
         self,
         name: str = "cpu",
@@ -139,6 +143,8 @@ class EmulatedDevice(CpuDevice):
         tier: of the ledger.
         peer_bytes_per_s: rate of copies to other devices; None for as fast as they go.
     """
+
+    in_place = False
 
     def __init__(
         self,

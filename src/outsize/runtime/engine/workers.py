@@ -101,7 +101,9 @@ class _Memory:
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
         self.sums = GradientSums()
         staging = take_staging(plan.transport, "weights", device)
-        self.weights = WeightOps(spec, device, home, self.slots, host_buffers, encoded, staging)
+        self.weights = WeightOps(
+            spec, device, home, self.slots, host_buffers, encoded, staging, in_place=device.in_place
+        )
         self.gradients = GradientOps(
             spec,
             device,
@@ -122,6 +124,8 @@ class _Memory:
             observe=settings.observe_gradient,
             carrier=gradient_carrier(plan.transport, spec, device),
             tiles=gradient_tiles,
+            in_place=device.in_place
+            and layout.num_nodes == 1,  # of several, each keeps its own part of a sum
         )
 
 

@@ -67,9 +67,11 @@ class GradientOps:
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
         carrier: brings gradients home encoded, once they are whole; None where they go as they are.
         tiles: where gradients that pass through a ring go, by tile buffer; fp32 [tile_elements] each.
+        in_place: whether gradients that rest in a host home as they are summed are summed there; accumulators stay
+            untouched then.
 
     Attributes:
-        down: what has moved home so far.
+        down: what has moved home so far, or would have if it were not summed there.
         bytes_up: that came back to be summed on.
     """
 
@@ -86,7 +88,10 @@ class GradientOps:
         observe: GradientObserver | None = None,
         carrier: GradientCarrier | None = None,
         tiles: Sequence[Tensor] = (),
+        in_place: bool = False,
     ) -> None:
+        as_summed = settings.dtype == "fp32" and carrier is None and not tiles
+        self._in_place = in_place and isinstance(home, HostHome) and as_summed
         self._settings = settings
         self._carrier = carrier
         self._tiles = tiles
@@ -108,34 +113,42 @@ class GradientOps:
 
     def accumulate(self, op: Op, context: StepContext) -> None:
         """ACC: from now on this accumulator sums the gradient of the unit."""
+        unit, plane = self._accumulator(op)
+        self._plane_of[unit.index] = plane
+        self._sums.open(unit, plane)
+
+    def _accumulator(self, op: Op) -> tuple[UnitSpec, Tensor]:
+        """The unit of ``op``, and where its gradient is summed, fp32 [unit.numel]."""
         assert op.unit is not None
         assert op.slot is not None
         unit = self._spec.units[op.unit]
-        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
-        self._plane_of[op.unit] = plane
-        self._sums.open(unit, plane)
+        if self._in_place:
+            assert isinstance(self._home, HostHome)
+            return unit, self._home.view(op.unit, "gradient").data
+        return unit, typed_plane(self._accumulators[op.slot], unit, "fp32")
 
     def sum_on(self, op: Op, context: StepContext) -> None:
         """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added.
 
         `StepContext.touched` says of which tensors there is one.
         """
-        assert op.unit is not None
-        assert op.slot is not None
-        unit = self._spec.units[op.unit]
-        plane = typed_plane(self._accumulators[op.slot], unit, "fp32")
-        self._plane_of[op.unit] = plane
+        unit, plane = self._accumulator(op)
+        self._plane_of[unit.index] = plane
+        if not self._in_place:
+            self._bring_up(unit.index, plane)
+        self.bytes_up += plane.nbytes
+        self._sums.open(unit, plane, context.touched[unit.index])
+
+    def _bring_up(self, unit: int, plane: Tensor) -> None:
         if isinstance(self._home, HostHome):
-            self._device.copy(plane, self._home.view(op.unit, "gradient"))
+            self._device.copy(plane, self._home.view(unit, "gradient"))
         elif plane.device.type == "cpu":
-            self._home.read(op.unit, "gradient", 0, plane)
+            self._home.read(unit, "gradient", 0, plane)
         else:
             with Arena() as arena:
                 staged = arena.take(plane.nbytes, "gradient on its way up").view(plane.dtype)
-                self._home.read(op.unit, "gradient", 0, staged)
+                self._home.read(unit, "gradient", 0, staged)
                 plane.copy_(staged)
-        self.bytes_up += plane.nbytes
-        self._sums.open(unit, plane, context.touched[op.unit])
 
     def norm(self, op: Op, context: StepContext) -> None:
         """NORM: one norm for each tensor of the unit, where the gradient lies."""
@@ -207,6 +220,8 @@ class GradientOps:
             plane if self._settings.dtype == "fp32" else _narrowed(plane, TORCH_DTYPE[self._settings.dtype])
         )
         self.down = self.down.and_then(wire.nbytes, plane.nbytes)
+        if self._in_place:
+            return
         if target is not None:
             self._device.copy(target, wire)
         else:

@@ -33,9 +33,10 @@ class WeightOps:
         host_buffers: byte buffers for units between disk and device.
         encoded: the weights as they go over the link; None where they go as they are.
         staging: two byte buffers on the device for what arrives encoded.
+        in_place: whether weights that lie in a host home as they are used are used there; slots stay untouched then.
 
     Attributes:
-        up: what has moved so far.
+        up: what has moved so far, or would have if it were not used in place.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class WeightOps:
         host_buffers: list[Tensor],
         encoded: EncodedWeights | None = None,
         staging: Sequence[Tensor] = (),
+        *,
+        in_place: bool = False,
     ) -> None:
+        self._in_place = in_place
         self._spec = spec
         self._device = device
         self._home = home
@@ -64,8 +68,33 @@ class WeightOps:
         return self.up.wire
 
     def planes(self, unit: int, slot: int) -> tuple[Tensor, ...]:
-        """The weights of ``unit`` as they lie in ``slot``: its plane [unit.numel], and those of its frozen parts."""
-        return weight_planes(self._spec.units[unit], self._spec.dtype, self._slots[slot])
+        """The weights of ``unit`` where they are used: its plane [unit.numel], and those of its frozen parts.
+
+        They lie in ``slot``, or at home where they are used in place.
+        """
+        found = self._spec.units[unit]
+        planes = weight_planes(found, self._spec.dtype, self._slots[slot])
+        if not self._in_place:
+            return planes
+        at_home = (self._at_home(found, position) for position in range(len(planes)))
+        return tuple(plane if own is None else own for plane, own in zip(planes, at_home, strict=True))
+
+    def _at_home(self, unit: UnitSpec, position: int) -> Tensor | None:
+        """Return a plane of ``unit`` where it rests; None where that is not what its modules compute with."""
+        name, part = list(zip(_names(unit), (None, *unit.frozen), strict=True))[position]
+        encoded = part is not None and part.codec is not None
+        if (
+            not isinstance(self._home, HostHome)
+            or encoded
+            or not (unit.numel if part is None else part.numel)
+        ):
+            return None
+        if self._home.packed(unit.index, name) is not None:
+            return None
+        if self._encoded is not None and self._encoded.pieces(unit.index, name):
+            return None
+        # With a count of changes of its own: that the optimizer steps other units is nothing to a graph of this one.
+        return self._home.view(unit.index, name).data
 
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
@@ -91,6 +120,9 @@ class WeightOps:
                 codec = self._encoded.codec
                 wire_bytes = bring_up(self._device, codec, pieces, plane, self._staging)
                 self.up = self.up.and_then(wire_bytes, plane.nbytes)
+                continue
+            if self._in_place and self._at_home(unit, position) is not None:
+                self.up = self.up.and_then(plane.nbytes, plane.nbytes)
                 continue
             encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
             into = plane if encoded is None else encoded
