@@ -39,7 +39,18 @@ def home(arena):
         yield home
 
 
-def make(home, arena, sums, *, max_grad_norm=1.0, clips=True, skip=False, observe=None, host_buffers=()):
+def make(
+    home,
+    arena,
+    sums,
+    *,
+    max_grad_norm=1.0,
+    clips=True,
+    skip=False,
+    observe=None,
+    host_buffers=(),
+    in_place=False,
+):
     return GradientOps(
         SPEC,
         CpuDevice(),
@@ -51,6 +62,7 @@ def make(home, arena, sums, *, max_grad_norm=1.0, clips=True, skip=False, observ
             parameter_order=ORDER, max_grad_norm=max_grad_norm, clips=clips, skip_nonfinite=skip
         ),
         observe=observe,
+        in_place=in_place,
     )
 
 
@@ -91,9 +103,10 @@ def random_gradients(scale: float = 1.0):
     }
 
 
-def test_gradients_come_home_and_their_norm_is_that_of_torch(home, arena):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_come_home_and_their_norm_is_that_of_torch(home, arena, in_place: bool):
     sums, gradients = GradientSums(), random_gradients()
-    ops, context = make(home, arena, sums, max_grad_norm=0.5), step()
+    ops, context = make(home, arena, sums, max_grad_norm=0.5, in_place=in_place), step()
     backward(ops, sums, context, gradients)
     run(ops, context, "CLIP")
     parameters = [
@@ -111,6 +124,7 @@ def test_gradients_come_home_and_their_norm_is_that_of_torch(home, arena):
         assert torch.equal(found, gradients[unit][position])
     assert ops.bytes_down == sum(unit.gradient_bytes for unit in SPEC.units)
     assert not context.skipped
+    assert any(buffer.any() for buffer in ops._accumulators) is not in_place
 
 
 def test_what_got_no_gradient_does_not_count(home, arena):

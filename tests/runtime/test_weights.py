@@ -49,6 +49,33 @@ def test_a_load_puts_the_weights_into_the_slot_that_it_names(home, arena):
     assert ops.bytes_up == sum(model.units[unit].weight_bytes("bf16") for unit in (0, 1, 2))
 
 
+def test_what_is_used_in_place_lies_at_home_and_slots_stay_as_they_are(home, arena):
+    model = small_model("bf16")
+    size = max(unit.weight_bytes("bf16") for unit in model.units)
+    slots = [arena.take(size, "slot").zero_() for _ in range(2)]
+    ops = WeightOps(model, CpuDevice(), home, slots, [], in_place=True)
+    expected = {unit: fill(home, unit, arena) for unit in (0, 1)}
+    for unit, slot in ((0, 1), (1, 0)):
+        ops.load(parse_op(f"LOAD {unit}@w0.{slot}"), None)
+        (plane,) = ops.planes(unit, slot)
+        assert same_bits(plane, expected[unit])
+        at_home = isinstance(home, HostHome)  # from a disk they come up
+        assert (plane.data_ptr() == slots[slot].data_ptr()) is not at_home
+        assert bool(slots[slot].any()) is not at_home
+        if at_home:
+            assert plane.data_ptr() == home.view(unit, "weights").data_ptr()
+    assert ops.bytes_up == sum(model.units[unit].weight_bytes("bf16") for unit in (0, 1))
+
+
+def test_a_step_of_weights_at_home_is_no_change_to_the_graph_that_keeps_them(arena):
+    model = small_model("bf16")
+    with HostHome(model, planes_for("bf16"), arena) as home:
+        ops = WeightOps(model, CpuDevice(), home, [arena.take(2**20, "slot")], [], in_place=True)
+        (plane,) = ops.planes(0, 0)
+        home.view(0, "weights").add_(1)
+        assert plane._version == 0
+
+
 def test_by_way_of_a_host_buffer(home, arena):
     model = small_model("bf16")
     size = max(unit.weight_bytes("bf16") for unit in model.units)
