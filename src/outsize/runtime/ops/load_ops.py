@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
+from outsize.model.sizes.model_spec import ITEMSIZE, FrozenPart, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.planner.program.ops import Op
 from outsize.runtime.device.device import Device
@@ -74,27 +74,21 @@ class WeightOps:
         """
         found = self._spec.units[unit]
         planes = weight_planes(found, self._spec.dtype, self._slots[slot])
-        if not self._in_place:
-            return planes
-        at_home = (self._at_home(found, position) for position in range(len(planes)))
-        return tuple(plane if own is None else own for plane, own in zip(planes, at_home, strict=True))
+        parts = zip(_names(found), (None, *found.frozen), planes, strict=True)
+        # With counts of changes of their own: that the optimizer steps other units is nothing to a graph of this one.
+        return tuple(
+            home.view(unit, name).data if (home := self._resting(unit, name, part, plane)) else plane
+            for name, part, plane in parts
+        )
 
-    def _at_home(self, unit: UnitSpec, position: int) -> Tensor | None:
-        """Return a plane of ``unit`` where it rests; None where that is not what its modules compute with."""
-        name, part = list(zip(_names(unit), (None, *unit.frozen), strict=True))[position]
-        encoded = part is not None and part.codec is not None
-        if (
-            not isinstance(self._home, HostHome)
-            or encoded
-            or not (unit.numel if part is None else part.numel)
-        ):
+    def _resting(self, unit: int, name: str, part: FrozenPart | None, plane: Tensor) -> HostHome | None:
+        """The home that a plane is used in; None for one that lies in a slot."""
+        home = self._home
+        if not self._in_place or not isinstance(home, HostHome) or not plane.numel():
             return None
-        if self._home.packed(unit.index, name) is not None:
-            return None
-        if self._encoded is not None and self._encoded.pieces(unit.index, name):
-            return None
-        # With a count of changes of its own: that the optimizer steps other units is nothing to a graph of this one.
-        return self._home.view(unit.index, name).data
+        encoded = (part is not None and part.codec is not None) or home.packed(unit, name) is not None
+        sent = self._encoded is not None and bool(self._encoded.pieces(unit, name))
+        return None if encoded or sent else home
 
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
@@ -121,7 +115,7 @@ class WeightOps:
                 wire_bytes = bring_up(self._device, codec, pieces, plane, self._staging)
                 self.up = self.up.and_then(wire_bytes, plane.nbytes)
                 continue
-            if self._in_place and self._at_home(unit, position) is not None:
+            if self._resting(unit.index, name, part, plane) is not None:
                 self.up = self.up.and_then(plane.nbytes, plane.nbytes)
                 continue
             encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
