@@ -59,10 +59,13 @@ def make(
         [arena.take(unit.gradient_bytes, "accumulator") for unit in SPEC.units],
         list(host_buffers),
         GradientSettings(
-            parameter_order=ORDER, max_grad_norm=max_grad_norm, clips=clips, skip_nonfinite=skip
+            parameter_order=ORDER,
+            max_grad_norm=max_grad_norm,
+            clips=clips,
+            skip_nonfinite=skip,
+            in_place=in_place,
         ),
         observe=observe,
-        in_place=in_place,
     )
 
 

@@ -222,7 +222,6 @@ class StreamedTrainer:
         """Return when the optimizer of the last step is done, so that the home holds the weights after it."""
         if self._last is not None:
             self.engine.finish(self._last)
-            self._last = None
 
     @property
     def updates(self) -> dict[str, int]:

@@ -191,7 +191,7 @@ class Run:
         return {"eval_loss": last.loss, "eval_perplexity": last.perplexity}
 
     def _write_line(self) -> None:
-        """Tell the heartbeat and the profiler of the step that was known last, now that all of its bytes have moved."""
+        """Tell the heartbeat of the step that was known last, now that all of its bytes have moved."""
         if self._unwritten is None:
             return
         (known, outcome), self._unwritten = self._unwritten, None
@@ -200,10 +200,6 @@ class Run:
         self.bytes_written += record.bytes_written
         self.heartbeat.beat(record)
         self.writers.tell(record)
-        if self.profiler.step_done():
-            self.ranks.announce(
-                f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
-            )
 
     def _note(self, outcome: StepOutcome) -> None:
         """Keep count of one step, and tell whoever watches."""
@@ -228,7 +224,10 @@ class Run:
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.window, timeline)
-        self.profiler.step_ended()
+        if self.profiler.step_ended(self.trainer.settle):
+            self.ranks.announce(
+                f"profile of {self.config.train.profile_steps} steps: {self.ranks.own_dir / PROFILE}"
+            )
         if self.progress is not None:
             self.progress(record)
         if outcome.skipped and self.config.train.on_nonfinite == "raise" and not math.isfinite(outcome.loss):

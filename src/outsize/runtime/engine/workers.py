@@ -120,12 +120,12 @@ class _Memory:
                 times_home=count_times_home(plan.program),
                 dtype="fp32" if layout.ring else plan.state.gradients,
                 tile_elements=plan.tile_elements,
+                # Of several nodes each keeps its own part of a sum.
+                in_place=device.in_place and layout.num_nodes == 1,
             ),
             observe=settings.observe_gradient,
             carrier=gradient_carrier(plan.transport, spec, device),
             tiles=gradient_tiles,
-            in_place=device.in_place
-            and layout.num_nodes == 1,  # of several, each keeps its own part of a sum
         )
 
 

@@ -41,6 +41,8 @@ class GradientSettings:
         times_home: how often the gradient of a unit comes home in a step, where that is more than once.
         dtype: in which gradients wait at home.
         tile_elements: elements per tile.
+        in_place: whether gradients that rest in a host home as they are summed are summed there; accumulators stay
+            untouched then.
     """
 
     parameter_order: Mapping[str, int]
@@ -51,6 +53,7 @@ class GradientSettings:
     times_home: Mapping[int, int] = field(default_factory=dict)
     dtype: str = "fp32"
     tile_elements: int = 0
+    in_place: bool = False
 
 
 class GradientOps:
@@ -67,8 +70,6 @@ class GradientOps:
         observe: called with ``(unit, touched, gradient plane)`` before a gradient leaves the device.
         carrier: brings gradients home encoded, once they are whole; None where they go as they are.
         tiles: where gradients that pass through a ring go, by tile buffer; fp32 [tile_elements] each.
-        in_place: whether gradients that rest in a host home as they are summed are summed there; accumulators stay
-            untouched then.
 
     Attributes:
         down: what has moved home so far, or would have if it were not summed there.
@@ -88,10 +89,9 @@ class GradientOps:
         observe: GradientObserver | None = None,
         carrier: GradientCarrier | None = None,
         tiles: Sequence[Tensor] = (),
-        in_place: bool = False,
     ) -> None:
         as_summed = settings.dtype == "fp32" and carrier is None and not tiles
-        self._in_place = in_place and isinstance(home, HostHome) and as_summed
+        self._in_place = settings.in_place and isinstance(home, HostHome) and as_summed
         self._settings = settings
         self._carrier = carrier
         self._tiles = tiles

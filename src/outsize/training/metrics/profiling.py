@@ -1,5 +1,6 @@
 """``train --profile N``: N steps under `torch.profiler`, their trace beside the timeline, ranges named by op."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,18 +33,21 @@ class StepProfiler:
         self._num_ended = 0
         self._profile: Any = None
 
-    def step_ended(self) -> None:
-        """Begin a record where one is due, as soon as the outcome of a step is known."""
-        self._num_ended += 1
-        if self._num_steps and self._num_ended == FIRST_PROFILED:
-            self._begin()
+    def step_ended(self, settle: Callable[[], None]) -> bool:
+        """Begin or end a record between two steps; returns whether a trace has been written.
 
-    def step_done(self) -> bool:
-        """End a record once nothing of its last step is under way; returns whether a trace has been written.
-
-        A step that ended may still have units to step: they belong to its record.
+        Args:
+            settle: returns when nothing of the step is under way any more: units may still have to be stepped when its
+                loss is known, and they belong to its record.
         """
-        return self._num_ended == FIRST_PROFILED + self._num_steps and self._end()
+        self._num_ended += 1
+        begins = self._num_steps > 0 and self._num_ended == FIRST_PROFILED
+        ends = self._profile is not None and self._num_ended == FIRST_PROFILED + self._num_steps
+        if begins or ends:
+            settle()
+        if begins:
+            self._begin()
+        return ends and self._end()
 
     def __enter__(self) -> Self:
         return self
