@@ -27,7 +27,8 @@ from bench_speed import build
 from outsize.config import Config
 from outsize.config.load import parse_config
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch

@@ -85,7 +85,7 @@ ARROWS = {
     },
     "storage": GROUND | {"codecs", "files", "model.sizes", "optim.optimizer_spec"},
     "group": GROUND,
-    "runtime.device": GROUND | {"accelerators", "hardware", "planner.program", "storage"},
+    "runtime.device": GROUND | {"accelerators", "hardware", "native", "planner.program", "storage"},
     "runtime.forward": GROUND | {"accelerators", "model", "runtime.device"},
     "runtime.ops": GROUND
     | {
@@ -115,7 +115,7 @@ ARROWS = {
         "runtime.ops",
     },
     "data.reading": GROUND | {"files"},
-    "data": GROUND | {"choices", "data.reading", "files", "runtime.device.allocator"},
+    "data": GROUND | {"choices", "data.reading", "files", "runtime.device.heap"},
     "probing": GROUND
     | {
         "accelerators",
@@ -312,6 +312,7 @@ ARROWS = {
         "planner",
         "probing",
         "reporting",
+        "runtime.device.heap",
         "session",
         "training",
         "wrapped",

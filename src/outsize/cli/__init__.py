@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     could not be given up; 130: interrupted before anything was saved, or twice.
     """
     from outsize.cli.app import app
+    from outsize.runtime.device.heap import use_one_arena
 
+    use_one_arena()  # before a command starts its first thread
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # read by OpenMP when torch is loaded
     try:

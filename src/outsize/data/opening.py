@@ -25,7 +25,7 @@ from outsize.data.tokens import TokenStore
 from outsize.data.windowed import WindowedDataset
 from outsize.data.writer import TokenWriter
 from outsize.errors import ConfigError, DataError
-from outsize.runtime.device.allocator import trim
+from outsize.runtime.device.heap import trim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,7 +18,8 @@ from outsize.group.launched import launched
 from outsize.hardware.gpus import import_nvml
 from outsize.hardware.numa import Placement
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds, use_one_arena
 from outsize.session.decide.decide import decide
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
@@ -103,6 +104,7 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
+    use_one_arena()  # before there is a thread
     place = launched()
     asked, config = config, own_share(config, place)
     with contextlib.ExitStack() as stack:

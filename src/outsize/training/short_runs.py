@@ -18,7 +18,8 @@ from typing import Any
 
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import decide
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import prepare

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import decide
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Job, prepare

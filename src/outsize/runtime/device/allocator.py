@@ -1,10 +1,10 @@
 """Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
 
 A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
-every 4 KiB: a fifth of the processor time of a step (docs/log.md). Kept in glibc's heap they cost nothing, but the heap
-fragments, and grew to 1.6 times a tight budget. So where the plan has room for some holes, memory stays in the heap,
-and whenever the process is seen over its limit, in the middle of a backward too, the free pages are handed back; where
-it has none, every large tensor is a mapping of its own, gone when the tensor is.
+every 4 KiB: a fifth of the processor time of a step (docs/log.md). Kept in glibc's heap they cost nothing, but a heap
+has holes. So where the plan has room for some, memory stays in the heap, and whenever the process is seen over its
+limit, in the middle of a backward too, the free pages are handed back; where it has none, every large tensor is a
+mapping of its own, gone when the tensor is.
 """
 
 import ctypes
@@ -14,25 +14,15 @@ import mmap
 import os
 import time
 from contextlib import AbstractContextManager
-from functools import cache
 
 import torch
 from torch import Tensor
 
-# Parameters of mallopt(3), from glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
-# With a heap: the most that glibc allows. Without: below 1 MiB a mapping costs more than it frees.
-HEAP_THRESHOLD_BYTES = 2**25
-TIGHT_THRESHOLD_BYTES = 2**20
-# Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Without a limit it
-# was seen to grow by 1.5.
+from outsize.runtime.device.heap import set_thresholds, trim
+
+# Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Its holes were
+# 40 to 90 MiB where tensors fit again where they have lain, and 0.3 to 0.6 GiB where they do not (docs/log.md).
 HEAP_WORKSPACES = 0.5
-# Trimming is done here, not by free().
-TRIM_THRESHOLD_BYTES = 2**30
-# What one lane frees another one can take, and one heap is trimmed as a whole.
-ARENA_MAX = 1
 # Pages of the libraries' own code that are touched by and by: some 20 MiB were seen.
 TOLERANCE_BYTES = 16 * 2**20
 # After a trim what is left is alive; to trim again pays once more than this was taken.
@@ -43,25 +33,6 @@ LOOK_S = 0.5e-3
 
 _STATM = "/proc/self/statm"
 _log = logging.getLogger(__name__)
-
-
-def set_thresholds(*, heap: bool) -> bool:
-    """Set glibc's thresholds for this process: keep what is freed in one heap, or give it back at once.
-
-    Returns:
-        Whether they were set; other C libraries have none.
-    """
-    threshold = HEAP_THRESHOLD_BYTES if heap else TIGHT_THRESHOLD_BYTES
-    settings = (
-        (_M_MMAP_THRESHOLD, threshold),
-        (_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES),
-        (_M_ARENA_MAX, ARENA_MAX),
-    )
-    mallopt = getattr(_libc(), "mallopt", None)
-    done = mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
-    if not done:
-        _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
-    return done
 
 
 def begin_run(*, heap: bool) -> None:
@@ -85,13 +56,6 @@ def keep_no_kernel_buffers() -> None:
         ctypes.CDLL("libtorch_cpu.so").mkl_serv_disable_fast_mm()
     except (OSError, AttributeError):
         _log.debug("torch was built without MKL, or hides it")
-
-
-def trim() -> None:
-    """Hand every free page of the heap back, e.g. after tokenising and before the first step."""
-    malloc_trim = getattr(_libc(), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 class ResidentLimit:
@@ -151,8 +115,3 @@ def resident_bytes() -> int:
         return int(os.read(descriptor, 128).split()[1]) * mmap.PAGESIZE
     finally:
         os.close(descriptor)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

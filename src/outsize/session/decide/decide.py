@@ -22,7 +22,8 @@ from outsize.planner.predict.decision_search import decide as planner_decides
 from outsize.planner.predict.decision_search import worth_it
 from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
-from outsize.runtime.device.allocator import resident_bytes, trim
+from outsize.runtime.device.allocator import resident_bytes
+from outsize.runtime.device.heap import trim
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
 from outsize.session.job.job_options import AUTO, open_crossings

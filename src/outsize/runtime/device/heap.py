@@ -1,0 +1,65 @@
+"""The heap of the C library, where torch takes the memory of tensors on a CPU: what stays in it, and how tensors lie.
+
+One arena, so that what one lane frees another one can take, and all of it is handed back as a whole. glibc gives the
+first thread beside the main one an arena of its own, so the number of arenas is set before a run starts any thread.
+"""
+
+import ctypes
+import logging
+from functools import cache
+
+from outsize import native
+
+# Parameters of mallopt(3), from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+# With a heap: the most that glibc allows. Without: below 1 MiB a mapping costs more than it frees.
+HEAP_THRESHOLD_BYTES = 2**25
+TIGHT_THRESHOLD_BYTES = 2**20
+# Trimming is done here, not by free().
+TRIM_THRESHOLD_BYTES = 2**30
+
+_log = logging.getLogger(__name__)
+
+
+def use_one_arena() -> None:
+    """Have all threads that start from now on take memory from one heap, for good."""
+    _set(_M_ARENA_MAX, 1)
+
+
+def set_thresholds(*, heap: bool) -> bool:
+    """Set glibc's thresholds for this process: keep what is freed in one heap, or give it back at once.
+
+    Tensors that lie in the heap fit again where they have lain, see ``alignment.c``.
+
+    Returns:
+        Whether they were set; other C libraries have none.
+    """
+    threshold = HEAP_THRESHOLD_BYTES if heap else TIGHT_THRESHOLD_BYTES
+    use_one_arena()
+    done = _set(_M_MMAP_THRESHOLD, threshold) and _set(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
+    if not done:
+        _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
+    elif native.available() and native.call("align_tensors", ctypes.c_size_t(threshold)) == 0:
+        _log.debug(
+            "torch takes no memory by posix_memalign: tensors may leave holes that fit none of their size"
+        )
+    return done
+
+
+def trim() -> None:
+    """Hand every free page of the heap back, e.g. after tokenising and before the first step."""
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _set(parameter: int, value: int) -> bool:
+    mallopt = getattr(_libc(), "mallopt", None)
+    return mallopt is not None and mallopt(parameter, value) == 1
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

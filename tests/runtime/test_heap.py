@@ -1,0 +1,118 @@
+"""The heap of the C library: tensors fit again where they have lain, and threads share one arena.
+
+Settings of malloc hold for a process and for good, so each test asks a process of its own.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outsize import native
+from patience import PATIENCE_S
+
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not GNU's"
+)
+needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.reason()}")
+
+BEGIN = """
+import ctypes, torch
+from outsize.runtime.device.heap import set_thresholds, trim, use_one_arena
+"""
+# Of nine tensors beside each other the fourth goes, and another one of its size comes.
+AGAIN = """
+def again(num_bytes):
+    held = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(9)]
+    place = held[4].data_ptr()
+    held[4] = None
+    come = torch.full([num_bytes], 7, dtype=torch.uint8)
+    assert come.data_ptr() % 64 == 0
+    assert int(come.sum(dtype=torch.int64)) == 7 * num_bytes
+    return come.data_ptr() == place
+"""
+ARENAS = """
+import threading
+def arenas():
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    return text.value.count(b"<heap nr=")
+def arenas_of_a_thread():
+    thread = threading.Thread(target=lambda: torch.ones(2**18))
+    thread.start()
+    thread.join()
+    return arenas()
+"""
+
+
+def said(code: str, **environ: str) -> str:
+    """What a process prints that runs ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + code],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_glibc
+@needs_kernels
+@pytest.mark.parametrize("num_bytes", [2**17, 1_000_003, 2**21, 5_767_168, 2**24])
+def test_a_tensor_fits_again_where_one_of_its_size_has_lain(num_bytes: int):
+    assert said(f"{AGAIN}\nset_thresholds(heap=True)\nprint(again({num_bytes}))") == "True"
+
+
+@needs_glibc
+@needs_kernels
+@pytest.mark.parametrize("num_bytes", [1, 2**10, 2**16 - 1, 2**20, 2**25, 2**26 + 1])
+def test_tensors_of_other_sizes_are_aligned_as_before(num_bytes: int):
+    """Smaller ones, and such as are mappings: of 1 MiB and more where the heap keeps nothing."""
+    assert said(f"{AGAIN}\nset_thresholds(heap=False)\nagain({num_bytes})\nprint('aligned')") == "aligned"
+
+
+@needs_glibc
+@needs_kernels
+def test_what_is_redirected_twice_and_freed_goes_back(tmp_path):
+    """Memory comes from malloc and goes back to it; a trim leaves what is alive."""
+    code = """
+set_thresholds(heap=True)
+set_thresholds(heap=False)
+set_thresholds(heap=True)
+held = [torch.full([2**20], float(number)) for number in range(8)]
+del held[1::2]
+trim()
+grown = [tensor.resize_(2**21) for tensor in held]
+print([float(tensor[2**20 - 1]) for tensor in grown])
+"""
+    assert said(code) == "[0.0, 2.0, 4.0, 6.0]"
+
+
+@needs_glibc
+def test_without_kernels_the_thresholds_are_set_all_the_same():
+    assert said("print(set_thresholds(heap=True))", OUTSIZE_NATIVE="0") == "True"
+
+
+@needs_glibc
+def test_threads_that_start_later_share_one_arena():
+    assert said(f"use_one_arena()\n{ARENAS}\nprint(arenas_of_a_thread())", MALLOC_ARENA_MAX="") == "1"
+
+
+@needs_glibc
+def test_a_command_uses_one_arena_before_its_first_thread():
+    code = f"""
+{ARENAS}
+import outsize.cli.app as commands, outsize.cli
+commands.app = lambda *arguments, **more: print(arenas_of_a_thread())
+outsize.cli.main([])
+"""
+    assert said(code) == "1"
