@@ -130,6 +130,47 @@ def test_gradients_come_home_and_their_norm_is_that_of_torch(home, arena, in_pla
     assert any(buffer.any() for buffer in ops._accumulators) is not in_place
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+def test_gradients_of_microbatches_add_up_in_their_order(home, arena, num_microbatches: int, in_place: bool):
+    """The first ones may wait for the second ones beside the plane; what NORM and GRAD see is the sum all the same."""
+    torch.manual_seed(1)
+    found = [torch.randn(70) for _ in range(num_microbatches)]
+    total = found[0].clone()
+    for gradient in found[1:]:
+        total += gradient
+    sums = GradientSums()
+    ops, context = make(home, arena, sums, in_place=in_place), step()
+    run(ops, context, "ACC 1@w0.1")
+    for gradient in found:
+        add(sums, 1, 0, gradient)
+    run(ops, context, "NORM 1@w0")
+    assert torch.equal(context.norms[1][0], total.norm())
+    run(ops, context, "GRAD 1@w0")
+    assert torch.equal(tensor_views(SPEC.units[1], home.view(1, "gradient"))[0], total)
+
+
+def test_first_gradients_wait_only_where_there_is_room_for_them(home, arena):
+    sums, plane = GradientSums(), torch.full((SPEC.units[1].numel,), math.nan)
+    sums.open(SPEC.units[1], plane, keeps_first=True)
+    add(sums, 1, 0, torch.ones(70))
+    assert plane.isnan().all()
+    sums.settle(1)
+    assert torch.equal(plane[:70], torch.ones(70))
+    add(sums, 1, 0, torch.ones(70))  # one more is added to what is there
+    assert sums.close(1) == {0}
+    assert torch.equal(plane[:70], torch.full((70,), 2.0))
+
+
+def test_first_gradients_of_another_dtype_are_summed_in_that_of_the_plane(home, arena):
+    sums, plane = GradientSums(), torch.full((SPEC.units[1].numel,), math.nan)
+    sums.open(SPEC.units[1], plane, keeps_first=True)
+    for _ in range(2):
+        add(sums, 1, 0, torch.full((70,), 1 / 3, dtype=torch.bfloat16))
+    third = torch.tensor(1 / 3, dtype=torch.bfloat16).float()
+    assert torch.equal(plane[:70], (third + third).expand(70))
+
+
 def test_what_got_no_gradient_does_not_count(home, arena):
     sums, gradients = GradientSums(), random_gradients()
     del gradients[0][1]

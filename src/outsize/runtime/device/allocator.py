@@ -29,7 +29,7 @@ TOLERANCE_BYTES = 16 * 2**20
 AGAIN_BYTES = 8 * 2**20
 # Between two looks at the limit. Kernels zero fresh pages at some 10 GB/s, so what comes meanwhile is within the
 # tolerance; and each look gives the interpreter away, for which a lane that computes then waits.
-LOOK_S = 0.5e-3
+LOOK_S = 1e-3
 
 _STATM = "/proc/self/statm"
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -68,6 +68,8 @@ def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 class _Accumulator:
     views: list[Tensor]
     touched: set[int]
+    keeps_first: bool
+    first: dict[int, Tensor] = field(default_factory=dict)
 
 
 class GradientSink(Protocol):
@@ -81,21 +83,30 @@ class GradientSums:
     """fp32 sums of gradients over microbatches, per unit, added as soon as autograd has one.
 
     The first gradient of a parameter is copied and later ones are added, so no plane is ever zeroed, and a parameter
-    that gets none in a step is known by name.
+    that gets none in a step is known by name. The first may be kept as it is until the second comes, or until the sum
+    is to be read (`settle`): then no copy is made.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, _Accumulator] = {}
 
-    def open(self, unit: UnitSpec, plane: Tensor, touched: AbstractSet[int] = frozenset()) -> None:
+    def open(
+        self,
+        unit: UnitSpec,
+        plane: Tensor,
+        touched: AbstractSet[int] = frozenset(),
+        *,
+        keeps_first: bool = False,
+    ) -> None:
         """Sum the gradients of ``unit`` in ``plane``, fp32 [unit.numel], from now on.
 
         Args:
             unit: the unit.
             plane: where.
             touched: positions of the tensors of which ``plane`` holds a sum already.
+            keeps_first: whether there is room for first gradients beside it.
         """
-        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set(touched))
+        self._of[unit.index] = _Accumulator(tensor_views(unit, plane), set(touched), keeps_first)
 
     def is_open(self, unit: int) -> bool:
         """Whether gradients of ``unit`` are being summed."""
@@ -103,7 +114,15 @@ class GradientSums:
 
     def close(self, unit: int) -> frozenset[int]:
         """Stop, and return the positions of the tensors that received a gradient."""
+        self.settle(unit)
         return frozenset(self._of.pop(unit).touched)
+
+    def settle(self, unit: int) -> None:
+        """Put first gradients that are still kept into the plane: from now on it holds the sums so far."""
+        held = self._of[unit]
+        while held.first:
+            position, gradient = held.first.popitem()
+            held.views[position].copy_(gradient)
 
     def touched(self, unit: int) -> frozenset[int]:
         """Positions of the tensors that have received a gradient so far."""
@@ -113,17 +132,21 @@ class GradientSums:
         """The hook that moves one parameter's fresh gradient into its sum."""
 
         def add(parameter: Tensor) -> None:
-            gradient = parameter.grad
+            gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 return
-            parameter.grad = None
             held = self._of[unit]
             view = held.views[position]
-            if position in held.touched:
+            first = held.first.pop(position, None)
+            if first is not None:
+                torch.add(first, gradient, out=view)
+            elif position in held.touched:
                 view.add_(gradient.to(view.device))  # of the rest it may come from another worker's device
+            elif held.keeps_first and gradient.dtype is view.dtype:
+                held.first[position] = gradient
             else:
                 view.copy_(gradient)
-                held.touched.add(position)
+            held.touched.add(position)
 
         return add
 

@@ -87,7 +87,8 @@ class ComputeOps:
             op.kind is Kind.FORWARD_BACKWARD for program in settings.programs for op in program
         )
         self._weights = weights
-        self._bound: dict[int, int] = {}
+        # By unit: the slot that its modules show, and its weights there.
+        self._bound: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
         self._forwards = forwards
         self._binder = binder
         self._tracked = tracked_units(split.spec)
@@ -222,13 +223,15 @@ class ComputeOps:
         slots = (self._slots_used[context.program] if context.slots is None else context.slots)[op]
         for unit in (op.unit, len(self._forwards)):
             slot = slots.get(unit) if unit is not None else None
-            if unit is not None and slot is not None and self._bound.get(unit) != slot:
-                self._binder.bind(self._split.spec.units[unit], *self._weights.planes(unit, slot))
-                self._bound[unit] = slot
+            if unit is None or slot is None or (unit in self._bound and self._bound[unit][0] == slot):
+                continue
+            planes = self._weights.planes(unit, slot)
+            self._binder.bind(self._split.spec.units[unit], *planes)
+            self._bound[unit] = slot, planes
 
     def _planes(self, unit: int) -> tuple[Tensor, ...]:
         """The weights of a unit where they lie now."""
-        return self._weights.planes(unit, self._bound[unit])
+        return self._bound[unit][1]
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.

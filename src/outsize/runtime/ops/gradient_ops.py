@@ -42,7 +42,7 @@ class GradientSettings:
         dtype: in which gradients wait at home.
         tile_elements: elements per tile.
         in_place: whether gradients that rest in a host home as they are summed are summed there; accumulators stay
-            untouched then.
+            untouched then, and leave room for first gradients, which wait for the second ones.
     """
 
     parameter_order: Mapping[str, int]
@@ -115,7 +115,7 @@ class GradientOps:
         """ACC: from now on this accumulator sums the gradient of the unit."""
         unit, plane = self._accumulator(op)
         self._plane_of[unit.index] = plane
-        self._sums.open(unit, plane)
+        self._sums.open(unit, plane, keeps_first=self._in_place)
 
     def _accumulator(self, op: Op) -> tuple[UnitSpec, Tensor]:
         """The unit of ``op``, and where its gradient is summed, fp32 [unit.numel]."""
@@ -153,6 +153,7 @@ class GradientOps:
     def norm(self, op: Op, context: StepContext) -> None:
         """NORM: one norm for each tensor of the unit, where the gradient lies."""
         assert op.unit is not None
+        self._sums.settle(op.unit)
         context.touched[op.unit] = self._sums.touched(op.unit)
         context.norms[op.unit] = gradient_norms(self._spec.units[op.unit], self._plane_of[op.unit])
         if self._settings.unit_clips:
