@@ -8,6 +8,10 @@
 #define _GNU_SOURCE
 #include "level.h"
 
+#include <stddef.h>
+
+#if defined(__linux__) && defined(__LP64__) && (defined(__x86_64__) || defined(__aarch64__))
+
 #include <errno.h>
 #include <link.h>
 #include <stdatomic.h>
@@ -37,8 +41,6 @@ static int aligned(void **memory, size_t alignment, size_t num_bytes)
     *memory = found;
     return 0;
 }
-
-#if defined(__LP64__) && (defined(__x86_64__) || defined(__aarch64__))
 
 struct table {
     const ElfW(Rela) *entries;
@@ -105,18 +107,8 @@ static int redirect_all(struct dl_phdr_info *library, size_t size, void *count)
     return 0;
 }
 
-#else
-
-static int redirect_all(struct dl_phdr_info *library, size_t size, void *count)
-{
-    (void)library, (void)size, (void)count, (void)aligned;
-    return 0;
-}
-
-#endif
-
 /* From now on have tensors of less than `num_bytes`, where malloc begins to make mappings, fit again where they have lain.
- * Returns the number of places where torch calls posix_memalign that were redirected; none on other loaders. */
+ * Returns the number of places where torch calls posix_memalign that were redirected; none on other systems. */
 EXPORTED int outsize_align_tensors(size_t num_bytes)
 {
     int count = 0;
@@ -124,3 +116,13 @@ EXPORTED int outsize_align_tensors(size_t num_bytes)
     dl_iterate_phdr(redirect_all, &count);
     return count;
 }
+
+#else
+
+EXPORTED int outsize_align_tensors(size_t num_bytes)
+{
+    (void)num_bytes;
+    return 0;
+}
+
+#endif
