@@ -1,8 +1,9 @@
 """What does packing gain where documents are short, and what do borders between them cost?
 
-The docstrings of Python's standard library, a document each, train the 34M Llama from host memory: a sequence for each
+Docstrings of Python's standard library, a document each, train the 34M Llama from host memory: a sequence for each
 (``none``), the same in batches of about equal length (``by length``), as many whole ones as a sequence has room for
-(``documents``), and end to end with no borders (``stream``). Each is a process of its own, by turns. What counts is the
+(``documents``), and end to end with no borders (``stream``). Each is a process of its own, by turns, that warms
+up for an epoch and is timed for another, so that all have seen the same documents. What counts is the
 time for a trained token: neither padding nor the first token of a document is one, though ``stream`` trains that, too.
 """
 
@@ -25,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 import shapes
 
-WARM = 2
 VARIANTS = {
     "none": ("data.pack=none",),
     "by length": ("data.pack=none", "data.group_by_length=true"),
@@ -46,7 +46,8 @@ def docstrings() -> Iterator[str]:
 
 def write(args: argparse.Namespace) -> dict[str, Any]:
     """Write the model, its tokenizer and the documents."""
-    documents = list(docstrings())
+    found = list(docstrings())
+    documents = found[:: max(1, len(found) // args.documents)][: args.documents]
     lines = (json.dumps({"text": text}) + "\n" for text in documents)
     (args.dir / "documents.jsonl").write_text("".join(lines), encoding="utf-8")
     return {"parameters": shapes.write(args.model, args.dir), "documents": len(documents)}
@@ -66,20 +67,21 @@ def train(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         f"data.path={args.dir / 'documents.jsonl'}",
         f"data.seq_len={args.seq_len}",
         *VARIANTS[variant],
-        f"train.steps={args.steps}",
+        "train.epochs=2",
         f"train.tokens_per_step={args.tokens_per_step}",
         f"train.microbatches={args.microbatches}",
-        f"train.run_dir={tempfile.mkdtemp(dir=args.dir)}",
         f"memory.device_memory={args.device_memory}",
         "memory.device=cpu",
         "memory.home=host",
     ]
-    train(load_config(None, overrides), announce=said.append, progress=steps.append)
-    timed = steps[WARM:]
+    with tempfile.TemporaryDirectory(dir=args.dir) as run_dir:
+        config = load_config(None, [*overrides, f"train.run_dir={run_dir}"])
+        train(config, announce=said.append, progress=steps.append)
+    timed = steps[len(steps) // 2 :]
     return {
         "seconds": [step.seconds for step in timed],
         "tokens": [step.tokens for step in timed],
-        "said": [line for line in said if "padding" in line],
+        "said": [line for text in said for line in text.splitlines() if "padding" in line],
     }
 
 
@@ -87,9 +89,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=shapes.SHAPES, default="llama-34m")
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
+    parser.add_argument("--tokens-per-step", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=2)
-    parser.add_argument("--steps", type=common.steps_above(WARM), default=8)
+    parser.add_argument("--documents", type=int, default=128, help="spread over the library")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device-memory", default="3GiB")
     parser.add_argument("--output", type=Path)
@@ -110,22 +112,23 @@ def main() -> None:
 
 def report(args: argparse.Namespace, data: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> None:
     """Print the table and end with the JSON line."""
-    cases = {}
+    cases: dict[str, dict[str, Any]] = {}
     for variant, found in runs.items():
-        seconds, tokens = ([value for run in found for value in run[name]] for name in ("seconds", "tokens"))
+        rates = [sum(run["tokens"]) / sum(run["seconds"]) for run in found]
         cases[variant] = {
-            "step_s": vars(common.Spread.of(seconds)),
-            "tokens": sum(tokens) / len(tokens),
-            "tokens_per_s": sum(tokens) / sum(seconds),
+            "steps": len(found[0]["seconds"]),
+            "tokens": sum(found[0]["tokens"]),
+            "epoch_s": [sum(run["seconds"]) for run in found],
+            "tokens_per_s": common.Spread.of(rates).median,
             "said": found[0]["said"],
         }
     slowest = cases["none"]["tokens_per_s"]
     for case in cases.values():
         case["gain"] = case["tokens_per_s"] / slowest
     common.print_table(
-        ("data.pack", "step, s", "trained tokens", "a second", "to none"),
+        ("data.pack", "steps of an epoch", "its trained tokens", "a second", "to none"),
         [
-            (name, case["step_s"]["median"], case["tokens"], case["tokens_per_s"], case["gain"])
+            (name, case["steps"], case["tokens"], case["tokens_per_s"], case["gain"])
             for name, case in cases.items()
         ],
         title=f"{data['documents']} docstrings, {args.tokens_per_step} tokens per step of {args.seq_len} a sequence",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parent.parent / "bench"
-TIME_STEPS = ("activations", "packed_claims", "packing", "speed", "transport", "truth", "wrap")
+TIME_STEPS = ("activations", "packed_claims", "speed", "transport", "truth", "wrap")
 
 
 @pytest.mark.parametrize("name", TIME_STEPS)

@@ -150,7 +150,7 @@ def test_gradients_of_microbatches_add_up_in_their_order(home, arena, num_microb
     assert torch.equal(tensor_views(SPEC.units[1], home.view(1, "gradient"))[0], total)
 
 
-def test_first_gradients_wait_only_where_there_is_room_for_them(home, arena):
+def test_first_gradients_wait_only_where_there_is_room_for_them():
     sums, plane = GradientSums(), torch.full((SPEC.units[1].numel,), math.nan)
     sums.open(SPEC.units[1], plane, keeps_first=True)
     add(sums, 1, 0, torch.ones(70))
@@ -162,7 +162,16 @@ def test_first_gradients_wait_only_where_there_is_room_for_them(home, arena):
     assert torch.equal(plane[:70], torch.full((70,), 2.0))
 
 
-def test_first_gradients_of_another_dtype_are_summed_in_that_of_the_plane(home, arena):
+def test_a_first_gradient_that_is_part_of_something_larger_is_copied():
+    sums, plane = GradientSums(), torch.full((SPEC.units[1].numel,), math.nan)
+    sums.open(SPEC.units[1], plane, keeps_first=True)
+    parameter = nn.Parameter(torch.zeros(70))
+    parameter.grad = torch.ones(1000)[:70]
+    sums.hook(1, 0)(parameter)
+    assert torch.equal(plane[:70], torch.ones(70))
+
+
+def test_first_gradients_of_another_dtype_are_summed_in_that_of_the_plane():
     sums, plane = GradientSums(), torch.full((SPEC.units[1].numel,), math.nan)
     sums.open(SPEC.units[1], plane, keeps_first=True)
     for _ in range(2):

@@ -18,8 +18,11 @@ needs_glibc = pytest.mark.skipif(
 )
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.reason()}")
 
+# What of the environment changes how torch and the C library take memory.
+CHOICES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "THP_MEM_ALLOC_ENABLE")
 BEGIN = """
 import ctypes, torch
+from outsize import native
 from outsize.runtime.device.heap import set_thresholds, trim, use_one_arena
 """
 # Of nine tensors beside each other the fourth goes, and another one of its size comes.
@@ -55,7 +58,7 @@ def said(code: str, **environ: str) -> str:
     """What a process prints that runs ``code``."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + code],
-        env=os.environ | environ,
+        env={name: value for name, value in os.environ.items() if name not in CHOICES} | environ,
         capture_output=True,
         text=True,
         check=False,
@@ -69,7 +72,12 @@ def said(code: str, **environ: str) -> str:
 @needs_kernels
 @pytest.mark.parametrize("num_bytes", [2**17, 1_000_003, 2**21, 5_767_168, 2**24])
 def test_a_tensor_fits_again_where_one_of_its_size_has_lain(num_bytes: int):
-    assert said(f"{AGAIN}\nset_thresholds(heap=True)\nprint(again({num_bytes}))") == "True"
+    asked = "native.call('align_tensors', ctypes.c_size_t(2**25))"
+    code = f"{AGAIN}\nset_thresholds(heap=True)\nprint(again({num_bytes}), {asked})"
+    found, redirected = said(code).split()
+    if redirected == "0":
+        pytest.skip("this torch takes its memory otherwise")
+    assert found == "True"
 
 
 @needs_glibc
@@ -82,7 +90,7 @@ def test_tensors_of_other_sizes_are_aligned_as_before(num_bytes: int):
 
 @needs_glibc
 @needs_kernels
-def test_what_is_redirected_twice_and_freed_goes_back(tmp_path):
+def test_what_is_redirected_twice_and_freed_goes_back():
     """Memory comes from malloc and goes back to it; a trim leaves what is alive."""
     code = """
 set_thresholds(heap=True)
@@ -104,7 +112,7 @@ def test_without_kernels_the_thresholds_are_set_all_the_same():
 
 @needs_glibc
 def test_threads_that_start_later_share_one_arena():
-    assert said(f"use_one_arena()\n{ARENAS}\nprint(arenas_of_a_thread())", MALLOC_ARENA_MAX="") == "1"
+    assert said(f"use_one_arena()\n{ARENAS}\nprint(arenas_of_a_thread())") == "1"
 
 
 @needs_glibc

@@ -59,7 +59,9 @@ static int redirect(const struct dl_phdr_info *library, ElfW(Addr) offset)
     int read_only = 0;
     for (int at = 0; at < library->dlpi_phnum; at++) {
         const ElfW(Phdr) *part = &library->dlpi_phdr[at];
-        read_only |= part->p_type == PT_GNU_RELRO && offset - part->p_vaddr < part->p_memsz;
+        /* The loader makes whole pages read-only: the one in which the part ends stays as it is. */
+        uintptr_t end = (library->dlpi_addr + part->p_vaddr + part->p_memsz) & -page;
+        read_only |= part->p_type == PT_GNU_RELRO && offset - part->p_vaddr < part->p_memsz && begin < end;
     }
     if (read_only && mprotect((void *)begin, page, PROT_READ | PROT_WRITE))
         return 0;

@@ -94,7 +94,7 @@ def train(
 ) -> TrainResult:
     """Train as ``config`` says.
 
-    On a CPU this chooses what malloc keeps of freed memory, for the whole process and for good.
+    This chooses what malloc keeps of freed memory, and how tensors lie there, for the whole process and for good.
 
     Args:
         config: the run.

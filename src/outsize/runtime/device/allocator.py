@@ -21,7 +21,7 @@ from torch import Tensor
 from outsize.runtime.device.heap import set_thresholds, trim
 
 # Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Its holes were
-# 40 to 90 MiB where tensors fit again where they have lain, and 0.3 to 0.6 GiB where they do not (docs/log.md).
+# 0.1 to 0.2 GiB where tensors fit again where they have lain, and 0.5 GiB and more where they do not (docs/log.md).
 HEAP_WORKSPACES = 0.5
 # Pages of the libraries' own code that are touched by and by: some 20 MiB were seen.
 TOLERANCE_BYTES = 16 * 2**20

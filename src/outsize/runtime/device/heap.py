@@ -42,8 +42,8 @@ def set_thresholds(*, heap: bool) -> bool:
     if not done:
         _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
     elif native.available() and native.call("align_tensors", ctypes.c_size_t(threshold)) == 0:
-        _log.debug(
-            "torch takes no memory by posix_memalign: tensors may leave holes that fit none of their size"
+        _log.info(
+            "torch takes no memory by posix_memalign: its tensors lie where its own allocator puts them"
         )
     return done
 

@@ -142,13 +142,18 @@ class GradientSums:
                 torch.add(first, gradient, out=view)
             elif position in held.touched:
                 view.add_(gradient.to(view.device))  # of the rest it may come from another worker's device
-            elif held.keeps_first and gradient.dtype is view.dtype:
+            elif held.keeps_first and gradient.dtype is view.dtype and _lies_alone(gradient):
                 held.first[position] = gradient
             else:
                 view.copy_(gradient)
             held.touched.add(position)
 
         return add
+
+
+def _lies_alone(gradient: Tensor) -> bool:
+    """Whether to keep it keeps no other memory: it may be a part of the gradient of something larger."""
+    return gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
 class Binder:
