@@ -3,7 +3,8 @@
 Docstrings of Python's standard library, a document each, train the 34M Llama from host memory: a sequence for each
 (``none``), the same in batches of about equal length (``by length``), as many whole ones as a sequence has room for
 (``documents``), and end to end with no borders (``stream``). Each is a process of its own, by turns, that warms
-up for an epoch and is timed for another, so that all have seen the same documents. What counts is the
+up for an epoch and is timed for another, so that all have seen the same documents, up to
+those that fill the last step. What counts is the
 time for a trained token: neither padding nor the first token of a document is one, though ``stream`` trains that, too.
 """
 
