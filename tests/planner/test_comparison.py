@@ -2,7 +2,7 @@
 
 import pytest
 
-from outsize.planner.simulate.comparison import BETWEEN, COMPUTE, Steps, compare
+from outsize.planner.simulate.comparison import BETWEEN, COMPUTE, Steps, compare, take_apart
 from outsize.planner.simulate.timeline import Event, Timeline
 
 
@@ -11,7 +11,8 @@ def event(lane, op, start_s, end_s, waited_for=""):
 
 
 def steps(events, began_s, ended_s, count=1):
-    return Steps(timeline=Timeline(tuple(events)), began_s=began_s, ended_s=ended_s, count=count)
+    found = Steps(timeline=Timeline(tuple(events)), began_s=began_s, ended_s=ended_s, count=count)
+    return take_apart(found)
 
 
 def parts_of(found, side):

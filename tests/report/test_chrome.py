@@ -20,7 +20,7 @@ TIMELINE = Timeline(
 
 
 def test_there_is_one_named_row_for_each_lane_compute_first():
-    trace = to_chrome(TIMELINE)["traceEvents"]
+    trace = json.loads(to_chrome(TIMELINE))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert names == {0: "compute:w0", 1: "up:w0", 2: "write"}
     order = {e["tid"]: e["args"]["sort_index"] for e in trace if e["name"] == "thread_sort_index"}
@@ -28,7 +28,7 @@ def test_there_is_one_named_row_for_each_lane_compute_first():
 
 
 def test_times_are_microseconds_from_the_first_event():
-    ops = {e["name"]: e for e in to_chrome(TIMELINE)["traceEvents"] if e["ph"] == "X"}
+    ops = {e["name"]: e for e in json.loads(to_chrome(TIMELINE))["traceEvents"] if e["ph"] == "X"}
     assert (ops["LOAD 0@w0.0"]["ts"], ops["LOAD 0@w0.0"]["dur"]) == (0.0, 1e6)
     assert (ops["F 0.0@w0"]["ts"], ops["F 0.0@w0"]["dur"]) == (1e6, 0.25e6)
     assert ops["F 0.0@w0"]["args"] == {"waited_us": 0.5e6, "waited_for": "LOAD 0@w0.0"}
@@ -36,5 +36,5 @@ def test_times_are_microseconds_from_the_first_event():
 
 
 def test_a_trace_is_json_even_if_it_is_empty():
-    assert json.loads(json.dumps(to_chrome(TIMELINE)))["displayTimeUnit"] == "ms"
-    assert to_chrome(Timeline(()))["traceEvents"] == []
+    assert json.loads(to_chrome(TIMELINE))["displayTimeUnit"] == "ms"
+    assert json.loads(to_chrome(Timeline(())))["traceEvents"] == []

@@ -1,5 +1,7 @@
 """A timeline as Chrome trace JSON: opens in Perfetto and in ``chrome://tracing``, one row per lane."""
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from outsize.planner.simulate.timeline import Timeline
@@ -7,36 +9,35 @@ from outsize.planner.simulate.timeline import Timeline
 _ORDER = ("compute", "up", "down", "host", "read", "write", "commit", "store")
 
 
-def to_chrome(timeline: Timeline) -> dict[str, Any]:
-    """Return ``timeline`` in the Chrome trace event format; times in microseconds from the first event.
+def to_chrome(timeline: Timeline) -> str:
+    """Return ``timeline`` in the Chrome trace event format, JSON; times in microseconds from the first event.
 
-    Each op is a complete event named by its text; ``args`` tells how long its lane waited for other ops
-    before it, and for which.
+    Each op is a complete event named by its text, in a line of its own; ``args`` tells how long its lane waited for
+    other ops before it, and for which.
     """
+    events = ",\n".join(json.dumps(event) for event in _trace_events(timeline))
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
+
+
+def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     rows = {lane: row for row, lane in enumerate(sorted(timeline.lanes, key=lane_order))}
-    trace: list[dict[str, Any]] = []
     for lane, row in rows.items():
-        trace.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}})
-        trace.append(
-            {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
-        )
+        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}}
+        yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
     for event in timeline.events:
         args: dict[str, Any] = {"waited_us": event.waited_s * 1e6}
         if event.waited_for:
             args["waited_for"] = event.waited_for
-        trace.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": rows[event.lane],
-                "name": event.op,
-                "cat": event.op.split(" ", 1)[0],
-                "ts": (event.start_s - timeline.start_s) * 1e6,
-                "dur": (event.end_s - event.start_s) * 1e6,
-                "args": args,
-            }
-        )
-    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+        yield {
+            "ph": "X",
+            "pid": 0,
+            "tid": rows[event.lane],
+            "name": event.op,
+            "cat": event.op.split(" ", 1)[0],
+            "ts": (event.start_s - timeline.start_s) * 1e6,
+            "dur": (event.end_s - event.start_s) * 1e6,
+            "args": args,
+        }
 
 
 def lane_order(lane: str) -> tuple[int, str]:

@@ -125,7 +125,11 @@ class StreamedTrainer:
         going_on = self.engine.optimizer.updates, self._run_config, self.prepared.dtype, self._data
         self._standing[:] = [Standing(self.position, self.loss_scale, *going_on)]
         began = asked = time.perf_counter()
-        for number, batch in zip(itertools.count(first), batches):
+        left = iter(batches)
+        for number in itertools.count(first):
+            batch = next(left, None)  # not zip, which would hold on to it
+            if batch is None:
+                return
             data_s = time.perf_counter() - asked
             context = StepContext(
                 number=number,
@@ -142,9 +146,10 @@ class StreamedTrainer:
             self.engine.forward_backward_done(self._last)
             self.loss_scale.update(context.skipped)
             ended = time.perf_counter()
+            loss, batch, context.microbatches = context.loss(), None, ()  # so that the next batch may lie there
             yield StepOutcome(
                 number=number,
-                loss=context.loss(),
+                loss=loss,
                 gradient_norm=context.norm(),
                 learning_rate=context.learning_rate,
                 tokens=context.tokens,

@@ -18,9 +18,10 @@ import torch
 
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_spec import Figure, Machine
+from outsize.planner.predict import expectation
 from outsize.planner.predict.expectation import PlannedStep
 from outsize.planner.program.ops import COMPUTE_KINDS
-from outsize.planner.simulate.comparison import Comparison, Steps, compare
+from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.simulate.crowding import crowded
 from outsize.planner.simulate.recalibrate import Trace, read_trace
@@ -66,7 +67,8 @@ class Forecast:
         compute = (op for op in prepared.plan.program if op.kind in COMPUTE_KINDS)
         self.alone_s = sum(alone.cost_of(op).seconds for op in compute)
         beside_lanes = self._beside_lanes(prepared, rates, alone)
-        self.predicted: Steps = self.planned.expect(self.planned.costs(self._machine, beside_lanes))
+        costs = self.planned.costs(self._machine, beside_lanes)
+        self.predicted: StepParts = take_apart(self.planned.expect(costs))
         self.step_s = self.predicted.step_s
         self.comparison: Comparison | None = None
         self._num_seen = 0
@@ -108,13 +110,14 @@ class Forecast:
         measured = Timeline(tuple(self._events))
         trace = read_trace(measured, self.planned.costs(self._machine, self._times, coarse=False))
         costs = trace.costs(self.planned.costs(self._machine, self._times))
-        self.step_s = self.planned.expect(costs).step_s
+        self.step_s = self.planned.step_s(costs)
+        expectation.forget()
         self._machine = with_rates(self._machine, trace)
         first, last = self._windows[0], self._windows[-1]
         steps = Steps(
             timeline=measured, began_s=first.began_s, ended_s=last.ended_s, count=len(self._windows)
         )
-        self.comparison = compare(self.predicted, steps, self.step_s)
+        self.comparison = compare(self.predicted, take_apart(steps), self.step_s)
         self._events.clear()
 
     def write(self, run_dir: Path) -> None:
@@ -147,6 +150,7 @@ def forecast(
         announce(f"no prediction of step times: {error}")
         return None
     finally:
+        expectation.forget()
         trim()
     announce(f"a step is predicted to take {format_seconds(found.step_s)}")
     return found

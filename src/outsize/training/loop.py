@@ -30,7 +30,7 @@ from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Evaluations
 from outsize.training.forecast import Forecast
 from outsize.training.interrupt import Interrupt
-from outsize.training.metrics.heartbeat import Heartbeat, write_json
+from outsize.training.metrics.heartbeat import Heartbeat, write_whole
 from outsize.training.metrics.profiling import PROFILE, StepProfiler
 from outsize.training.metrics.run_records import StepRecord, TrainResult
 from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
@@ -222,7 +222,7 @@ class Run:
         )
         self._unwritten = record, outcome
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
-            write_json(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
+            write_whole(self.ranks.own_dir / "timeline.json", to_chrome(timeline))
         self._foresee(outcome.window, timeline)
         if self.profiler.step_ended(self.trainer.settle):
             self.ranks.announce(

@@ -36,7 +36,7 @@ from outsize.session.steps import StepOutcome
 from outsize.telemetry.nvml import GpuSampler
 from outsize.training.loop import TIMELINE_STEP
 from outsize.training.metrics.flops import peak_of
-from outsize.training.metrics.heartbeat import Heartbeat, write_json
+from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
 from outsize.training.metrics.run_info import describe, gpu_uuids
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.metrics.step_metrics import Accounts
@@ -241,7 +241,7 @@ class LoopRecords:
         self._write_line()
         self._unwritten = self._complete(accounts.record(outcome, timeline, 0, {})), outcome
         if outcome.number - self._first == TIMELINE_STEP:
-            write_json(self._run_dir / "timeline.json", to_chrome(timeline))
+            write_whole(self._run_dir / "timeline.json", to_chrome(timeline))
         self._number, self._began_s = self._number + 1, ended_s
         self._forget()
 

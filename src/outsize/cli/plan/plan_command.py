@@ -124,14 +124,12 @@ def _uncollected() -> Iterator[None]:
 
 def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
     """Return the texts of the files that were asked for."""
-    import json
-
     from outsize.cli.plan.plan_yaml import train_yaml
     from outsize.reporting.chrome import to_chrome
 
     texts = {}
     if options.timeline is not None:
-        texts[options.timeline] = json.dumps(to_chrome(prediction.timeline))
+        texts[options.timeline] = to_chrome(prediction.timeline)
     if options.output_file is not None:
         texts[options.output_file] = train_yaml(asked, prediction)
     return texts

@@ -196,6 +196,10 @@ class PlannedStep:
             period=period,
         )
 
+    def step_s(self, costs: CostModel) -> float:
+        """Return the time of a step among others where ops take ``costs``, which are those of coarse tiles."""
+        return self.simulate(costs, NUM_STEPS, whole=False).step_s
+
     def expect(self, costs: CostModel) -> Steps:
         """Return steps among others where ops take ``costs``, which are those of coarse tiles."""
         done = self.simulate(costs, NUM_STEPS).done
@@ -212,6 +216,11 @@ def _in_order(layout: StepLayout, num_steps: int) -> tuple[tuple[Program, ...], 
     """Return so many steps of ``layout``, which are often asked about at other costs."""
     programs = tuple(itertools.islice(steps_from(layout), num_steps))
     return programs, in_order(programs, layout)
+
+
+def forget() -> None:
+    """Let go of the orders that are kept for the next question: of steps in many rounds they are tens of megabytes."""
+    _in_order.cache_clear()
 
 
 def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:

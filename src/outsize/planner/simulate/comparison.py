@@ -56,6 +56,23 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """A mean step, taken apart.
+
+    Attributes:
+        step_s: its seconds.
+        count: steps that it is the mean of.
+        parts: seconds of each part, on the mean over workers; they add up to the step's.
+        lanes: seconds that each lane was busy.
+    """
+
+    step_s: float
+    count: int
+    parts: dict[str, float]
+    lanes: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Seconds per step of one part, or of one lane.
 
@@ -127,24 +144,27 @@ class Comparison:
         return found
 
 
-def compare(predicted: Steps, measured: Steps, expected_s: float) -> Comparison:
-    """Compare predicted steps with measured ones.
+def take_apart(steps: Steps) -> StepParts:
+    """Return what a step of ``steps`` is made of; a run keeps that, and not their events."""
+    return StepParts(step_s=steps.step_s, count=steps.count, parts=_parts(steps), lanes=_busy(steps))
+
+
+def compare(predicted: StepParts, measured: StepParts, expected_s: float) -> Comparison:
+    """Compare a predicted step with a measured one.
 
     Args:
-        predicted: steps among others.
-        measured: steps that ran.
+        predicted: of steps among others.
+        measured: of steps that ran.
         expected_s: of a step from now on.
     """
-    before, after = _parts(predicted), _parts(measured)
-    parts = (_difference(name, before, after) for name in {**before, **after})
-    busy_before, busy_after = _busy(predicted), _busy(measured)
-    lanes = (_difference(name, busy_before, busy_after) for name in sorted({**busy_before, **busy_after}))
+    parts = [_difference(name, predicted.parts, measured.parts) for name in predicted.parts | measured.parts]
+    lanes = [_difference(name, predicted.lanes, measured.lanes) for name in predicted.lanes | measured.lanes]
     return Comparison(
         predicted_s=predicted.step_s,
         measured_s=measured.step_s,
         num_steps=measured.count,
         parts=tuple(sorted(parts, key=lambda part: -abs(part.seconds))),
-        lanes=tuple(lanes),
+        lanes=tuple(sorted(lanes, key=lambda lane: lane.name)),
         expected_s=expected_s,
     )
 

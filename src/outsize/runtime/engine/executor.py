@@ -18,6 +18,7 @@ it, with all that its handlers hold, and its lanes end; and none of them keeps t
 
 import contextlib
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -257,7 +258,7 @@ class Executor:
         for dependency in task.dependencies:
             if not dependency.passed():
                 dependency.wait()
-                last = str(dependency.op)
+                last = _text(dependency.op)
         if self._failure is not None or self._closing:
             task.context = None
             return
@@ -265,7 +266,7 @@ class Executor:
             for dependency in task.dependencies:
                 if dependency.mark is not None and dependency.lane != lane:
                     if not dependency.mark.query():
-                        last = str(dependency.op)
+                        last = _text(dependency.op)
                     self._device.wait(lane, dependency.mark)
             start, begun = time.perf_counter(), self._device.record(lane)
             self._handler(task.op, task.context)
@@ -281,13 +282,13 @@ class Executor:
         """Keep what the timeline will say of an op."""
         if task.mark is not None:
             others = ((d.op, d.mark) for d in task.dependencies if d.lane != task.lane)
-            behind = tuple((str(op), mark) for op, mark in others if mark is not None)
-            self._timed.append(_Timed(task.lane, str(task.op), begun, task.mark, behind))
+            behind = tuple((_text(op), mark) for op, mark in others if mark is not None)
+            self._timed.append(_Timed(task.lane, _text(task.op), begun, task.mark, behind))
             return
         self.events.append(
             Event(
                 lane=task.lane,
-                op=str(task.op),
+                op=_text(task.op),
                 start_s=start_s,
                 end_s=time.perf_counter(),
                 waited_s=start_s - ready_s,
@@ -328,6 +329,11 @@ def _run_lane(lane: str, tasks: _Queue) -> None:
 def _end_lanes(queues: dict[str, _Queue]) -> None:
     for tasks in list(queues.values()):
         tasks.put(None)
+
+
+def _text(op: Op) -> str:
+    """Return the text of ``op``, of which there is one for all steps: events are many."""
+    return sys.intern(str(op))
 
 
 def _settled(task: LaneTask) -> bool:

@@ -145,6 +145,7 @@ class StepContext:
 def slots_used(program: Program) -> dict[Op, dict[int, int]]:
     """For each F, FB, R and B of ``program``: the slot of each unit that lies with its worker at that point."""
     slots: defaultdict[int | None, dict[int, int]] = defaultdict(dict)
+    known: dict[frozenset[tuple[int, int]], dict[int, int]] = {}  # few, for the many ops of a step
     found: dict[Op, dict[int, int]] = {}
     for op in program.ops:
         if op.unit is None:
@@ -154,5 +155,6 @@ def slots_used(program: Program) -> dict[Op, dict[int, int]]:
         elif op.kind is Kind.FREE:
             slots[op.worker].pop(op.unit, None)
         elif op.kind in COMPUTE_KINDS:
-            found[op] = dict(slots[op.worker])
+            there = slots[op.worker]
+            found[op] = known.setdefault(frozenset(there.items()), dict(there))
     return found
