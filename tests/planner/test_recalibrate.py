@@ -11,7 +11,7 @@ from outsize.planner.predict.expectation import PlannedStep
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
-from outsize.planner.simulate.comparison import compare
+from outsize.planner.simulate.comparison import compare, take_apart
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.recalibrate import read_trace
 from outsize.planner.simulate.timeline import Timeline
@@ -90,7 +90,7 @@ def test_differences_add_up_and_name_the_slow_lane(workers):
     before = step.expect(step.costs(machine(workers=workers), TIMES))
     after = step.expect(step.costs(machine(2e8, workers=workers), TIMES))
     after = replace(after, ended_s=after.ended_s + 0.001)
-    found = compare(before, after, 1.0)
+    found = compare(take_apart(before), take_apart(after), 1.0)
     assert sum(part.seconds for part in found.parts) == pytest.approx(after.step_s - before.step_s)
     assert sum(part.measured_s for part in found.parts) == pytest.approx(after.step_s)
     assert min(part.predicted_s for part in found.parts) >= 0

@@ -1,4 +1,4 @@
-"""The heap of the C library: tensors fit again where they have lain, and threads share one arena.
+"""The heaps of a process: tensors fit again where they have lain, and threads share one arena.
 
 Settings of malloc hold for a process and for good, so each test asks a process of its own.
 """
@@ -72,7 +72,7 @@ def said(code: str, **environ: str) -> str:
 @needs_kernels
 @pytest.mark.parametrize("num_bytes", [2**17, 1_000_003, 2**21, 5_767_168, 2**24])
 def test_a_tensor_fits_again_where_one_of_its_size_has_lain(num_bytes: int):
-    asked = "native.call('align_tensors', ctypes.c_size_t(2**25))"
+    asked = "native.call('use_tensor_heap', ctypes.c_size_t(2**25))"
     code = f"{AGAIN}\nset_thresholds(heap=True)\nprint(again({num_bytes}), {asked})"
     found, redirected = said(code).split()
     if redirected == "0":
@@ -91,7 +91,7 @@ def test_tensors_of_other_sizes_are_aligned_as_before(num_bytes: int):
 @needs_glibc
 @needs_kernels
 def test_what_is_redirected_twice_and_freed_goes_back():
-    """Memory comes from malloc and goes back to it; a trim leaves what is alive."""
+    """Memory goes back to where it came from; a trim leaves what is alive."""
     code = """
 set_thresholds(heap=True)
 set_thresholds(heap=False)
@@ -103,6 +103,66 @@ grown = [tensor.resize_(2**21) for tensor in held]
 print([float(tensor[2**20 - 1]) for tensor in grown])
 """
     assert said(code) == "[0.0, 2.0, 4.0, 6.0]"
+
+
+@needs_glibc
+@needs_kernels
+def test_a_trim_hands_back_what_lies_between_tensors_and_leaves_those():
+    code = """
+from outsize.runtime.device.allocator import resident_bytes
+set_thresholds(heap=True)
+held = [torch.full([2**20], float(number)) for number in range(64)]
+del held[1::2]
+full = resident_bytes()
+trim()
+print(full - resident_bytes() >= 120 * 2**20, [float(tensor.sum()) / 2**20 for tensor in held] == list(range(0, 64, 2)))
+"""
+    assert said(code) == "True True"
+
+
+@needs_glibc
+@needs_kernels
+def test_threads_take_and_free_tensors_of_any_size_at_once():
+    """Each finds in its tensors what it wrote there, and nobody else, whatever comes and goes beside them."""
+    code = """
+import random, threading
+set_thresholds(heap=True)
+wrong = []
+def turn(number):
+    draw, held = random.Random(number), []
+    for turn in range(2000):
+        if len(held) > 20 or (held and draw.random() < 0.4):
+            tensor, value = held.pop(draw.randrange(len(held)))
+            if not bool((tensor == value).all()):
+                wrong.append(number)
+        value = number * 10_000 + turn
+        held.append((torch.full([draw.choice([100, 2**14, 20_000, 2**16, 99_991])], float(value)), float(value)))
+        if turn % 500 == 0:
+            trim()
+threads = [threading.Thread(target=turn, args=(number,)) for number in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(wrong)
+"""
+    assert said(code) == "[]"
+
+
+@needs_glibc
+@needs_kernels
+def test_a_process_that_was_forked_has_a_heap_of_its_own():
+    code = """
+import os
+set_thresholds(heap=True)
+held = torch.full([2**20], 1.0)
+child = os.fork()
+if child == 0:
+    held.add_(1.0)
+    more = torch.full([2**20], 2.0)
+    os._exit(int(not bool((held == more).all())))
+_, status = os.waitpid(child, 0)
+print(status, float(held.sum()) == 2**20)
+"""
+    assert said(code) == "0 True"
 
 
 @needs_glibc

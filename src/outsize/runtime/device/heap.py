@@ -1,7 +1,9 @@
-"""The heap of the C library, where torch takes the memory of tensors on a CPU: what stays in it, and how tensors lie.
+"""The heaps of a process: that of tensors on a CPU (``tensor_heap.c``), and that of the C library, for all else.
 
-One arena, so that what one lane frees another one can take, and all of it is handed back as a whole. glibc gives the
-first thread beside the main one an arena of its own, so the number of arenas is set before a run starts any thread.
+What is freed stays in either until it is handed back. Where there are no kernels, or torch takes memory by other
+functions, tensors lie in the C library's heap. That has one arena, so that what one lane frees another one can take.
+glibc gives the first thread beside the main one an arena of its own, so the number of arenas is set before a run starts
+any thread.
 """
 
 import ctypes
@@ -31,7 +33,7 @@ def use_one_arena() -> None:
 def set_thresholds(*, heap: bool) -> bool:
     """Set glibc's thresholds for this process: keep what is freed in one heap, or give it back at once.
 
-    Tensors that lie in the heap fit again where they have lain, see ``alignment.c``.
+    Tensors of 64 KiB and more that are no mappings of their own lie in a heap of theirs from now on.
 
     Returns:
         Whether they were set; other C libraries have none.
@@ -41,7 +43,7 @@ def set_thresholds(*, heap: bool) -> bool:
     done = _set(_M_MMAP_THRESHOLD, threshold) and _set(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     if not done:
         _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
-    elif native.available() and native.call("align_tensors", ctypes.c_size_t(threshold)) == 0:
+    elif native.available() and native.call("use_tensor_heap", ctypes.c_size_t(threshold)) == 0:
         _log.info(
             "torch takes no memory by posix_memalign: its tensors lie where its own allocator puts them"
         )
@@ -49,7 +51,9 @@ def set_thresholds(*, heap: bool) -> bool:
 
 
 def trim() -> None:
-    """Hand every free page of the heap back, e.g. after tokenising and before the first step."""
+    """Hand every free page of the heaps back, e.g. after tokenising and before the first step."""
+    if native.available():
+        native.call("trim_tensor_heap")
     malloc_trim = getattr(_libc(), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
