@@ -146,7 +146,11 @@ class StreamedTrainer:
             self.engine.forward_backward_done(self._last)
             self.loss_scale.update(context.skipped)
             ended = time.perf_counter()
-            loss, batch, context.microbatches = context.loss(), None, ()  # so that the next batch may lie there
+            loss, batch, context.microbatches = (
+                context.loss(),
+                None,
+                (),
+            )  # so that the next batch may lie there
             yield StepOutcome(
                 number=number,
                 loss=loss,
