@@ -188,5 +188,5 @@ def make_run(directory: Path, steps: int = 10, **changes) -> Path:
         "lanes": [],
     }
     (directory / "prediction.json").write_text(json.dumps(found))
-    (directory / "timeline.json").write_text(json.dumps(to_chrome(timeline())))
+    (directory / "timeline.json").write_text(to_chrome(timeline()))
     return directory
