@@ -118,9 +118,7 @@ class StreamedTrainer:
         Raises:
             OutsizeError: a step failed or is not finite; the weights are those after the step before.
         """
-        config = self.prepared.config
-        schedule = schedule_of(config)
-        shifted = self.prepared.measured.shifted
+        schedule = schedule_of(self.prepared.config)
         self.position = replace(self.position, step=first)
         going_on = self.engine.optimizer.updates, self._run_config, self.prepared.dtype, self._data
         self._standing[:] = [Standing(self.position, self.loss_scale, *going_on)]
@@ -131,14 +129,7 @@ class StreamedTrainer:
             if batch is None:
                 return
             data_s = time.perf_counter() - asked
-            context = StepContext(
-                number=number,
-                learning_rate=schedule.learning_rate(number),
-                microbatches=microbatches_of(batch, config.microbatches, shifted),
-                tokens=num_targets(batch.whole or batch, shifted),
-                loss_scale=self.loss_scale.value,
-                first_microbatch=self.prepared.group.rank * config.microbatches,
-            )
+            context = self._context_of(number, batch, schedule.learning_rate(number))
             former, self._last = self._last, self.engine.begin(context)
             if former is not None:
                 self.engine.finish(former)
@@ -165,6 +156,18 @@ class StreamedTrainer:
                 moved=context.bytes_moved,
             )
             began, asked = ended, time.perf_counter()
+
+    def _context_of(self, number: int, batch: Batch, learning_rate: float) -> StepContext:
+        """Return what the ops of a step share."""
+        count, shifted = self.prepared.config.microbatches, self.prepared.measured.shifted
+        return StepContext(
+            number=number,
+            learning_rate=learning_rate,
+            microbatches=microbatches_of(batch, count, shifted),
+            tokens=num_targets(batch.whole or batch, shifted),
+            loss_scale=self.loss_scale.value,
+            first_microbatch=self.prepared.group.rank * count,
+        )
 
     def resume(self, record: CommitRecord) -> Position:
         """Go on from ``record``, that of the home which this was made with, once all of it has been read and checked.
