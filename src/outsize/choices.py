@@ -17,6 +17,8 @@ Clip = Literal["global", "unit", "none"]
 Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split", "split24"]
+# Where Muon's matrices are multiplied.
+NewtonSchulz = Literal["auto", "host", "device"]
 WireGradients = Literal["fp32", "bf16", "int8", "int8-ef", "int8-stochastic", "int4-ef"]
 WireWeights = Literal["raw", "delta"]
 # How frozen weights rest and go over links.

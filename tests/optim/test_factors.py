@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.factors import FACTORS, factor_shape, factored
-from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes, committed_bytes, home_bytes
+from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
+from outsize.optim.shares import committed_bytes, home_bytes
 from outsize.storage.home_layout import HomeLayout
 
 SHAPE = st.lists(st.integers(1, 9), max_size=4).map(tuple)

@@ -16,6 +16,7 @@ from train.test_states import BF16, DISK, EMULATED, RING, interrupted
 
 NAME: dict[str, Any] = {"name": "muon", "lr": 1e-3}
 SPLIT: dict[str, Any] = {**NAME, "masters": "split"}
+THERE: dict[str, Any] = {**NAME, "ns_on": "device"}
 RATES: dict[str, Any] = {
     "layer_decay": 0.7,
     "groups": [{"params": ["*q_proj*"], "lr": 0.3}, {"params": ["*.0.mlp.up*"], "muon": False}],
@@ -45,6 +46,34 @@ EXACT: dict[str, dict[str, Any]] = {
     },
     "two workers over the disk": {"optimizer": NAME, "memory": {**DISK, "device": "emulated:2"}},
     "adapters": {"train": {"method": "lora"}, "optimizer": NAME},
+    "products on the processor as a device": {
+        "optimizer": {**THERE, **RATES, "nesterov": False, "max_grad_norm": 0.05}
+    },
+    "products on a device, clipped, in rounds": {
+        "model": BF16,
+        "optimizer": {**SPLIT, **THERE, "gradients": "bf16", "max_grad_norm": 0.05},
+        "memory": EMULATED,
+    },
+    "products on a device, by unit, over the disk": {
+        "model": BF16,
+        "optimizer": {**SPLIT, **THERE, **RING},
+        "memory": {**DISK, **EMULATED},
+    },
+    "products on two devices, in rounds": {
+        "model": BF16,
+        "optimizer": {**THERE, "masters": "separate"},
+        "memory": {"device": "emulated:2"},
+        "train": {"microbatches": 4},
+    },
+    "products on two devices, over the disk": {
+        "optimizer": THERE,
+        "memory": {**DISK, "device": "emulated:2"},
+    },
+    "products on a device, of adapters": {
+        "train": {"method": "lora"},
+        "optimizer": THERE,
+        "memory": EMULATED,
+    },
     "frozen prefix": {"model": {**BF16, "freeze": ["*embed*", "*layers.0.*"]}, "optimizer": SPLIT},
 }
 

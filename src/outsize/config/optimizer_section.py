@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from outsize.choices import Clip, Masters, Moments, Optimizer
+from outsize.choices import Clip, Masters, Moments, NewtonSchulz, Optimizer
 from outsize.config.section import Fraction, Section
 
 # What other optimizers have by default where it is not what AdamW has: those of torch, and the paper's Lion.
@@ -23,6 +23,7 @@ SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
     "dampening": ("sgd",),
     "nesterov": ("sgd", "muon"),
     "ns_steps": ("muon",),
+    "ns_on": ("muon",),
     "adjust_lr_fn": ("muon",),
     "beta2_decay": ("adafactor",),
     "eps1": ("adafactor",),
@@ -90,6 +91,12 @@ class OptimizerConfig(Section):
     )
     ns_steps: int = Field(
         default=5, ge=1, lt=100, description="muon: iterations that make a momentum orthogonal."
+    )
+    ns_on: NewtonSchulz = Field(
+        default="auto",
+        description="muon: where these iterations multiply. host: on its cores; device: a matrix at a time goes up the "
+        "link in bf16 and comes back so; auto: on a GPU where that is predicted to make a step 3 % shorter and has "
+        "room, else on the host. A run that goes on keeps the choice.",
     )
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         default="match_rms_adamw",

@@ -131,7 +131,7 @@ _FIELDS: Final[_Row] = (
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
-    **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "ns_steps"), _ALWAYS),
+    **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "ns_steps", "ns_on"), _ALWAYS),
     **dict.fromkeys(("adjust_lr_fn", "beta2_decay"), _ALWAYS),
     **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "layer_decay"), _ALWAYS),
     **dict.fromkeys(("groups", "schedule", "warmup_steps", "warmup_ratio"), _ALWAYS),

@@ -16,8 +16,9 @@ from outsize.errors import ConfigError
 DEVICE_SHARE = 0.9
 HOST_SHARE = 0.8
 DISK_SHARE = 0.9
-# cuBLAS keeps a workspace for each stream and thread: here for the compute lane's, and autograd's that works for it.
-CUBLAS_BYTES = 2 * 32 * 2**20
+# cuBLAS keeps a workspace for each stream and thread: for the compute lane's, and autograd's that works for it.
+STREAM_BYTES = 32 * 2**20
+CUBLAS_BYTES = 2 * STREAM_BYTES
 # What a core multiplies in bf16 where nobody has measured it: with AVX-512 alone, 39 GFLOP/s. Instructions for bf16
 # make 110 of them, AMX 1,150 (a Xeon of 2.6 GHz, matrices of 1,024 and 2,048 squared, oneDNN held to each).
 PRODUCTS_OF_A_CORE = 40e9
@@ -62,6 +63,7 @@ class Gpu(_Described):
         efficiency: share of the peak that large matrix multiplications of a model reach.
         memory_bytes_per_s: bandwidth of its own memory.
         pcie_generation: of its connector; a slot may give less.
+        products_per_s: FLOPs of products of bf16 matrices as Muon has them; None where nobody has measured that.
         fp8_gain: how many times as fast linear layers of blocks multiply in fp8, where they do; None where they do not.
     """
 
@@ -71,7 +73,22 @@ class Gpu(_Described):
     efficiency: Figure
     memory_bytes_per_s: Figure
     pcie_generation: int
+    products_per_s: Figure | None = None
     fp8_gain: Figure | None = None
+
+    @property
+    def products(self) -> Figure:
+        """FLOPs of products of bf16 matrices per second, as measured or else as models reach them.
+
+        Of a device without a figure for bf16 the least that there is, since it emulates that in another dtype.
+        """
+        if self.products_per_s is not None:
+            return self.products_per_s
+        peaks = self.peak_flops_per_s
+        peak = peaks["bf16"] if "bf16" in peaks else min(peaks.values(), key=lambda figure: figure.value)
+        value, measured = peak.value * self.efficiency.value, peak.measured and self.efficiency.measured
+        source = peak.source if self.efficiency.value == 1.0 else f"{peak.source}; {self.efficiency.source}"
+        return Figure(value=value, source=source, measured=measured)
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the rate that a model's matrix multiplications reach in ``dtype``.

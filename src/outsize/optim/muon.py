@@ -3,12 +3,14 @@
 Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) steps a matrix along its momentum made nearly
 orthogonal, by iterations of Newton and Schulz in bf16. These multiply whole matrices, so parameters step whole, one
 after the other. The operations are those of torch's ``_single_tensor_muon``, in its order; what they make goes into
-the memory of the gradient, which nothing reads any more, and into one scratch.
+the memory of the gradient, which nothing reads any more, and into one scratch. The first of these operations rounds to
+bf16, so that somebody else who has the matrix in bf16 can do the rest: `outsize.runtime.ops.product_ops`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +29,13 @@ _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
 _TILE_ELEMENTS = 2**17
 
 
+class Products(Protocol):
+    """What makes a matrix orthogonal, somewhere."""
+
+    def __call__(self, update: Tensor, scratch: Tensor, iterations: int, unit: int) -> Tensor:
+        """Return the orthogonal matrix next to ``update``, see `orthogonal`; ``unit`` is the index of its unit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon:
     """Settings of Muon, named as in torch, and of what steps beside it; the learning rate comes with each step.
@@ -40,6 +49,7 @@ class Muon:
             them a spectral norm of the learning rate, and more where there are more rows than columns.
         weight_decay: decoupled weight decay per unit of learning rate, at least 0.
         adamw: what steps everything else.
+        products: what makes matrices orthogonal; None for the host.
 
     Raises:
         ValueError: a value outside its range.
@@ -51,6 +61,7 @@ class Muon:
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     weight_decay: float = 0.1
     adamw: PlaneAdamW = field(default_factory=PlaneAdamW)
+    products: Products | None = None
 
     def __post_init__(self) -> None:
         check_numbers(weight_decay=self.weight_decay)
@@ -75,7 +86,11 @@ class Muon:
         if update.clip != 1.0:
             gradient.mul_(update.clip)
         self._follow(parameter.state(), gradient.view(-1), update)
-        direction = orthogonal(gradient, parameter.scratches[-1], self.ns_steps)
+        scratch = parameter.scratches[-1]
+        if self.products is None:
+            direction = orthogonal(gradient, scratch, self.ns_steps)
+        else:
+            direction = self.products(gradient, scratch, self.ns_steps, parameter.unit)
         if update.decay and self.weight_decay:
             master.mul_(1 - update.lr * (self.weight_decay * update.decay))
         master.add_(direction, alpha=-update.lr * self._rate_of(*gradient.shape))
@@ -114,11 +129,26 @@ def orthogonal(update: Tensor, scratch: Tensor, iterations: int) -> Tensor:
     Returns:
         bf16 ``[m, n]``, in the memory of one of them.
     """
-    rows, columns = update.shape
-    numel, side = update.numel(), min(rows, columns)
     rooms = [room.view(-1).view(torch.bfloat16) for room in (scratch, update)]
+    rooms[0][: update.numel()].view(update.shape).copy_(update)
+    return newton_schulz(rooms, update.shape, iterations)
+
+
+def newton_schulz(rooms: Sequence[Tensor], shape: Sequence[int], iterations: int) -> Tensor:
+    """Return the same of the matrix that the first of two rooms begins with.
+
+    Args:
+        rooms: bf16, with room for the matrix and for the square of its shorter side; spent.
+        shape: of the matrix, [m, n].
+        iterations: of Newton and Schulz.
+
+    Returns:
+        bf16 ``[m, n]``, in the memory of one of them.
+    """
+    rows, columns = shape
+    numel, side = rows * columns, min(rows, columns)
     gram, mixed = (room[numel : numel + side * side].view(side, side) for room in rooms)
-    found = rooms[0][:numel].view(rows, columns).copy_(update)
+    found = rooms[0][:numel].view(rows, columns)
     if rows > columns:
         found = found.T
     found.div_(found.norm().clamp(min=_EPS))

@@ -29,7 +29,7 @@ next one is; gradients are made anew in every step and lie there once, or not at
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -59,8 +59,8 @@ BLOCK_ELEMENTS = 64
 # gradient written and read.
 _FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
 # The same of a matrix by Muon: the gradient is clipped and mixed with the momentum, and the direction that comes out of
-# the products is read. What lies between is in their rate.
-_MUON_BYTES = 22
+# the products is read. What lies between is in their rate. For a device it is read and rounded to bf16 first.
+_MUON_BYTES, _STAGED_BYTES = 22, 6
 
 Masters = Literal["separate", "split", "split24"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -123,6 +123,8 @@ class StateLayout:
         factored: whether it keeps factors of second moments instead: then units step whole.
         newton_schulz: iterations that make the momentum of a matrix orthogonal, of Muon: matrices then have no second
             moment, and units step whole; 0 for others.
+        products_on_device: whether a device runs these iterations, to which a matrix goes up in bf16, and from which
+            it comes back so.
 
     Raises:
         ValueError: an unknown dtype, split masters of other weights than bf16, or moments beside factors.
@@ -135,6 +137,7 @@ class StateLayout:
     num_moments: int = 2
     factored: bool = False
     newton_schulz: int = 0
+    products_on_device: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ("fp32", "bf16", "fp16"):
@@ -247,7 +250,7 @@ class StateLayout:
         if not self.whole:
             return once
         joined, widened, _ = self._scratches
-        passes = _FACTORED_BYTES if self.factored else _MUON_BYTES
+        passes = _FACTORED_BYTES if self.factored else _MUON_BYTES + _STAGED_BYTES * self.products_on_device
         return once + passes + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
 
     def step_bytes_of(self, unit: UnitSpec, numel: int) -> float:
@@ -259,6 +262,19 @@ class StateLayout:
     def step_flops_of(self, unit: UnitSpec) -> float:
         """Return the FLOPs of the products by which Muon steps ``unit``; 0 for other optimizers."""
         return newton_schulz_flops(unit, self.newton_schulz)
+
+    def products_of(self, unit: UnitSpec) -> tuple[int, int]:
+        """Return the matrices of ``unit`` that go up to a device for products, and their bytes; as many come down."""
+        sizes = [tensor.numel for tensor in muon_matrices(unit)] if self.products_on_device else []
+        return len(sizes), ITEM_BYTES["bf16"] * sum(sizes)
+
+    def products_room(self, model: ModelSpec) -> int:
+        """Return the bytes of each of the two rooms that products take on a device: the matrix, and a square of it."""
+        if not self.products_on_device:
+            return 0
+        matrices = (tensor for unit in model.units for tensor in muon_matrices(unit))
+        most = max((tensor.numel + min(tensor.shape) ** 2 for tensor in matrices), default=0)
+        return align_up(ITEM_BYTES["bf16"] * most, SECTOR_BYTES)
 
     @property
     def num_scratches(self) -> int:
@@ -362,44 +378,6 @@ def planes_for(dtype: str) -> dict[str, int]:
 # A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
 # checksum for each granule.
 _TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
-
-
-def home_bytes(
-    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
-) -> int:
-    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
-
-    Of several ranks each has ``whole`` planes, and ``own_elements`` of all others; None is all.
-    """
-    layout = layout_of(state)
-    if not unit.trainable:
-        return unit.link_bytes(layout.dtype)
-    kept = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, whole)
-    return kept + sum(part.home_bytes for part in unit.frozen)
-
-
-def committed_bytes(
-    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
-) -> int:
-    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
-    layout = layout_of(state)
-    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, whole) if unit.trainable else 0
-    return home_bytes(unit, layout, own_elements, whole) + twice
-
-
-def _kept_bytes(
-    unit: UnitSpec,
-    layout: StateLayout,
-    names: tuple[str, ...],
-    own_elements: int | None,
-    whole: Collection[str],
-) -> int:
-    """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
-    if own_elements is None:
-        return layout.bytes_of(unit, names=names)
-    shared = tuple(name for name in names if name not in whole)
-    rest = tuple(name for name in names if name in whole)
-    return layout.bytes_of(unit, names=rest) + layout.bytes_of(unit, own_elements, shared)
 
 
 def commit_record_bytes(

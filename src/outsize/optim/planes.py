@@ -150,12 +150,14 @@ class WholeParameter:
         planes: of the unit by name, gradient included: fp32 or bf16.
         scratches: as many as `StateLayout.num_scratches`, fp32; what they hold is lost.
         factors: where those that it has lie in their planes.
+        unit: index of its unit.
     """
 
     tensor: TensorSpec
     planes: Mapping[str, Tensor]
     scratches: Sequence[Tensor]
     factors: Mapping[Factor, TensorSpec]
+    unit: int
 
     def flat(self, name: str, factor: Factor | None = None) -> Tensor | None:
         """Return what a plane holds of it, or of one of its factors; None where there is nothing."""

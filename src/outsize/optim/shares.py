@@ -1,4 +1,4 @@
-"""Which elements of a unit each of several ranks steps: its share of the optimizer's state. No torch.
+"""Which elements of a unit each of several ranks steps: its share of the optimizer's state, and its bytes. No torch.
 
 Every rank holds all weights in compute dtype, and masters, moments and the summed gradient of its share alone. A share
 is one range of elements in each unit, so that what a rank sends or keeps of a unit is one piece. Ranges are cut at
@@ -8,7 +8,16 @@ have the least of the units before, so that over all units together no rank has 
 Shares follow from the model and the number of ranks, and from nothing else: whoever knows both knows who holds what.
 """
 
-from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, granule_elements_for
+from collections.abc import Collection
+
+from outsize.model.sizes.model_spec import (
+    GRANULE_ELEMENTS,
+    PLANE_ELEMENTS,
+    ModelSpec,
+    UnitSpec,
+    granule_elements_for,
+)
+from outsize.optim.optimizer_spec import WEIGHTS, State, StateLayout, layout_of
 
 # A granule is at most this part of a share, so that shares of large models are even within one percent.
 _GRANULES_OF_A_SHARE = 256
@@ -73,3 +82,41 @@ def largest_share(model: ModelSpec, num_ranks: int) -> tuple[int, ...]:
     """Return the elements by unit of the rank that steps most."""
     by_rank = zip(*shares(model, num_ranks), strict=True)
     return max((tuple(len(part) for part in ranges) for ranges in by_rank), key=sum)
+
+
+def home_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
+    """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
+
+    Of several ranks each has ``whole`` planes, and ``own_elements`` of all others; None is all.
+    """
+    layout = layout_of(state)
+    if not unit.trainable:
+        return unit.link_bytes(layout.dtype)
+    kept = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, whole)
+    return kept + sum(part.home_bytes for part in unit.frozen)
+
+
+def committed_bytes(
+    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+) -> int:
+    """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
+    layout = layout_of(state)
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, whole) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements, whole) + twice
+
+
+def _kept_bytes(
+    unit: UnitSpec,
+    layout: StateLayout,
+    names: tuple[str, ...],
+    own_elements: int | None,
+    whole: Collection[str],
+) -> int:
+    """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
+    if own_elements is None:
+        return layout.bytes_of(unit, names=names)
+    shared = tuple(name for name in names if name not in whole)
+    rest = tuple(name for name in names if name in whole)
+    return layout.bytes_of(unit, names=rest) + layout.bytes_of(unit, own_elements, shared)

@@ -133,7 +133,7 @@ def step_whole(
             key=moments.chance_key(seed, unit.index, step[tensor.name]),
         )
         has = {factor: tensors[tensor.name] for factor, tensors in seen.items() if tensor.name in tensors}
-        rule.step_parameter(WholeParameter(tensor, planes, scratches, has), update)
+        rule.step_parameter(WholeParameter(tensor, planes, scratches, has, unit.index), update)
 
 
 def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor, first: int) -> None:

@@ -14,6 +14,7 @@ from outsize.choices import (
     Masters,
     Method,
     Moments,
+    NewtonSchulz,
     Optimizer,
     TransportWeights,
     WireGradients,
@@ -121,6 +122,10 @@ class PlanFlags:
     optimizer_state: Annotated[
         Moments, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")
     ] = "fp32"
+    ns_on: Annotated[
+        NewtonSchulz,
+        typer.Option(help="Where Muon multiplies matrices; auto: on the GPU if that shortens a step."),
+    ] = "auto"
     masters: Annotated[
         Masters,
         typer.Option(

@@ -14,7 +14,14 @@ from outsize.cli.plan.plan_nodes import check_nodes, net_of, share_of, wire_of
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
-from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Machine
+from outsize.hardware.machine_spec import (
+    CUBLAS_BYTES,
+    DEVICE_SHARE,
+    DISK_SHARE,
+    HOST_SHARE,
+    STREAM_BYTES,
+    Machine,
+)
 from outsize.planner.predict.feasibility import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
@@ -39,6 +46,7 @@ _SETTINGS = {
     "optimizer.name": "optimizer",
     "optimizer.state": "optimizer_state",
     "optimizer.masters": "masters",
+    "optimizer.ns_on": "ns_on",
     "memory.home": "home",
     "memory.commits": "commits",
     "transport.weights": "transport_weights",
@@ -131,6 +139,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
+    on_pcie = any(gpu.pcie_generation for gpu in machine.gpus)
     question = question_for(
         config,
         spec,
@@ -145,11 +154,13 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
             can_part=figures.in_mlp_parts is not None,
             wire=wire_of(options),
         ),
+        own_processor=on_pcie,
         workload_of=figures.workload_of,
         in_mlp_parts=figures.in_mlp_parts,
         net_bytes_per_s=net_of(options),
         # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
-        fixed_bytes=CUBLAS_BYTES if any(gpu.pcie_generation for gpu in machine.gpus) else 0,
+        fixed_bytes=CUBLAS_BYTES * on_pcie,
+        stream_bytes=STREAM_BYTES * on_pcie,
     )
     return Asked(
         name=options.model,

@@ -258,6 +258,7 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
             f"{prediction.microbatches} of {prediction.sequences_per_microbatch} x {question.seq_len} tokens",
         ),
         ("rounds", _rounds(prediction)),
+        *(("products of Muon", place) for place in (prediction.products_on,) if place is not None),
         ("time", format_seconds(prediction.step_s)),
         ("tokens/s", f"{prediction.tokens_per_s:,.0f}{_between(prediction)}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),

@@ -38,11 +38,9 @@ from outsize.optim.optimizer_spec import (
     State,
     StateLayout,
     commit_record_bytes,
-    committed_bytes,
-    home_bytes,
     layout_of,
 )
-from outsize.optim.shares import home_granule
+from outsize.optim.shares import committed_bytes, home_bytes, home_granule
 from outsize.planner.memory.activation_liveness import Live
 from outsize.planner.memory.exchange_memory import net_bytes
 from outsize.planner.memory.link_bytes import packed_bytes, packed_bytes_of
@@ -53,6 +51,7 @@ from outsize.units import align_up
 Tier = Literal["host", "disk"]
 
 NO_CODECS = Transport()
+PRODUCTS = "products of Muon"
 # A record as it is written, the tables of both sides that it is made from, and a copy while it is.
 COMMIT_COPIES = 4
 _CLASS_OF = {
@@ -87,6 +86,7 @@ class Demand:
         num_saved: by streamed unit, tensors that its forward makes for its backward; empty where it is unknown.
         shared_bytes: ids, labels, masks and the like, for one microbatch.
         fixed_bytes: whatever else lies on the device throughout.
+        stream_bytes: the same where one more stream multiplies, of its library's workspace.
         bounce_bytes: the same, of buffers for what moves between the device and a disk right below it.
         spare_bytes: what the device should have to spare besides; given up where even the smallest plan leaves none.
         rest_users: units whose backward adds to the gradient of a rest that trains.
@@ -103,6 +103,7 @@ class Demand:
     num_saved: tuple[int, ...] = ()
     shared_bytes: int = 0
     fixed_bytes: int = 0
+    stream_bytes: int = 0
     bounce_bytes: int = 0
     spare_bytes: int = 0
     rest_users: frozenset[int] = frozenset()
@@ -178,6 +179,12 @@ def by_class(
     return dict(parts)
 
 
+def products_bytes(model: ModelSpec, state: StateLayout, demand: Demand) -> int:
+    """Return what products of Muon take on each device: two rooms, and what their stream does; 0 on the host."""
+    room = state.products_room(model)
+    return 2 * room + demand.stream_bytes if room else 0
+
+
 def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
     """Return what units pass through on their way from ``home`` to a checkpoint: a host home lends them as they lie."""
     largest = max(unit.gradient_bytes + unit.weight_bytes(model.dtype) for unit in model.units)
@@ -224,6 +231,7 @@ def memory_table(
     lower: Mapping[str, Mapping[str, int]],
     below: Tier,
     codecs: tuple[int, int],
+    products: int,
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
@@ -234,9 +242,11 @@ def memory_table(
         lower: what `bytes_below` says; its buffers in host memory are the device's own where the disk is below it.
         below: the tier next to the device.
         codecs: what they take on the device and in host memory.
+        products: what `products_bytes` says.
     """
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
     table["device"] = {**_device_table(demand, layout, activations, below), "codecs": codecs[0]}
+    table["device"][PRODUCTS] = products
     table["host"]["encoded weights"] = codecs[1]
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
     rooms = offload_rooms(layout, demand).values() if layout.kept else ()

@@ -102,6 +102,10 @@ class OpBytes:
             yield "down" if leaves else "up", self.on_link(op)
             if self.below == "disk":  # where they lie as they are
                 yield "disk_written" if leaves else "disk_read", self._activations(op)
+        elif op.kind is Kind.STEP:
+            _, products = self.state.products_of(self.model.units[unit])
+            yield "up", products
+            yield "down", products
         elif op.kind in (Kind.PASS, Kind.RETURN):
             yield "across", self.boundary_bytes[unit]
         elif op.kind in (Kind.REDUCE, Kind.GATHER) and self.home == "disk":

@@ -48,7 +48,9 @@ def figures_used(question: Question, prediction: Prediction) -> tuple[UsedFigure
     if gpu.fp8_gain is not None:
         rows.insert(2, ("linear layers of blocks in fp8", gpu.fp8_gain, "times as fast"))
     if question.options.state is not None and question.options.state.newton_schulz:
-        rows.append(("products on the host, of Muon", host.products, "FLOP/s"))
+        on_device = prediction.plan.state.products_on_device
+        place, rate = (gpu.name, gpu.products) if on_device else ("the host", host.products)
+        rows.append((f"products on {place}, of Muon", rate, "FLOP/s"))
     if prediction.home == "disk" and disk is not None:
         rows += [
             ("disk reads", disk.read_bytes_per_s, "B/s"),

@@ -157,6 +157,7 @@ def _compute(question: Question, factor: float) -> Question:
         replace(
             gpu,
             peak_flops_per_s={name: _times(peak, factor) for name, peak in gpu.peak_flops_per_s.items()},
+            products_per_s=gpu.products_per_s and _times(gpu.products_per_s, factor),
         )
         for gpu in question.machine.gpus
     )

@@ -1,4 +1,4 @@
-"""What a run does, decided in one place: codecs, home, microbatches, stages, and what is kept of forwards.
+"""What a run does, decided in one place: codecs, home, where Muon multiplies, microbatches, stages, and what is kept.
 
 `decide` is a pure function of a `Question`. ``outsize plan`` asks it with what a config tells of a model and data
 sheets of a machine, ``outsize train`` with what a trial and a clock have found; the decision is the same where these
@@ -20,6 +20,7 @@ from typing import Any
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.link_bytes import packed_bytes
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.predict.decision import Decision
@@ -36,6 +37,8 @@ from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_
 
 # Of a step that a codec must save: predictions of two plans of one model on one machine differ by less.
 GAIN = 0.03
+# What `Decision.former` calls where products of Muon run.
+PRODUCTS_KEY = "optimizer.ns_on"
 # Codecs that keep every bit, the faster first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
 
@@ -53,6 +56,8 @@ def decide(question: Question) -> Decision:
         best = _fastest(question)
     except InfeasiblePlanError as error:
         failure = error
+    if best is not None and question.products_open and question.timed:
+        best = _multiplying(best)
     for crossing in question.auto:
         best = _encoded(question if best is None else best.question, best, crossing)
     if best is None:
@@ -64,6 +69,37 @@ def decide(question: Question) -> Decision:
 def worth_it(former_s: float, step_s: float) -> bool:
     """Return whether steps of ``step_s`` are enough shorter than those of ``former_s``, seconds, to add a codec."""
     return step_s < former_s * (1 - GAIN)
+
+
+def _multiplying(on_host: Decision) -> Decision:
+    """Return ``on_host``, or with products of Muon on the device what is enough faster, where that has room.
+
+    It is asked only where such products alone take less there, their way up and down included.
+    """
+    state = on_host.question.options.state
+    assert state is not None
+    there = replace(state, products_on_device=True)
+    if _products_s(on_host, state) <= _products_s(on_host, there):
+        return on_host
+    question = on_host.question.deciding(state=there)
+    try:
+        found = _fastest(question)
+    except InfeasiblePlanError:
+        return on_host
+    if not worth_it(on_host.step_s, found.step_s):
+        return on_host
+    return _same(found, former={**found.former, PRODUCTS_KEY: on_host})
+
+
+def _products_s(decision: Decision, state: StateLayout) -> float:
+    """Return what products of Muon take in a step, and copies for them, of units one after the other."""
+    units, machine = decision.question.model.units, decision.question.machine
+    flops = sum(state.step_flops_of(unit) for unit in units)
+    if not state.products_on_device:
+        return flops / machine.host.products.value
+    size, link = sum(state.products_of(unit)[1] for unit in units), machine.links[0]
+    up, down = link.up_bytes_per_s.value, link.down_bytes_per_s.value
+    return flops / machine.gpus[0].products.value + size / up + size / down
 
 
 def _encoded(question: Question, best: Decision | None, crossing: str) -> Decision | None:

@@ -87,10 +87,10 @@ class Simulated:
         for index in self._last_step:
             op = steps.ops[index]
             cost = self.costs.cost_of(op) if op is not None else None
-            if cost is not None and cost.amount:
-                often = 1 + self.left_out * (begun_s <= self.done.run.start_s[index] < ended_s)
-                for name in cost.through:
-                    found[name] += often * cost.amount
+            often = 1 + self.left_out * (begun_s <= self.done.run.start_s[index] < ended_s)
+            for part in () if cost is None else cost.parts:
+                for name in part.through:
+                    found[name] += often * part.amount
         return found
 
     @property

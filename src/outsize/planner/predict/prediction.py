@@ -29,6 +29,10 @@ SIMULATED_WITHIN = 0.055
 
 SEVERAL = "several GPUs: ids and labels, masks and position tables of the rounds under way lie on every GPU"
 PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"
+MULTIPLIED = (
+    "products of Muon run on the device, one matrix after the other: the STEP of a unit waits for its copies and "
+    "products, and the forwards of the unit take as much longer as its products take"
+)
 ENCODED = "weights go over links as {}, which keeps every bit and is decoded as fast as it arrives"
 
 
@@ -70,6 +74,7 @@ class Prediction:
         stages: how several GPUs share the model; None for one.
         activations: by what becomes of it, for how many units and microbatches backwards find what they need.
         simulation: returns what was simulated of some steps, with all of their rounds.
+        products_on: where products of Muon run, ``host`` or ``device``; None of other optimizers.
         assumptions: what was taken for granted.
     """
 
@@ -92,6 +97,7 @@ class Prediction:
     stages: Stages | None
     activations: Mapping[str, int]
     simulation: Callable[[], Simulation] = field(repr=False, compare=False)
+    products_on: str | None
     assumptions: tuple[str, ...]
 
     @property
@@ -190,6 +196,7 @@ def predict(decision: Decision) -> Prediction:
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
         simulation=lambda: (decision.simulate(whole=True) if simulated.left_out else simulated).done,
+        products_on=_products_on(decision),
         assumptions=_assumptions(decision),
     )
 
@@ -206,6 +213,11 @@ def _interval(question: Question, tokens_per_s: float, computing: float) -> tupl
     return tokens_per_s * (1 - within), tokens_per_s * (1 + within)
 
 
+def _products_on(decision: Decision) -> str | None:
+    state = decision.plan.state
+    return ("device" if state.products_on_device else "host") if state.newton_schulz else None
+
+
 def _assumptions(decision: Decision) -> tuple[str, ...]:
     codec = decision.chosen.get("weights")
     return (
@@ -213,6 +225,7 @@ def _assumptions(decision: Decision) -> tuple[str, ...]:
         *node_assumptions(decision.question),
         *((PEERS,) if decision.plan.layout.peers else ()),
         *((ENCODED.format(codec),) if codec else ()),
+        *((MULTIPLIED,) if decision.plan.state.products_on_device else ()),
     )
 
 

@@ -78,12 +78,14 @@ class Question:
         options: what is decided already; home, microbatches, workers and rates are set by `options_for`.
         home: where weights and optimizer state rest; ``auto`` is the host if the plan fits there.
         auto: crossings of which the codec is to be chosen, see `Transport`; those of ``options`` are the first tried.
+        products_open: whether products of Muon may run on the device, if that shortens a step.
         sequences: of an optimizer step, on each node.
         seq_len: tokens of a sequence.
         microbatches: of a step; None lets the search choose.
         workload_of: what a microbatch of so many sequences takes, counted from a config.
         measured: what each of so many microbatches takes, as a trial has measured it; None for what is counted.
         fixed_bytes: what else lies on each device throughout, of a demand that is counted.
+        stream_bytes: the same of one more stream that multiplies.
         timed: whether rates of the machine may decide which codecs shorten a step.
         linked: whether a link with a rate of its own lies below the device, so that things may leave it unasked.
         shares_memory: whether the device computes in host memory, so that the disk is right below it.
@@ -100,12 +102,14 @@ class Question:
     options: PlanOptions
     home: Home = "auto"
     auto: tuple[str, ...] = ()
+    products_open: bool = False
     sequences: int
     seq_len: int
     microbatches: int | None = None
     workload_of: Callable[[int], Workload] | None = None
     measured: Callable[[int], MicrobatchCost] | None = None
     fixed_bytes: int = 0
+    stream_bytes: int = 0
     timed: bool = True
     linked: bool = True
     shares_memory: bool = False
@@ -249,6 +253,7 @@ def _counted(question: Question, work: Workload, times: UnitTimes) -> Demand:
         selected_bytes=selected if work.attention_bytes else {},
         shared_bytes=work.held_bytes,
         fixed_bytes=question.fixed_bytes,
+        stream_bytes=question.stream_bytes,
         rest_users=frozenset(users),
     )
     return in_seconds(demand, times)

@@ -12,13 +12,13 @@ from functools import cache, cached_property
 
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import device_bytes, host_bytes
-from outsize.planner.memory.memory_table import Demand, bytes_below, offload_rooms
+from outsize.planner.memory.memory_table import PRODUCTS, Demand, bytes_below, offload_rooms, products_bytes
 from outsize.planner.program.stages import Span, Stages, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import ARRIVALS, activation_bytes, arrival_bytes, num_handed_over
 from outsize.planner.search.stage_offload import Away, away_in, on_its_way
-from outsize.planner.search.stage_room import HostRoom
+from outsize.planner.search.stage_room import HostRoom, state_of
 from outsize.units import align_up
 
 _EXTENT_BYTES = 4096
@@ -64,6 +64,7 @@ class StageMemory:
         rest = model.units[model.num_streamed :]
         resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
         return {
+            PRODUCTS: products_bytes(model, state_of(model, self.options), demand),
             "resident": sum(resident),
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),

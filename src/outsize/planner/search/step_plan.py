@@ -26,6 +26,7 @@ from outsize.planner.memory.memory_table import (
     bytes_below,
     memory_table,
     offload_rooms,
+    products_bytes,
     store_buffer_bytes,
 )
 from outsize.planner.memory.traffic import Traffic, count_traffic
@@ -34,11 +35,7 @@ from outsize.planner.passes.step_schedule import build_step, successive_steps
 from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.sizing import (
-    Knobs,
-    PlanOptions,
-    Sizing,
-)
+from outsize.planner.search.sizing import Knobs, PlanOptions, Sizing
 from outsize.planner.search.smaller import smaller_microbatches, smaller_states
 from outsize.planner.search.upgrades import as_asked, kept_for_the_host, spend
 from outsize.units import format_bytes
@@ -286,6 +283,7 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
         device_bytes(options.transport, model, demand.boundary_bytes),
         host_bytes(options.transport, model),
     )
+    products = products_bytes(model, sizing.state, demand)
     homes: dict[tuple[int, ...], Table] = {}
     peaks: dict[tuple[int, int, Kept], Live] = {}
 
@@ -306,7 +304,7 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
         staying = (knobs.num_kept, layout.prefetch_depth, knobs.kept)
         if staying not in peaks:
             peaks[staying] = cycle_peak(layout, demand.boundary_bytes, kept_bytes)
-        return memory_table(demand, layout, peaks[staying], homes[buffers], options.below, codecs)
+        return memory_table(demand, layout, peaks[staying], homes[buffers], options.below, codecs, products)
 
     return memory_of
 

@@ -13,7 +13,7 @@ from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
-from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
+from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import StateLayout, layout_of
 from outsize.planner.memory.activation_liveness import NOTHING
 from outsize.planner.memory.link_bytes import encoded_planes
@@ -193,7 +193,7 @@ class _Pricing(OpBytes):
         """Return the cost of any op."""
         unit, layout = op.unit or 0, self.layout
         if op.kind in FORWARD_KINDS:
-            return Cost(seconds=self.times.forward(op.kind, unit))
+            return Cost(seconds=self.times.forward(op.kind, unit) + self._beside_s(unit))
         if op.kind is Kind.RECOMPUTE:
             spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
             return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
@@ -202,7 +202,8 @@ class _Pricing(OpBytes):
             # An R has recomputed it, or its forward kept it.
             apart = stages is not None and unit < stages.backward[0][0]
             choice = Choice.KEEP if apart else layout.choice(unit, op.microbatch or 0)
-            return Cost(seconds=self.times.backward(choice, unit))
+            beside_s = self._beside_s(unit) if op.kind is Kind.FORWARD_BACKWARD else 0.0
+            return Cost(seconds=self.times.backward(choice, unit) + beside_s)
         if op.kind is Kind.NORM:
             rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
             return Cost(seconds=layout.gradient_bytes[unit] / rate)
@@ -229,11 +230,7 @@ class _Pricing(OpBytes):
         if op.kind in (Kind.PASS, Kind.RETURN):
             return self._across(op)
         if op.kind is Kind.STEP:
-            through = ("optimizer", "host memory")
-            stepped = self.model.units[unit]
-            moved = self.state.step_bytes_of(stepped, self.elements(op)) / step_pace(self.state)
-            products_s = self.state.step_flops_of(stepped) / self.machine.host.products.value
-            return Cost(seconds=self._encode_s(op) + products_s, amount=round(moved), through=through)
+            return self._step(op)
         if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
             return self._exchange(op)
         if op.kind in (Kind.READ, Kind.WRITE):
@@ -242,6 +239,35 @@ class _Pricing(OpBytes):
         if op.kind is Kind.COMMIT:
             return Cost(seconds=COMMIT_S)
         return Cost()
+
+    def _step(self, op: Op) -> Cost:
+        """Return the cost of a STEP: what its elements move, and products of Muon, here or on the device of the unit.
+
+        A STEP waits for its products wherever they are. A device shares itself among them and the units that it
+        computes meanwhile; so they are in the time of the forwards of the unit as well (`_beside_s`).
+        """
+        unit, through = self.model.units[op.unit or 0], ("optimizer", "host memory")
+        moved = self.state.step_bytes_of(unit, self.elements(op)) / step_pace(self.state)
+        cost = Cost(seconds=self._encode_s(op), amount=round(moved), through=through)
+        (count, size), flops = self.state.products_of(unit), self.state.step_flops_of(unit)
+        if not size:
+            return replace(cost, seconds=cost.seconds + flops / self.machine.host.products.value)
+        there = Op(kind=op.kind, unit=op.unit, worker=unit.index % self.layout.num_workers)
+        up, down = (self._copy(there, size, way, False) for way in ("up", "down"))
+        latency_s = count * up.seconds
+        up = replace(up, seconds=latency_s + self._on_device_s(unit, there.worker or 0))
+        return replace(cost, then=replace(up, then=replace(down, seconds=latency_s)))
+
+    def _beside_s(self, unit: int) -> float:
+        """Return what products of Muon of a unit on a device take from it, as a part for each of its forwards."""
+        if not self.state.products_on_device:
+            return 0.0
+        stepped = self.model.units[unit]
+        on_device_s = self._on_device_s(stepped, stepped.index % self.layout.num_workers)
+        return on_device_s / self.layout.num_microbatches
+
+    def _on_device_s(self, unit: UnitSpec, worker: int) -> float:
+        return self.state.step_flops_of(unit) / self.machine.gpus[worker].products.value
 
     def _encode_s(self, op: Op) -> float:
         """Return what encoding the weights of a unit takes on one core, once all of them have changed.

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
-from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel
 
 _NETWORK = (Kind.REDUCE, Kind.GATHER, Kind.AGREE)
@@ -46,7 +45,7 @@ def crowded(
         elif op.kind in _NETWORK:  # codecs and messages, but no waits
             lanes_s += max(0.0, cost.seconds - EXCHANGE_S) + cost.amount * core_s_per_byte
         elif op.kind not in _DISK:
-            lanes_s += _alone_s(cost, costs)
+            lanes_s += cost.alone_s(costs.capacity)
     if not compute_s:
         return times
     return scaled(times, 1.0 + (1.0 - free) * lanes_s / (threads * compute_s))
@@ -67,9 +66,3 @@ def scaled(times: UnitTimes, factor: float) -> UnitTimes:
         kept_forward_s=each(times.kept_forward_s),
         kept_backward_s=each(times.kept_backward_s),
     )
-
-
-def _alone_s(cost: Cost, costs: CostModel) -> float:
-    """Return the seconds of an op that has the machine to itself."""
-    flow_s = cost.amount / min(costs.capacity[name] for name in cost.through) if cost.amount else 0.0
-    return cost.seconds + flow_s

@@ -1,12 +1,13 @@
 """A discrete-event clock for work on lanes: what starts when, who waited for whom, and the critical path.
 
-A piece of work has a fixed time and then an amount that flows at a rate shared with others. A lane does one
+A piece of work has a fixed time and then an amount that flows at a rate shared with others, and perhaps the same again
+through other resources. A lane does one
 thing at a time, in the order given, as the executor's threads do. Time is virtual and ties go to the work
 given first, so the same input gives the same timeline, always.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
@@ -23,17 +24,34 @@ class Cost:
         seconds: fixed time, before anything flows.
         amount: what flows then, e.g. bytes.
         through: the resources that it flows through; needed where there is an amount.
+        then: what the work takes behind that; None for nothing.
     """
 
     seconds: float = 0.0
     amount: float = 0.0
     through: tuple[str, ...] = ()
+    then: "Cost | None" = None
 
     def __post_init__(self) -> None:
         if self.seconds < 0 or self.amount < 0:
             raise ValueError("time and amount are not negative")
         if self.amount and not self.through:
             raise ValueError("what flows needs something to flow through")
+
+    @property
+    def parts(self) -> Iterator["Cost"]:
+        """This and what comes behind it, one after the other."""
+        part: Cost | None = self
+        while part is not None:
+            yield part
+            part = part.then
+
+    def alone_s(self, capacity: Mapping[str, float]) -> float:
+        """Return the seconds of work that has everything to itself, all parts of it."""
+        flows = (
+            part.amount / min(capacity[name] for name in part.through) for part in self.parts if part.amount
+        )
+        return sum(part.seconds for part in self.parts) + sum(flows)
 
 
 class Work(NamedTuple):
@@ -176,7 +194,7 @@ class _Clock:
 
     def __init__(self, order: Order, costs: Sequence[Cost], capacity: Mapping[str, float]) -> None:
         count = len(costs)
-        self.costs = costs
+        self.costs = list(costs)  # of each piece the part that it is at
         self.start, self.end = [-1.0] * count, [-1.0] * count
         self.cause, self.lane_free = [-1] * count, [0.0] * count
         self.pending, self.is_due = order.num_waits.copy(), order.is_due.copy()
@@ -185,7 +203,15 @@ class _Clock:
         self.flows: list[_Flow] = []
         self.flow_s = inf  # when the first of them is done
         self.meeting = 0  # their paths, see `_Rates.of`
-        self.rates = _Rates([cost.through for cost in costs if cost.amount], capacity)
+        self.rates = _Rates(
+            [
+                part.through
+                for cost in costs
+                for part in (cost.parts if cost.then else (cost,))
+                if part.amount
+            ],
+            capacity,
+        )
         self.free = True  # whether flows do not slow each other down
 
     def run(self) -> None:
@@ -207,7 +233,12 @@ class _Clock:
             if len(done) > 1:
                 done.sort()
             for index in done:
-                self._finish(index, now)
+                following = costs[index].then
+                if following is None:
+                    self._finish(index, now)
+                else:
+                    costs[index] = following
+                    heappush(fixed, (now + following.seconds, index))
 
     def _change_flows(self, now: float, started: list[int], done: list[int]) -> None:
         """Let flows that ``started`` flow, add to ``done`` those that have ended, and share what there is anew."""

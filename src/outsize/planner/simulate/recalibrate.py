@@ -59,7 +59,8 @@ def read_trace(timeline: Timeline, costs: CostModel) -> Trace:
         seconds, cost = event.end_s - event.start_s, costs.cost_of(op)
         by_op[_key(op)].add(seconds, cost.amount)
         if cost.amount:
-            resources[_bottleneck(cost)].add(seconds - min(cost.seconds, seconds), cost.amount)
+            behind_s = 0.0 if cost.then is None else cost.then.alone_s(costs.capacity)
+            resources[_bottleneck(cost)].add(max(0.0, seconds - cost.seconds - behind_s), cost.amount)
         if op.kind in COMPUTE_KINDS:
             took_s, expected_s = took_s + seconds, expected_s + cost.seconds
     rates = {name: part.amount / part.seconds for name, part in resources.items() if part.seconds > LEAST_S}

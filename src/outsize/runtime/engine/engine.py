@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.passes.step_parts import forward_alone
@@ -30,6 +28,7 @@ from outsize.runtime.device.profiler_ranges import OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import HandlerTable, handlers_of, lane_thread
+from outsize.runtime.engine.step_memory import rule_on, take_step_memory
 from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew, make_single
 from outsize.runtime.forward.short_recompute import Needed
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
@@ -41,7 +40,7 @@ from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handover_ops import HandoverOps
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
+from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.disk_file import Tally
 from outsize.storage.home import DiskHome
@@ -49,6 +48,8 @@ from outsize.storage.scratch import DiskScratch
 
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
+# What crosses links in STEPs.
+PRODUCTS_WAYS = ("up:products", "down:products")
 RunOp = Callable[[HandlerTable, Op, Any], None]
 
 
@@ -115,26 +116,18 @@ class Engine:
         self._num_begun = 0
         self._skipped: set[int] = set()
         self.ranges = OpRanges(resources.device.torch_device)
-        self._links = _links(self._crew, layout.peers, self.exchange)
+        self._links = _links(self._crew, layout.peers, self.exchange, self.optimizer)
         self._executor = self._open_lanes(resources)
 
     def _optimizer(self, resources: Resources) -> OptimizerOps:
         """Take the memory that steps of the optimizer need, and return its ops."""
-        spec, plan, host = self._split.spec, self.plan, resources.host
-        scratch_bytes = 4 * plan.state.scratch_elements(spec)
-        scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
-        tiles = host.take_all([plan.tile_buffer_bytes] * plan.layout.num_tile_buffers, "tile buffers")
-        memory = StepMemory(
-            tile_buffers=tiles,
-            tile_elements=plan.tile_elements,
-            former=None if self.exchange is None else self.exchange.former,
-            scratches=[scratch.view(torch.float32) for scratch in scratches],
-        )
+        spec, plan = self._split.spec, self.plan
+        former = None if self.exchange is None else self.exchange.former
         return OptimizerOps(
             spec,
             resources.home,
-            self._settings.optimizer,
-            memory,
+            rule_on(self._settings.optimizer, plan, resources.device),
+            take_step_memory(plan, resources.host, former),
             # Of several ranks, weights are whole, and encoded, once they are gathered.
             self._encoded if self.exchange is None else None,
             own=None if self.exchange is None else self.exchange.own,
@@ -433,8 +426,8 @@ class _Counting:
                 context.moved[lane, crossed] = former.and_then(wire, logical)
 
     def _moved(self, lane: str) -> dict[str, Moved]:
-        link = self._links.get(lane)
-        found = {} if link is None else {lane: link()}
+        crossed = PRODUCTS_WAYS if lane == "host" else (lane,)
+        found = {name: self._links[name]() for name in crossed if name in self._links}
         if self._tallies:
             read = sum(tally.read_bytes for tally in self._tallies)
             written = sum(tally.written_bytes for tally in self._tallies)
@@ -443,9 +436,9 @@ class _Counting:
 
 
 def _links(
-    crew: Crew, peers: Iterable[tuple[int, int]], exchange: ExchangeOps | None
+    crew: Crew, peers: Iterable[tuple[int, int]], exchange: ExchangeOps | None, optimizer: OptimizerOps
 ) -> dict[str, Callable[[], Moved]]:
-    """Return how to ask what has moved over each link, by lane."""
+    """Return how to ask what has moved over each link, by lane; what STEPs move by its way and ``products``."""
 
     def up(worker: Worker) -> Moved:
         summed_on = worker.gradients.bytes_up
@@ -462,6 +455,8 @@ def _links(
         found |= {f"up:w{index}": partial(up, worker), f"down:w{index}": partial(down, worker)}
     for source, target in sorted(peers):
         found[f"peer:w{source}-w{target}"] = partial(across, source, target)
+    if optimizer.state.products_on_device:
+        found |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
     if exchange is not None:
         found |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
     return found

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
+from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state, step_whole
 from outsize.optim.update import UpdateRule, WholeRule
 from outsize.planner.program.ops import Op
+from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.link_codecs import EncodedWeights
+from outsize.runtime.ops.product_ops import DeviceProducts
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.home_layout import ITEM_DTYPE
 
@@ -86,6 +89,11 @@ class OptimizerOps:
         self._buffers = [self._cut(buffer) for buffer in memory.tile_buffers]
         self.gradient_tiles = [planes[GRADIENT] for planes in self._buffers]
         self.updates = {t.name: 0 for unit in spec.units for t in unit.tensors if t.trainable}
+
+    def products_moved(self) -> Moved:
+        """What Muon has sent to devices so far, and got back from them as much."""
+        products = self._settings.products if isinstance(self._settings, Muon) else None
+        return products.moved if isinstance(products, DeviceProducts) else Moved()
 
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a tile: disk → tile buffer."""

@@ -77,7 +77,14 @@ def options_for(
 
 
 def question_for(
-    config: Config, spec: ModelSpec, figures: Machine, budgets: Budgets, options: PlanOptions, **facts: Any
+    config: Config,
+    spec: ModelSpec,
+    figures: Machine,
+    budgets: Budgets,
+    options: PlanOptions,
+    *,
+    own_processor: bool,
+    **facts: Any,
 ) -> Question:
     """Return the question that ``config`` makes, whoever asks it.
 
@@ -87,6 +94,7 @@ def question_for(
         figures: of the machine.
         budgets: most bytes in each tier.
         options: what is decided already, see `options_for`.
+        own_processor: whether devices compute on another one than the host, where Muon may multiply if nobody says.
         facts: what else is known of model and machine, attributes of `Question`.
     """
     in_place = facts.get("shares_memory", False)  # where nothing goes over a link that could be encoded
@@ -97,6 +105,7 @@ def question_for(
         options=options,
         home=config.memory.home,
         auto=() if in_place else open_crossings(config),
+        products_open=own_processor and products_open(config),
         sequences=-(-config.sequences_per_step // options.nodes),
         seq_len=config.data.seq_len,
         microbatches=config.train.microbatches,
@@ -113,6 +122,11 @@ def named_transport(config: Config) -> Transport:
 def open_crossings(config: Config) -> tuple[str, ...]:
     """Return the crossings whose codec ``config`` leaves open."""
     return tuple(name for name in CROSSINGS if getattr(config.transport, name) == AUTO)
+
+
+def products_open(config: Config) -> bool:
+    """Return whether ``config`` leaves open where products of Muon run."""
+    return config.optimizer.name == "muon" and config.optimizer.ns_on == AUTO
 
 
 def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
@@ -173,6 +187,7 @@ def state_layout(
             num_moments=num_moments,
             factored=optimizer.name == "adafactor",
             newton_schulz=optimizer.ns_steps if optimizer.name == "muon" else 0,
+            products_on_device=optimizer.ns_on == "device",
         )
 
     found = layout(masters)

@@ -14,7 +14,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.group.group import Group
 from outsize.hardware.cards.presets import NVME
-from outsize.hardware.machine_spec import CUBLAS_BYTES, Figure, Peer
+from outsize.hardware.machine_spec import CUBLAS_BYTES, STREAM_BYTES, Figure, Peer
 from outsize.hardware.machine_spec import Machine as Figures
 from outsize.model.split import Split
 from outsize.model.tiled_mlp import can_take_in_parts
@@ -130,6 +130,7 @@ def question_of(
         figures,
         Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes),
         options,
+        own_processor=is_accelerator(machine.device),
         measured=measured,
         timed=rates is not None,
         linked=rates is not None and is_linked(config, machine),
@@ -220,6 +221,7 @@ def demand_of(
         num_saved=measured.num_saved if measured.products else (),
         shared_bytes=shared_bytes,
         fixed_bytes=fixed,
+        stream_bytes=STREAM_BYTES * is_accelerator(machine.device),
         bounce_bytes=scratches * BOUNCE_BYTES,
         spare_bytes=spare,
         rest_users=measured.rest_users,
