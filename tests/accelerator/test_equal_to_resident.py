@@ -74,6 +74,15 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "muon", "masters": "split24"},
         "memory": {"home": "disk"},
     },
+    "Muon's products on the device, clipped": {
+        "model": {"dtype": "bf16"},
+        "optimizer": {"name": "muon", "ns_on": "device", "max_grad_norm": 0.05},
+    },
+    "Muon's products on the device, over the disk": {
+        "model": {"dtype": "bf16"},
+        "optimizer": {"name": "muon", "ns_on": "device", "clip": "unit"},
+        "memory": {"home": "disk"},
+    },
     "products wait below the device": {
         "model": {"dtype": "bf16"},
         "memory": {"activations": "offload-products", "home": "disk"},

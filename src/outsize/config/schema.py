@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from outsize.choices import CompileOrAuto
+from outsize.choices import CompileOrAuto, NewtonSchulz
 from outsize.config.config_rules import contradictions
 from outsize.config.data_section import DataConfig
 from outsize.config.eval_section import EvalConfig
@@ -72,6 +72,10 @@ class Config(Section):
     def compiling(self, choice: CompileOrAuto) -> Self:
         """Return the same run with ``choice`` as ``model.compile``."""
         return self.model_copy(update={"model": self.model.model_copy(update={"compile": choice})})
+
+    def multiplying(self, place: NewtonSchulz) -> Self:
+        """Return the same run with ``place`` as ``optimizer.ns_on``."""
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"ns_on": place})})
 
     def over(self, num_sequences: int) -> Self:
         """Return the same run with the steps that ``train.epochs`` come to over so many sequences.

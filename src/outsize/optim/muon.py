@@ -122,8 +122,8 @@ def orthogonal(update: Tensor, scratch: Tensor, iterations: int) -> Tensor:
     """Return the orthogonal matrix next to ``update``, roughly: its singular values come out between 0.5 and 1.5.
 
     Args:
-        update: fp32 ``[m, n]``, contiguous, in host memory; spent.
-        scratch: fp32, of at least as many elements; spent.
+        update: fp32 ``[m, n]``, contiguous; spent.
+        scratch: fp32, beside it, of at least as many elements; spent.
         iterations: of Newton and Schulz.
 
     Returns:

@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from outsize.accelerators import is_accelerator
 from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.native.library import available
@@ -76,17 +77,26 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
     )
 
 
-def measure_products(effort: Effort, units: Sequence[UnitSpec], iterations: int) -> Measurement:
+def measure_products(
+    effort: Effort, units: Sequence[UnitSpec], iterations: int, device: str = "cpu"
+) -> Measurement:
     """Return FLOPs per second of so many of Muon's iterations, what goes before them included.
 
-    They are timed on a matrix of ``units``, the largest that the effort has room for.
+    They are timed on a matrix of ``units``, the largest that the effort has room for, on ``device``.
     """
     sides = sorted((tensor.shape for unit in units for tensor in muon_matrices(unit)), key=prod)
     shape = next((each for each in reversed(sides) if 4 * prod(each) <= effort.plane_bytes), sides[0])
-    update, scratch = torch.randn(shape), torch.zeros(shape)
+    update, scratch = torch.randn(shape).to(device), torch.zeros(shape, device=device)
     work = newton_schulz_flops(pack_unit(0, "probe", "block", [("matrix", shape, True, True)]), iterations)
-    seconds = sample(lambda: orthogonal(update, scratch, iterations), **effort.sampling())
-    how = f"{iterations} iterations on {shape[0]} x {shape[1]}, {torch.get_num_threads()} threads"
+
+    def multiply() -> None:
+        orthogonal(update, scratch, iterations)
+        if is_accelerator(device):
+            torch.accelerator.synchronize(device)
+
+    seconds = sample(multiply, **effort.sampling())
+    where = device if is_accelerator(device) else f"{torch.get_num_threads()} threads"
+    how = f"{iterations} iterations on {shape[0]} x {shape[1]}, {where}"
     return Measurement.of((work / took for took in seconds), how)
 
 

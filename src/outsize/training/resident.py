@@ -5,9 +5,9 @@ Short on purpose, so that a reader sees that it is ordinary: a model, an optimiz
 microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off, and the
 rounding of masters of 24 bits. For bf16 and fp16 the model computes in that dtype, and the optimizer steps fp32
 masters with gradients summed in fp32, over the chunks of a loss as over microbatches. On a GPU the masters stay in
-host memory, and the optimizer steps there. The gradient of a weight that several modules share (tied embeddings) is
-summed module by module, each over all of a round, in the order in which a backward reaches them: plain PyTorch sums
-microbatch by microbatch, which rounds differently.
+host memory, and the optimizer steps there, but that Muon multiplies where the streamed run does. The gradient of a
+weight that several modules share (tied embeddings) is summed module by module, each over all of a round, in the order
+in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import _muon as torch_muon
 
 from outsize.accelerators import is_accelerator, module_of, torch_name
 from outsize.config import Config
@@ -178,13 +179,31 @@ class ResidentTrainer:
             for optimizer in self._optimizers:
                 for settings in optimizer.param_groups:
                     settings["lr"] = lr * settings["lr_scale"]
-                optimizer.step()
+                with self._multiplying():
+                    optimizer.step()
             self._updates.update(names)
             for name in names:
                 self._put_back(name)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._scale.update(not finite)
+
+    @contextlib.contextmanager
+    def _multiplying(self) -> Iterator[None]:
+        """Have ``torch.optim.Muon`` multiply where the streamed run does: its masters are in host memory."""
+        if self._config.optimizer.ns_on != "device":
+            yield
+            return
+        own = torch_muon._zeropower_via_newtonschulz
+
+        def there(update: Tensor, *settings: Any) -> Tensor:
+            return own(update.to(self._device), *settings).to(update.device)
+
+        torch_muon._zeropower_via_newtonschulz = there  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch_muon._zeropower_via_newtonschulz = own
 
     @torch.no_grad()
     def _put_back(self, name: str) -> None:

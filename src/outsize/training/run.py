@@ -187,11 +187,10 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
 
 
 def _as_decided(config: Config, prepared: Job) -> Config:
-    """Return ``config`` with what tells the bits of a run that goes on: its microbatches, and what is compiled."""
+    """Return ``config`` with what tells the bits of a run that goes on: its microbatches, and what multiplies."""
     decided = prepared.config
-    return config.in_microbatches(decided.microbatches, _round_to_tell(prepared)).compiling(
-        decided.model.compile
-    )
+    cut = config.in_microbatches(decided.microbatches, _round_to_tell(prepared))
+    return cut.compiling(decided.model.compile).multiplying(decided.optimizer.ns_on)
 
 
 def _round_to_tell(prepared: Job) -> int | None:

@@ -16,6 +16,7 @@ from outsize import files
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, LATEST
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError, StorageError
+from outsize.session.job.job_options import products_open
 from outsize.session.job.machine import home_file
 from outsize.storage.directory import needed_directory
 from outsize.storage.prealloc import explain
@@ -38,7 +39,7 @@ def choose_run_dir(config: Config) -> Path:
 def as_before(
     config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "", num_ranks: int = 1
 ) -> Config:
-    """Return ``config`` with the microbatches, rounds and kernels of its run so far, where it names none itself.
+    """Return ``config`` with the microbatches, rounds, kernels and products of its run so far, where it names none.
 
     Of several ranks each has chosen its own numbers, as its memory wants them, and its home on disk holds what one
     round needs, or several. Where a rank was not there before, it takes those of rank 0.
@@ -61,8 +62,12 @@ def as_before(
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
     for run in runs:
         _check_objective(config, run)
-        if config.model.compile == "auto" and (run / CONFIG_FILE).is_file():
-            config = config.compiling(load_config(run / CONFIG_FILE, environ={}).model.compile)
+        if (config.model.compile == "auto" or products_open(config)) and (run / CONFIG_FILE).is_file():
+            before = load_config(run / CONFIG_FILE, environ={})
+            if config.model.compile == "auto":
+                config = config.compiling(before.model.compile)
+            if products_open(config):
+                config = config.multiplying(before.optimizer.ns_on)
     named = config.train.microbatches
     rounds_named = config.train.round_microbatches is not None
     if named is not None and (num_ranks == 1 or rounds_named):

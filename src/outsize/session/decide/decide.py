@@ -1,11 +1,12 @@
 """The decision of a run: what it computes and moves, found once, by the same call wherever a run is told or begun.
 
 `outsize train`, its dry run and `outsize verify` prepare a run and call `decide`. `prepare` has asked the planner with
-data sheets for rates, which say the same whenever a run starts. Where a codec, or what leaves a device, is to be chosen
-by what its link carries, units and lanes are timed, and the planner is asked again (`planner.predict.decision_search`).
+data sheets for rates, which say the same whenever a run starts. Where a codec, what leaves a device, or the place where
+Muon multiplies is to be chosen by what links carry, units and lanes are timed, and the planner is asked again
+(`planner.predict.decision_search`).
 
 Where a run leaves open whether its blocks are compiled, it is decided twice, and both are timed. Bits depend on that,
-so a run that goes on has what its first start has chosen (`training.run_dir.as_before`).
+and on where Muon multiplies, so a run that goes on has what its first start has chosen (`training.run_dir.as_before`).
 """
 
 from collections.abc import Callable
@@ -13,20 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from outsize.accelerators import is_accelerator
+from outsize.choices import NewtonSchulz
 from outsize.codecs.transport import Transport
 from outsize.config.config_rules import contradictions
 from outsize.errors import OutsizeError
 from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, worth_it
 from outsize.planner.predict.decision_search import decide as planner_decides
-from outsize.planner.predict.decision_search import worth_it
 from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
-from outsize.session.job.job_options import AUTO, open_crossings
+from outsize.session.job.job_options import AUTO, open_crossings, products_open
 from outsize.session.job.planning import is_linked, question_of
 from outsize.session.job.prepare import Job, compiled_so, planned_so
 from outsize.units import format_seconds
@@ -47,8 +49,13 @@ def decide(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates
     Returns:
         The run, and rates of its microbatches; None where nothing depended on rates.
     """
-    found = _decided(prepared, run_dir, announce)
-    return found if prepared.config.model.compile != AUTO else _compiled_or_not(*found, run_dir, announce)
+    job, rates = _decided(prepared, run_dir, announce)
+    if prepared.config.model.compile == AUTO:
+        job, rates = _compiled_or_not(job, rates, run_dir, announce)
+    if products_open(job.config):
+        place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
+        job = replace(job, config=job.config.multiplying(place))
+    return job, rates
 
 
 def _compiled_or_not(
@@ -100,6 +107,11 @@ def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rat
     ]
     if _may_offload(prepared):
         open_keys.append(OFFLOAD)
+    if products_open(prepared.config):
+        if is_accelerator(prepared.machine.device):
+            open_keys.append(PRODUCTS_KEY)
+        else:
+            announce(f"{PRODUCTS_KEY}: auto is host: its processor is the device's, too")
     if not open_keys:
         return prepared, None
     try:
@@ -108,7 +120,7 @@ def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rat
         decision.simulated  # noqa: B018  # before anything is said
     except (OutsizeError, RuntimeError) as error:
         for key in open_keys:
-            stays = getattr(prepared.plan.transport, key.partition(".")[2], "")
+            stays = getattr(prepared.plan.transport, key.partition(".")[2], "host")
             nothing = "offloads nothing" if key == OFFLOAD else f"is {stays}"
             announce(f"{key}: auto {nothing}: nothing could be predicted: {error}")
         return prepared, None
@@ -181,7 +193,12 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
     lines = []
     for key in open_keys:
         crossing, former = key.partition(".")[2], decision.former.get(key)
-        if key == OFFLOAD:
+        if key == PRODUCTS_KEY:
+            chosen, reason = "auto is device", "since the device multiplies faster"
+            if not decision.plan.state.products_on_device:
+                lines.append(f"{key}: auto is host: products on the device make no step {GAIN:.0%} shorter")
+                continue
+        elif key == OFFLOAD:
             chosen = "auto offloads" if decision.plan.layout.any_leaves else ""
             reason = "since the link carries what would be computed again"
         else:

@@ -84,6 +84,7 @@ def lane_rates(
     total = psutil.virtual_memory().total
     peak = reached_flops_per_s(times, flops)
     gpus = {name: _gpu(name, dtype, peak, triad, effort, total) for name in links}
+    gpus = {name: _multiplying(gpu, effort, state, units) for name, gpu in gpus.items()}
     uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
     pace.meet("optimizer")
     adamw = _adamw(effort, state, units)
@@ -154,6 +155,14 @@ def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, tot
         memory_bytes_per_s=memory,
         pcie_generation=0,
     )
+
+
+def _multiplying(gpu: Gpu, effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Gpu:
+    """Return ``gpu`` with what it reaches of products of Muon, where it has a processor of its own and they matter."""
+    if not state.newton_schulz or not is_accelerator(gpu.name):
+        return gpu
+    found = measure_products(effort, units, state.newton_schulz, gpu.name)
+    return replace(gpu, products_per_s=_figure(found, "products"))
 
 
 def _link(prepared: Job, name: str, copy: Figure, effort: Effort) -> Link:
