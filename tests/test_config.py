@@ -281,6 +281,10 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
             ["optimizer.ns_steps=3"],
             "optimizer.ns_steps: adamw has none; leave it out, or set optimizer.name=muon",
         ),
+        (
+            ["optimizer.ns_on=device"],
+            "optimizer.ns_on: adamw has none; leave it out, or set optimizer.name=muon",
+        ),
         (["optimizer.adjust_lr_fn=original"], "optimizer.adjust_lr_fn: adamw has none"),
         (['optimizer.groups=[{params: ["*"], muon: false}]'], "optimizer.groups: muon: adamw is another"),
         (["optimizer.name=lion", "optimizer.momentum=0.5"], "optimizer.momentum: lion has none"),

@@ -83,6 +83,11 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "muon", "ns_on": "device", "clip": "unit"},
         "memory": {"home": "disk"},
     },
+    "Muon's products on two devices, in rounds": {
+        "optimizer": {"name": "muon", "ns_on": "device"},
+        "memory": {"device": DEVICES},
+        "train": {"microbatches": 4},
+    },
     "products wait below the device": {
         "model": {"dtype": "bf16"},
         "memory": {"activations": "offload-products", "home": "disk"},

@@ -208,8 +208,11 @@ def test_whole_parameters_of_several_nodes_are_refused(name, asked, capsys):
 
 def test_muon_takes_a_moment_of_matrices_and_its_products_are_in_the_step(asked, capsys):
     """Six products of a matrix and its transpose for each of five iterations, by cores that nobody has measured."""
-    asked = (*asked, "--host-memory", "128GB", "--home", "host", "--clip", "unit", "--optimizer")
-    muon, adamw = (answer(capsys, *asked, name) for name in ("muon", "adamw"))
+    asked = (*asked, "--host-memory", "128GB", "--home", "host", "--clip", "unit")
+    muon, adamw = (
+        answer(capsys, *asked, *options)
+        for options in (("--optimizer", "muon", "--ns-on", "host"), ("--optimizer", "adamw"))
+    )
     host, count, tables = muon["memory_bytes"]["host"], muon["num_parameters"], 2 * 128256 * 4096
     assert host["optimizer state"] == pytest.approx(4 * count + 4 * tables, rel=1e-3)
     assert host["optimizer scratch"] == 2 * 4 * 14336 * 4096
@@ -222,6 +225,31 @@ def test_muon_takes_a_moment_of_matrices_and_its_products_are_in_the_step(asked,
     (figure,) = (f for f in muon["figures"] if f["name"] == "products on the host, of Muon")
     assert (figure["value"], figure["measured"]) == (16 * 40e9, False)
     assert not any("Muon" in figure["name"] for figure in adamw["figures"])
+
+
+def test_muon_multiplies_on_the_gpu_where_that_shortens_a_step_and_has_room(asked, capsys):
+    """16 cores multiply for 1,000 s; the GPU in a few, and the way up and down for 2 bytes each takes two."""
+    asked = (*asked, "--ram", "256GB", "--cpu-cores", 16, "--optimizer", "muon")
+    host, device, auto = (answer(capsys, *asked, "--ns-on", place) for place in ("host", "device", "auto"))
+    assert (host["products_on"], device["products_on"], auto["products_on"]) == ("host", "device", "device")
+    assert auto["step_s"] == device["step_s"] < host["step_s"] / 10
+    room = 2 * 2 * (14336 * 4096 + 4096**2) + 32 * 2**20
+    assert auto["memory_bytes"]["device"]["products of Muon"] == room
+    assert "products of Muon" not in host["memory_bytes"]["device"]
+    (figure,) = (f for f in auto["figures"] if f["name"] == "products on 4090, of Muon")
+    flops = host["step_s"] * 16 * 40e9
+    assert auto["step_s"] > flops / figure["value"] * 0.9
+    assert any("the STEP of a unit waits for its copies and products" in line for line in auto["assumptions"])
+    adapters = answer(capsys, *asked, "--method", "lora")
+    assert adapters["products_on"] == "host"  # which has the time: no step is shorter
+    assert run(*asked, "--full") == 0
+    assert "products of Muon" in capsys.readouterr().out
+
+
+def test_where_muon_multiplies_is_a_question_of_muon_alone(asked, capsys):
+    assert answer(capsys, *asked, "--ram", "256GB")["products_on"] is None
+    assert run(*asked, "--ns-on", "device") == 2
+    assert "optimizer.ns_on: adamw has none" in " ".join(capsys.readouterr().err.split())
 
 
 def share(found):

@@ -1,12 +1,27 @@
 """The clock of `outsize.planner.simulate.discrete` without what makes it fast: every moment looks at all work."""
 
+from dataclasses import replace
 from math import inf
 
+from outsize.planner.simulate.discrete import Work
 from outsize.planner.simulate.fairness import fair_rates
 
 
 def run_plainly(work, capacity):
-    """Return (start, end) of each piece of work."""
+    """Return (start, end) of each piece of work; what comes behind a part is a piece of the same lane."""
+    pieces, last = [], []
+    for number, item in enumerate(work):
+        waits = tuple(last[i] for i in item.after)
+        for part in item.cost.parts:
+            pieces.append(Work(item.lane or f"part of {number}", replace(part, then=None), waits))
+            waits = (len(pieces) - 1,)
+        last.append(len(pieces) - 1)
+    start_s, end_s = _run_pieces(pieces, capacity)
+    first = [0, *(index + 1 for index in last[:-1])]
+    return [start_s[index] for index in first[: len(work)]], [end_s[index] for index in last]
+
+
+def _run_pieces(work, capacity):
     count, now = len(work), 0.0
     start, end, flowing = [inf] * count, [inf] * count, {}  # work that flows -> what is left of it
 

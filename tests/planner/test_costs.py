@@ -38,6 +38,46 @@ def price(text, machine=MACHINE, **changes):
     return cost_model(machine, MODEL, LAYOUT, TIMES, (0, 7, 7, 7), **changes).cost_of(parse_op(text))
 
 
+def test_products_of_muon_on_a_device_are_in_the_step_on_the_link_and_beside_the_forwards():
+    """Six products of a square matrix in two iterations; the same STEP with them on the host, but for copies."""
+    shapes = [("w", (1024, 1024), True, True)]
+    square = replace(MODEL, units=tuple(pack_unit(i, "u", "block", shapes) for i in range(4)))
+    host = StateLayout(dtype="bf16", newton_schulz=2)
+
+    def costs(state):
+        return cost_model(MACHINE, square, LAYOUT, TIMES, (0, 7, 7, 7), state=state)
+
+    there, flops = costs(replace(host, products_on_device=True)), 2 * 6 * 1024**3
+    step, link = there.cost_of(parse_op("STEP 2")), MACHINE.links[0].latency_s.value
+    first, up, down = step.parts
+    device_s = flops / (MACHINE.gpus[0].products.value)
+    assert (first.seconds, first.through) == (0.0, ("optimizer", "host memory"))
+    assert (up.amount, up.through) == (down.amount, ("up:w0", "host memory")) == (2 * SIZE, up.through)
+    assert up.seconds == pytest.approx(device_s + link)
+    assert (down.seconds, down.through) == (link, ("down:w0", "host memory"))
+    here = costs(host).cost_of(parse_op("STEP 2"))
+    assert here.seconds == pytest.approx(flops / MACHINE.host.products.value)
+    assert first.amount == here.amount + 6 * SIZE  # rounded to bf16
+    beside_s = there.cost_of(parse_op("F 2.0@w0")).seconds - 0.1
+    assert beside_s * LAYOUT.num_microbatches == pytest.approx(device_s)
+    assert costs(host).cost_of(parse_op("F 2.0@w0")).seconds == 0.1
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "rate"), [(("bf16", "fp32"), 2e12), (("fp16", "fp32"), 1e12), (("fp32",), 1e12)]
+)
+def test_products_in_bf16_take_what_models_reach_and_where_there_are_none_the_least(dtypes, rate):
+    peaks = {"fp32": 2e12, "bf16": 4e12, "fp16": 8e12}
+    half = Figure(value=0.5, source="test")
+    gpu = replace(
+        MACHINE.gpus[0],
+        peak_flops_per_s={dtype: Figure(value=peaks[dtype], source="sheet") for dtype in dtypes},
+        efficiency=half,
+    )
+    assert (gpu.products.value, gpu.products.source) == (rate, "sheet; test")
+    assert replace(gpu, products_per_s=half).products == half
+
+
 def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_memory():
     assert price("F 2.0@w0") == Cost(seconds=0.1)
     assert price("B 2.0@w0") == price("FB 3.0@w0") == Cost(seconds=0.3)

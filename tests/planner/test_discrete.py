@@ -43,6 +43,16 @@ def test_latency_comes_before_the_flow():
     assert run.end_s == (2,)
 
 
+def test_parts_of_work_come_one_after_the_other_and_share_what_they_flow_through():
+    back = Cost(seconds=1, amount=10, through=("link",))
+    both = Cost(amount=6, through=("memory",), then=Cost(seconds=3, then=back))
+    capacity = {"link": 10, "memory": 2}
+    assert run_work([Work("a", both)], capacity).end_s == (8,)
+    assert both.alone_s(capacity) == 8
+    other = Work("b", Cost(seconds=7, amount=10, through=("link",)))
+    assert run_work([Work("a", both), other, seconds("a", 1)], capacity).end_s == (9, 9, 10)
+
+
 def test_the_critical_path_is_told():
     run = run_work([seconds("a", 2), seconds("b", 3), seconds("a", 4, 1), seconds("b", 1)], {})
     assert critical_path(run) == (1, 2)
@@ -65,11 +75,16 @@ def test_what_flows_needs_something_to_flow_through():
 def works(draw):
     found = []
     for index in range(draw(st.integers(0, 25))):
-        amount = draw(st.sampled_from([0, 0, 1, 3.7]))
-        through = tuple(draw(st.sets(st.sampled_from("xyz"), min_size=1))) if amount else ()
-        cost = Cost(
-            seconds=draw(st.sampled_from([0, 0.1, 1, 2.3])), amount=amount, through=tuple(sorted(through))
-        )
+        cost = None
+        for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
+            amount = draw(st.sampled_from([0, 0, 1, 3.7]))
+            through = tuple(draw(st.sets(st.sampled_from("xyz"), min_size=1))) if amount else ()
+            cost = Cost(
+                seconds=draw(st.sampled_from([0, 0.1, 1, 2.3])),
+                amount=amount,
+                through=tuple(sorted(through)),
+                then=cost,
+            )
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
         found.append(Work(draw(st.sampled_from(["a", "b", "c", ""])), cost, tuple(after)))
     return found

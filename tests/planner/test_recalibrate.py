@@ -8,11 +8,13 @@ import pytest
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.program.ops import Kind
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
 from outsize.planner.simulate.comparison import compare, take_apart
-from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
+from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.recalibrate import read_trace
 from outsize.planner.simulate.timeline import Timeline
 from planner.test_plan import make_demand, make_model
@@ -72,6 +74,22 @@ def test_rates_of_lanes_are_read_off_what_they_moved():
     assert trace.rates["up:w0"] == pytest.approx(5e8, rel=0.05)
     assert trace.rates["down:w0"] == pytest.approx(5e8, rel=0.05)
     assert read_trace(Timeline(()), step.costs(machine(), TIMES)).rates == {}
+
+
+def test_a_step_is_told_apart_from_what_comes_behind_its_bytes():
+    step = planned()
+    plain = step.costs(machine(), TIMES)
+
+    def cost_of(op):
+        cost = plain.cost_of(op)
+        behind = Cost(seconds=0.01, amount=1e6, through=("up:w0",))
+        return replace(cost, then=behind) if op.kind is Kind.STEP else cost
+
+    costs = replace(plain, cost_of=cost_of)
+    trace = read_trace(step.expect(costs).timeline, costs)
+    assert trace.rates["optimizer"] == pytest.approx(
+        machine().host.adamw_params_per_s.value * ADAMW_BYTES, rel=0.05
+    )
 
 
 def test_large_tiles_stand_for_small_ones():

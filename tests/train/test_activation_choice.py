@@ -22,7 +22,9 @@ from support import make_run
 LINKED: dict[str, Any] = {"device": "emulated", "link_gb_per_s": 100.0}
 
 
-def on_a_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
+def on_a_link(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, host_flops_per_s: float | None = None
+) -> None:
     """Units take a millisecond forward and three backward, a third of it to recompute; the optimizer nothing.
 
     Of the recompute of a block 0.9 ms are attention: products of so small a model are not worth a byte.
@@ -30,6 +32,9 @@ def on_a_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
     machine = parse_gpus("4090")
     rate = Figure(value=bytes_per_s, source="test")
     free = Figure(value=1e-9, source="test")
+    if host_flops_per_s is not None:
+        products = Figure(value=host_flops_per_s, source="test")
+        machine = replace(machine, host=replace(machine.host, flops_per_s=products))
     link = replace(machine.links[0], up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=free)
 
     def measure_rates(prepared: Job, _: Path) -> Rates:

@@ -32,7 +32,9 @@ WHAT = {
             "round_microbatches": st.sampled_from([None, 1, 2]),
         }
     ),
-    "optimizer": st.sampled_from([{}, {"name": "muon"}, {"masters": "split24"}]),
+    "optimizer": st.sampled_from(
+        [{}, {"name": "muon"}, {"name": "muon", "ns_on": "device"}, {"masters": "split24"}]
+    ),
     "lora": st.fixed_dictionaries({"base_codec": st.sampled_from(["raw", "nf4", "fp8"])}),
     "memory": st.fixed_dictionaries(
         {

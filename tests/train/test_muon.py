@@ -1,17 +1,23 @@
 """Runs of Muon: streamed is ``torch.optim.Muon`` beside ``torch.optim.AdamW`` resident, and resumed is whole."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from outsize.config import load_config
 from outsize.errors import ConfigError
 from outsize.optim.factors import muon_matrices
+from outsize.session.decide import decide
+from outsize.session.job import planning
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
-from outsize.training.run import plan, train
+from outsize.training.run import foresee, plan, train
 from outsize.training.verify import verify
 from support import assert_same_end, end_of, in_dir, make_run
+from train.test_activation_choice import on_a_link
 from train.test_states import BF16, DISK, EMULATED, RING, interrupted
 
 NAME: dict[str, Any] = {"name": "muon", "lr": 1e-3}
@@ -148,6 +154,66 @@ def test_ranks_are_refused_by_name(tmp_path: Path) -> None:
     spec = prepare(config, tmp_path, str).split.spec
     with pytest.raises(ConfigError, match=r"optimizer.name: muon steps whole parameters, and ranks"):
         layout_for(config, spec, num_ranks=2)
+
+
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_a_momentum_of_fewer_bits_is_the_same_wherever_products_are(state: str, tmp_path: Path) -> None:
+    ends = []
+    for place, memory in (("host", {}), ("device", EMULATED)):
+        optimizer = {**SPLIT, "state": state, "ns_on": place}
+        config = make_run(tmp_path, model=BF16, optimizer=optimizer, memory=memory)
+        train(in_dir(config, tmp_path / place))
+        ends.append(end_of(tmp_path / place))
+    host, device = ({name: t for name, t in end.items() if isinstance(t, torch.Tensor)} for end in ends)
+    assert host.keys() == device.keys()
+    assert [name for name, tensor in host.items() if not torch.equal(tensor, device[name])] == []
+
+
+@pytest.mark.parametrize("device", ["emulated:1", "emulated:2"])
+def test_what_products_take_of_a_device_and_a_link_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
+    """Two rooms for the largest matrix and the square of its shorter side, in bf16; a device has no byte more."""
+    asked = {"model": BF16, "train": {"microbatches": 4}}
+    spec = prepare(make_run(tmp_path, **asked), tmp_path, str).split.spec
+    matrices = [tensor for unit in spec.units for tensor in muon_matrices(unit)]
+    room = max(2 * (tensor.numel + min(tensor.shape) ** 2) for tensor in matrices)
+    found = plan(make_run(tmp_path, **asked, optimizer=THERE, memory={"device": device}))
+    assert found.memory["device"]["products of Muon"] == 2 * -(-room // 4096) * 4096
+    budget = found.total_bytes("device")
+    config = make_run(tmp_path, **asked, optimizer=THERE, memory={"device": device, "device_memory": budget})
+    train(in_dir(config, tmp_path / "run"))
+    told = json.loads((tmp_path / "run" / "plan.json").read_text())
+    for line in (tmp_path / "run" / "heartbeat.jsonl").read_text().splitlines():
+        beat, sent = json.loads(line), 2 * sum(tensor.numel for tensor in matrices)
+        assert beat["wire_bytes"]["up:products"] == beat["wire_bytes"]["down:products"] == sent
+        for way in ("up", "down"):
+            assert beat[f"bytes_{way}"] == told["bytes_per_step"][way]
+        used = [tier["high_water_bytes"] for name, tier in beat["tiers"].items() if name.startswith("device")]
+        assert max(used) <= budget
+
+
+@pytest.mark.parametrize(("host_flops_per_s", "place"), [(1e6, "device"), (1e15, "host")])
+def test_a_run_multiplies_where_steps_are_shorter_and_goes_on_there(
+    host_flops_per_s: float, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_link(monkeypatch, 1e12, host_flops_per_s)
+    for module in (decide, planning):
+        monkeypatch.setattr(module, "is_accelerator", lambda _: True)
+    said: list[str] = []
+    config = make_run(tmp_path, optimizer=NAME, memory={"device": "emulated:1"})
+    train(in_dir(config, tmp_path / "run", steps=2), announce=said.append)
+    assert any(line.startswith(f"optimizer.ns_on: auto is {place}: ") for line in said)
+    kept = load_config(tmp_path / "run" / "config.yaml", environ={})
+    assert kept.optimizer.ns_on == place
+    train(in_dir(config, tmp_path / "run", resume="auto"), announce=said.append)
+    assert load_config(tmp_path / "run" / "config.yaml", environ={}).optimizer.ns_on == place
+    assert sum("optimizer.ns_on" in line for line in said) == 1  # what goes on asks no more
+
+
+def test_the_processor_of_a_machine_without_another_multiplies(tmp_path: Path) -> None:
+    said: list[str] = []
+    found, _ = foresee(make_run(tmp_path, optimizer=NAME), announce=said.append)
+    assert "optimizer.ns_on: auto is host: its processor is the device's, too" in said
+    assert not found.state.products_on_device
 
 
 def test_scratches_of_the_largest_matrix_are_in_the_plan(tmp_path: Path) -> None:
