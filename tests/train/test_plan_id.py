@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute": {"memory": {"activations": "recompute"}},
     "codecs": {"transport": {"weights": "auto", "gradients": "auto", "activations": "auto"}},
     "lion": {"optimizer": {"name": "lion"}},
+    "products of Muon": {"optimizer": {"name": "muon", "ns_on": "device"}},
 }
 MACHINES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu"},

@@ -112,7 +112,8 @@ class Line(Part):
     bytes_written: Bytes = Field(description="to disk, but for checkpoints and commit records")
     wire_bytes: dict[str, Bytes] = Field(
         description="bytes that the ops of this step moved, as they crossed, by lane: `up:w0`, `down:w0`, …, what was "
-        "sent to other ranks by `net:reduce` and `net:gather`, and `disk:read`, `disk:write`"
+        "sent to other ranks by `net:reduce` and `net:gather`, matrices of Muon by `up:products` and `down:products`, "
+        "and `disk:read`, `disk:write`"
     )
     logical_bytes: dict[str, Bytes] = Field(
         description="the same bytes as they are used, that is before a codec wrote them smaller"

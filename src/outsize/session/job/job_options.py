@@ -83,7 +83,7 @@ def question_for(
     budgets: Budgets,
     options: PlanOptions,
     *,
-    own_processor: bool,
+    own_processor: bool = False,
     **facts: Any,
 ) -> Question:
     """Return the question that ``config`` makes, whoever asks it.
