@@ -18,7 +18,9 @@ import outsize
 import zoo
 from accelerator import exactness_set, late
 from devices import DEVICE, DEVICES, IS_MADE_UP, needs_accelerator
+from outsize.config import load_config
 from outsize.data import Batch
+from outsize.hardware.from_probe import read_machine
 from outsize.model import compiled
 from outsize.planner.program.stages import Stages
 from outsize.planner.search.partition import partition
@@ -93,6 +95,16 @@ CASES: dict[str, dict[str, Any]] = {
         "memory": {"activations": "offload-products", "home": "disk"},
     },
 }
+
+
+def test_where_muon_multiplies_is_timed_on_the_device_and_told(tmp_path: Path):
+    said: list[str] = []
+    train(make_run(tmp_path, optimizer={"name": "muon"}, memory={"device": DEVICE}), announce=said.append)
+    (told,) = [line for line in said if line.startswith("optimizer.ns_on: auto is ")]
+    place = told.removeprefix("optimizer.ns_on: auto is ").partition(":")[0]
+    assert load_config(tmp_path / "run" / "config.yaml", environ={}).optimizer.ns_on == place
+    rate = read_machine(tmp_path / "run" / "machine.json").gpus[0].products
+    assert f"5 iterations on 32 x 48, {DEVICE}" in rate.source
 
 
 @made_up

@@ -196,7 +196,9 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
         if key == PRODUCTS_KEY:
             chosen, reason = "auto is device", "since the device multiplies faster"
             if not decision.plan.state.products_on_device:
-                lines.append(f"{key}: auto is host: products on the device make no step {GAIN:.0%} shorter")
+                lines.append(
+                    f"{key}: auto is host: on the device, if it has room, no step is {GAIN:.0%} shorter"
+                )
                 continue
         elif key == OFFLOAD:
             chosen = "auto offloads" if decision.plan.layout.any_leaves else ""
