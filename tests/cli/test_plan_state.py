@@ -246,6 +246,15 @@ def test_muon_multiplies_on_the_gpu_where_that_shortens_a_step_and_has_room(aske
     assert "products of Muon" in capsys.readouterr().out
 
 
+def test_muon_multiplies_on_the_host_where_the_gpu_has_no_room(asked, capsys):
+    model, *machine, _, _ = asked
+    asked = (model, *machine, "--microbatches", 64, "--tokens-per-step", 64 * 2048, "--ram", "256GB")
+    found = answer(capsys, *asked, "--device-memory", "4.6GB", "--optimizer", "muon")
+    assert (found["verdict"], found["products_on"]) == ("fits", "host")
+    found = answer(capsys, *asked, "--device-memory", "5GB", "--optimizer", "muon")
+    assert (found["verdict"], found["products_on"]) == ("fits", "device")
+
+
 def test_where_muon_multiplies_is_a_question_of_muon_alone(asked, capsys):
     assert answer(capsys, *asked, "--ram", "256GB")["products_on"] is None
     assert run(*asked, "--ns-on", "device") == 2
