@@ -89,7 +89,7 @@ class Simulated:
             cost = self.costs.cost_of(op) if op is not None else None
             often = 1 + self.left_out * (begun_s <= self.done.run.start_s[index] < ended_s)
             for part in () if cost is None else cost.parts:
-                for name in part.through:
+                for name in part.through if part.amount else ():
                     found[name] += often * part.amount
         return found
 

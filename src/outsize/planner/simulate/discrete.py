@@ -1,9 +1,8 @@
 """A discrete-event clock for work on lanes: what starts when, who waited for whom, and the critical path.
 
 A piece of work has a fixed time and then an amount that flows at a rate shared with others, and perhaps the same again
-through other resources. A lane does one
-thing at a time, in the order given, as the executor's threads do. Time is virtual and ties go to the work
-given first, so the same input gives the same timeline, always.
+through other resources. A lane does one thing at a time, in the order given, as the executor's threads do. Time is
+virtual and ties go to the work given first, so the same input gives the same timeline, always.
 """
 
 from collections import Counter
