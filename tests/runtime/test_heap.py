@@ -149,20 +149,63 @@ print(wrong)
 
 @needs_glibc
 @needs_kernels
-def test_a_process_that_was_forked_has_a_heap_of_its_own():
-    code = """
-import os
+@pytest.mark.parametrize("order", ["12", "21", "132", "312", "123"])
+def test_tensors_that_lay_beside_each_other_leave_room_for_a_larger_one(order: str):
+    code = f"""
 set_thresholds(heap=True)
-held = torch.full([2**20], 1.0)
-child = os.fork()
-if child == 0:
-    held.add_(1.0)
-    more = torch.full([2**20], 2.0)
-    os._exit(int(not bool((held == more).all())))
-_, status = os.waitpid(child, 0)
-print(status, float(held.sum()) == 2**20)
+held = [torch.full([2**18], float(number)) for number in range(6)]
+place = held[1].data_ptr()
+for number in map(int, {order!r}):
+    held[number] = None
+larger = torch.empty({len(order)} * 2**18)
+print(larger.data_ptr() == place, [float(tensor.mean()) for tensor in held if tensor is not None])
 """
-    assert said(code) == "0 True"
+    alive = [float(number) for number in range(6) if str(number) not in order]
+    assert said(code) == f"True {alive}"
+
+
+@needs_glibc
+@needs_kernels
+def test_a_process_that_was_forked_has_a_heap_of_its_own():
+    """Whatever other threads are in the middle of when it is forked."""
+    code = """
+import os, threading
+set_thresholds(heap=True)
+held = torch.full([2**18], 1.0)
+going = True
+def churn():
+    while going:
+        [torch.empty(2**15) for _ in range(8)]
+threads = [threading.Thread(target=churn) for _ in range(3)]
+[thread.start() for thread in threads]
+found = []
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        more = held + 1.0
+        os._exit(int(not (bool((held == 1.0).all()) and bool((more == 2.0).all()))))
+    found.append(os.waitpid(child, 0)[1])
+going = False
+[thread.join() for thread in threads]
+print(found == [0] * 20, float(held.sum()) == 2**18)
+"""
+    assert said(code) == "True True"
+
+
+@needs_glibc
+@needs_kernels
+def test_where_addresses_are_short_none_are_reserved():
+    """A limit such as of ``ulimit -v``: tensors lie in the heap of the C library, and the log says so."""
+    code = """
+import logging, resource
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=__import__("sys").stdout)
+resource.setrlimit(resource.RLIMIT_AS, (2**40, resource.RLIM_INFINITY))
+set_thresholds(heap=True)
+print(float(torch.ones(2**20).sum()) == 2**20)
+"""
+    told, right = said(code).splitlines()
+    assert "ulimit -v" in told or "posix_memalign" in told
+    assert right == "True"
 
 
 @needs_glibc

@@ -1,5 +1,6 @@
 """A run goes on with other memory, from another place, over the end of the data: to the same bits."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
+from outsize.storage.committed import CommittedHome
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.run import train
 from support import assert_same_end, end_of, in_dir, make_run
@@ -181,3 +183,25 @@ def test_weights_of_any_checkpoint_start_a_run_afresh(tmp_path: Path) -> None:
     result = train(in_dir(fresh, tmp_path / "fresh", steps=1))
     assert result.steps == 1
     assert set(end_of(tmp_path / "fresh")["updates"].values()) == {1}
+
+
+@pytest.mark.parametrize("clip", ["none", "global"])
+def test_what_is_committed_knows_the_loss_of_its_step(
+    clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed behind a commit says that loss of its last step when it goes on and ends at once."""
+    committed: list[float] = []
+    commit = CommittedHome.commit
+
+    def noted(home: CommittedHome, state: Mapping[str, Any], *arguments: Any, **more: Any) -> Any:
+        if state["step"]:
+            committed.append(state["loss"])
+        return commit(home, state, *arguments, **more)
+
+    monkeypatch.setattr(CommittedHome, "commit", noted)
+    config = make_run(
+        tmp_path, train={"steps": 3, "microbatches": 2}, memory={"home": "disk"}, optimizer={"clip": clip}
+    )
+    records: list[StepRecord] = []
+    train(in_dir(config, tmp_path / "run"), progress=records.append)
+    assert committed == [record.loss for record in records]

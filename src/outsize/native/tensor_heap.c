@@ -15,7 +15,6 @@
 
 #if defined(__linux__) && defined(__LP64__) && (defined(__x86_64__) || defined(__aarch64__))
 
-#include <errno.h>
 #include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -23,9 +22,17 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
-enum { ALIGNMENT = 64, HEADER_BYTES = ALIGNMENT, LEAST_BYTES = 1 << 16, FIRST_HOLES = 1 << 10 };
+enum { ALIGNMENT = 64, HEADER_BYTES = ALIGNMENT, LEAST_BYTES = 1 << 16, FIRST_HOLES = 1 << 10, STRIDE_BYTES = 1 << 26 };
+
+/* What lies before a tensor. */
+struct header {
+    size_t num_bytes; /* its own included */
+    size_t mark;      /* of a tensor that is alive; what is freed twice has none */
+};
+static const size_t MARK = 0x6f757473697a6521;
 
 /* A free part of the range, by offsets from its start. Two of them never touch. */
 struct hole {
@@ -36,6 +43,7 @@ static struct {
     pthread_mutex_t lock;
     unsigned char *start; /* NULL until there is a range */
     size_t num_bytes;
+    size_t usable;  /* what lies behind this has an address and no memory: it counts to nobody's limit */
     size_t touched; /* what lies behind this was never used, or has been handed back */
     struct hole *holes;
     size_t num_holes, room;
@@ -47,24 +55,40 @@ static atomic_size_t most_bytes;
 static void lock_heap(void) { pthread_mutex_lock(&heap.lock); }
 static void unlock_heap(void) { pthread_mutex_unlock(&heap.lock); }
 
-/* Reserve addresses for as many bytes as the machine has; pages come with their first use. */
+/* Reserve addresses for as many bytes as the machine has, unless addresses are what is short (ulimit -v). */
 static void reserve(void)
 {
+    struct rlimit limit;
     lock_heap();
-    if (!heap.start) {
+    if (!heap.start && !getrlimit(RLIMIT_AS, &limit) && limit.rlim_cur == RLIM_INFINITY) {
         size_t page = (size_t)sysconf(_SC_PAGESIZE), num_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * page;
         struct hole *holes = malloc(FIRST_HOLES * sizeof *holes);
-        void *found = holes ? mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
-                            : MAP_FAILED;
-        if (found == MAP_FAILED || pthread_atfork(lock_heap, unlock_heap, unlock_heap))
-            free(holes); /* then all is as it was */
-        else {
+        void *found = mmap(NULL, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (holes && found != MAP_FAILED && !pthread_atfork(lock_heap, unlock_heap, unlock_heap)) {
             holes[0] = (struct hole){0, num_bytes};
             heap.holes = holes, heap.num_holes = 1, heap.room = FIRST_HOLES;
             heap.num_bytes = num_bytes, heap.start = found;
+        } else { /* then all is as it was */
+            free(holes);
+            if (found != MAP_FAILED)
+                munmap(found, num_bytes);
         }
     }
     unlock_heap();
+}
+
+/* Have memory up to `end`; returns whether there is. */
+static int reach(size_t end)
+{
+    if (end <= heap.usable)
+        return 1;
+    size_t wanted = (end + STRIDE_BYTES - 1) / STRIDE_BYTES * STRIDE_BYTES;
+    if (wanted > heap.num_bytes)
+        wanted = heap.num_bytes;
+    if (mprotect(heap.start + heap.usable, wanted - heap.usable, PROT_READ | PROT_WRITE))
+        return 0;
+    heap.usable = wanted;
+    return 1;
 }
 
 static void close_hole(size_t at)
@@ -94,13 +118,15 @@ static void *take(size_t num_bytes)
         struct hole *hole = &heap.holes[at];
         if (hole->end - hole->begin < whole)
             continue;
+        if (!reach(hole->begin + whole))
+            break;
         found = heap.start + hole->begin;
         hole->begin += whole;
         if (heap.touched < hole->begin)
             heap.touched = hole->begin;
         if (hole->begin == hole->end)
             close_hole(at);
-        *(size_t *)found = whole;
+        *(struct header *)found = (struct header){whole, MARK};
         break;
     }
     unlock_heap();
@@ -110,8 +136,12 @@ static void *take(size_t num_bytes)
 static void give_back(void *memory)
 {
     lock_heap();
-    size_t begin = (size_t)((unsigned char *)memory - heap.start) - HEADER_BYTES, low = 0, high = heap.num_holes;
-    size_t end = begin + *(size_t *)(heap.start + begin);
+    struct header *header = (struct header *)((unsigned char *)memory - HEADER_BYTES);
+    if (header->mark != MARK)
+        abort(); /* as malloc does: freed twice, or written over */
+    header->mark = 0;
+    size_t begin = (size_t)((unsigned char *)header - heap.start), end = begin + header->num_bytes;
+    size_t low = 0, high = heap.num_holes;
     while (low < high) { /* the first hole behind it */
         size_t middle = (low + high) / 2;
         if (heap.holes[middle].begin < begin)
@@ -128,7 +158,7 @@ static void give_back(void *memory)
         heap.holes[low - 1].end = end;
     else if (joins_behind)
         heap.holes[low].begin = begin;
-    else if (grow()) { /* else it is lost: 16 bytes could not be had */
+    else if (grow()) { /* else the part is lost: there is no memory for 16 bytes */
         memmove(&heap.holes[low + 1], &heap.holes[low], (heap.num_holes++ - low) * sizeof *heap.holes);
         heap.holes[low] = (struct hole){begin, end};
     }
@@ -231,33 +261,37 @@ static int redirect_all(struct dl_phdr_info *library, size_t size, void *wanted)
 }
 
 /* From now on have tensors of 64 KiB and more, and of less than `num_bytes`, where malloc begins to make mappings, lie in a
- * heap of their own. Returns the number of places where torch takes memory that were redirected; none on other systems. */
+ * heap of their own. Returns the number of places where torch takes memory that were redirected: none where it takes
+ * memory otherwise, or on other systems; -1 where no range of addresses could be had. */
 EXPORTED int outsize_use_tensor_heap(size_t num_bytes)
 {
     struct redirection frees = {"free", (uintptr_t)released, 0}, takes = {"posix_memalign", (uintptr_t)aligned, 0};
     atomic_store(&most_bytes, num_bytes);
     reserve();
+    if (!heap.start)
+        return -1;
     dl_iterate_phdr(redirect_all, &frees);
-    if (heap.start && frees.count)
+    if (frees.count)
         dl_iterate_phdr(redirect_all, &takes);
     return takes.count;
 }
 
-/* Hand the pages of all holes back to the kernel. */
+/* Hand the pages of all holes back to the kernel; returns how many parts that were. */
 EXPORTED int outsize_trim_tensor_heap(void)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    int count = 0;
     lock_heap();
     for (size_t at = 0; at < heap.num_holes; at++) {
         size_t begin = (heap.holes[at].begin + page - 1) & -page;
         size_t end = heap.holes[at].end < heap.touched ? heap.holes[at].end & -page : (heap.touched + page - 1) & -page;
         if (begin < end)
-            madvise(heap.start + begin, end - begin, MADV_DONTNEED);
+            count += !madvise(heap.start + begin, end - begin, MADV_DONTNEED);
     }
     if (heap.num_holes && heap.holes[heap.num_holes - 1].end == heap.num_bytes)
         heap.touched = heap.holes[heap.num_holes - 1].begin;
     unlock_heap();
-    return 0;
+    return count;
 }
 
 #else

@@ -137,14 +137,12 @@ class StreamedTrainer:
             self.engine.forward_backward_done(self._last)
             self.loss_scale.update(context.skipped)
             ended = time.perf_counter()
-            loss, batch, context.microbatches = (
-                context.loss(),
-                None,
-                (),
-            )  # so that the next batch may lie there
+            # Nothing reads the inputs any more, and the next batch may lie where they do.
+            batch = None
+            context.microbatches = ()
             yield StepOutcome(
                 number=number,
-                loss=loss,
+                loss=context.loss(),
                 gradient_norm=context.norm(),
                 learning_rate=context.learning_rate,
                 tokens=context.tokens,

@@ -18,7 +18,6 @@ import torch
 
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_spec import Figure, Machine
-from outsize.planner.predict import expectation
 from outsize.planner.predict.expectation import PlannedStep
 from outsize.planner.program.ops import COMPUTE_KINDS
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
@@ -111,7 +110,6 @@ class Forecast:
         trace = read_trace(measured, self.planned.costs(self._machine, self._times, coarse=False))
         costs = trace.costs(self.planned.costs(self._machine, self._times))
         self.step_s = self.planned.step_s(costs)
-        expectation.forget()
         self._machine = with_rates(self._machine, trace)
         first, last = self._windows[0], self._windows[-1]
         steps = Steps(
@@ -150,7 +148,6 @@ def forecast(
         announce(f"no prediction of step times: {error}")
         return None
     finally:
-        expectation.forget()
         trim()
     announce(f"a step is predicted to take {format_seconds(found.step_s)}")
     return found

@@ -183,7 +183,7 @@ class PlannedStep:
         left_out = 0 if whole else max(0, (layout.num_rounds - first - LAST_ROUNDS) // period - 1)
         if left_out:
             layout = replace(layout, num_microbatches=layout.num_microbatches - left_out * period * size)
-        programs, steps = _in_order(layout, num_steps)
+        programs, steps = (_in_order if whole else _in_known_order)(layout, num_steps)
         done = simulate(programs, layout, costs, steps=steps)
         return Simulated(
             programs=programs,
@@ -211,16 +211,14 @@ class PlannedStep:
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
 
 
-@lru_cache(maxsize=4)
 def _in_order(layout: StepLayout, num_steps: int) -> tuple[tuple[Program, ...], OrderedSteps]:
-    """Return so many steps of ``layout``, which are often asked about at other costs."""
+    """Return so many steps of ``layout``."""
     programs = tuple(itertools.islice(steps_from(layout), num_steps))
     return programs, in_order(programs, layout)
 
 
-def forget() -> None:
-    """Let go of the orders that are kept for the next question: of steps in many rounds they are tens of megabytes."""
-    _in_order.cache_clear()
+# A search asks about the same steps at other costs. Whole ones of many rounds are not kept: they are tens of megabytes.
+_in_known_order = lru_cache(maxsize=4)(_in_order)
 
 
 def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:

@@ -22,6 +22,11 @@ TIGHT_THRESHOLD_BYTES = 2**20
 # Trimming is done here, not by free().
 TRIM_THRESHOLD_BYTES = 2**30
 
+_WITHOUT_HEAP = {
+    0: "torch takes no memory by posix_memalign: its tensors lie where its own allocator puts them",
+    -1: "no addresses for a heap of tensors (ulimit -v?): they lie in that of the C library, which grows further",
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -43,10 +48,10 @@ def set_thresholds(*, heap: bool) -> bool:
     done = _set(_M_MMAP_THRESHOLD, threshold) and _set(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     if not done:
         _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
-    elif native.available() and native.call("use_tensor_heap", ctypes.c_size_t(threshold)) == 0:
-        _log.info(
-            "torch takes no memory by posix_memalign: its tensors lie where its own allocator puts them"
-        )
+    elif native.available():
+        redirected = native.call("use_tensor_heap", ctypes.c_size_t(threshold))
+        if redirected <= 0:
+            _log.info(_WITHOUT_HEAP[redirected])
     return done
 
 

@@ -42,7 +42,7 @@ class StepContext:
         learning_rate: of this step.
         tokens: trained tokens of the step.
         loss_scale: what losses are multiplied by before the backward (fp16), 1.0 otherwise.
-        microbatches: in order.
+        microbatches: in order; none once all are computed and the loss is known.
         runs: passages under way, by microbatch.
         losses: loss of each microbatch, unscaled, in order of completion; they add up to the loss of the step. Of an
             accelerator they are tensors there, which wait for their marks, of a processor numbers.
@@ -133,12 +133,14 @@ class StepContext:
         return self.unit_coefficients.get(unit, self.coefficient)
 
     def loss(self) -> float:
-        """Loss of the step: the sum over microbatches, each weighted by its targets; of all ranks once agreed."""
+        """Loss of the step, once all is computed: the sum over microbatches, each weighted by its targets; of all ranks
+        once agreed.
+        """
         if self.agreed_loss is not None:
             return self.agreed_loss
         for mark in filter(None, self.loss_marks.values()):
             mark.synchronize()
-        losses = (self.losses[m] for m in range(len(self.microbatches)))
+        losses = (self.losses[m] for m in sorted(self.losses))
         return sum(loss.item() if isinstance(loss, Tensor) else loss for loss in losses)
 
 
