@@ -133,9 +133,7 @@ class StepContext:
         return self.unit_coefficients.get(unit, self.coefficient)
 
     def loss(self) -> float:
-        """Loss of the step, once all is computed: the sum over microbatches, each weighted by its targets; of all ranks
-        once agreed.
-        """
+        """Loss of the step, once all is computed: of each microbatch by its targets; of all ranks once they agree."""
         if self.agreed_loss is not None:
             return self.agreed_loss
         for mark in filter(None, self.loss_marks.values()):
