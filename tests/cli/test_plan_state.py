@@ -231,6 +231,7 @@ def test_muon_multiplies_on_the_gpu_where_that_shortens_a_step_and_has_room(aske
     """16 cores multiply for 1,000 s; the GPU in a few, and the way up and down for 2 bytes each takes two."""
     asked = (*asked, "--ram", "256GB", "--cpu-cores", 16, "--optimizer", "muon")
     host, device, auto = (answer(capsys, *asked, "--ns-on", place) for place in ("host", "device", "auto"))
+    adamw = answer(capsys, *asked, "--optimizer", "adamw")
     assert (host["products_on"], device["products_on"], auto["products_on"]) == ("host", "device", "device")
     assert auto["step_s"] == device["step_s"] < host["step_s"] / 10
     room = 2 * 2 * (14336 * 4096 + 4096**2) + 32 * 2**20
@@ -238,7 +239,7 @@ def test_muon_multiplies_on_the_gpu_where_that_shortens_a_step_and_has_room(aske
     assert "products of Muon" not in host["memory_bytes"]["device"]
     (figure,) = (f for f in auto["figures"] if f["name"] == "products on 4090, of Muon")
     flops = host["step_s"] * 16 * 40e9
-    assert auto["step_s"] > flops / figure["value"] * 0.9
+    assert auto["step_s"] - adamw["step_s"] > flops / figure["value"] * 0.9
     assert any("the STEP of a unit waits for its copies and products" in line for line in auto["assumptions"])
     adapters = answer(capsys, *asked, "--method", "lora")
     assert adapters["products_on"] == "host"  # which has the time: no step is shorter

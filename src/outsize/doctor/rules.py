@@ -384,7 +384,11 @@ RULES: Final[tuple[Rule, ...]] = (
         id="optimizer-bound",
         part="run",
         look=waits_for("host"),
-        causes=("few tokens per step: each step pays the whole optimizer", "slow host memory, or few cores"),
+        causes=(
+            "few tokens per step: each step pays the whole optimizer",
+            "slow host memory, or few cores",
+            "Muon's products on the host: with optimizer.ns_on=device a GPU multiplies",
+        ),
         fix=(advice.more_tokens,),
         verify=_SHARE,
         limits="the optimizer on the host",

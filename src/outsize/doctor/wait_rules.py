@@ -82,7 +82,9 @@ def _for_the_link(facts: Facts) -> str:
     for direction in ("up", "down"):
         busy_s = _busy_s(facts, direction)
         if busy_s > 0:
-            rate = run.mean(f"bytes_{direction}") / busy_s
+            # Matrices of Muon cross while the optimizer is busy, not the lanes of the link.
+            products = [step.get("wire_bytes", {}).get(f"{direction}:products", 0) for step in run.typical]
+            rate = (run.mean(f"bytes_{direction}") - sum(products) / len(products)) / busy_s
             told.append(f"{direction} {format_rate(rate)} while busy{_of_link(rate, direction, facts)}")
     return f"compute waits for the link: {', '.join(told)}"
 

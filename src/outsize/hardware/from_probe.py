@@ -76,8 +76,8 @@ def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
         for dtype, rate in device.matmul_flops_per_s.items()
         if rate.median is not None
     }
-    generation = 0
-    if is_accelerator(device.device):
+    generation, own = 0, is_accelerator(device.device)
+    if own:
         index = int(device.device.partition(":")[2])
         if index < len(found.inventory.gpus):
             generation = int(found.inventory.gpus[index].pcie_generation_max.number() or 0)
@@ -88,6 +88,7 @@ def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
         efficiency=_REACHED,
         memory_bytes_per_s=_figure(device.memory_triad_bytes_per_s, f"the memory of {device.device}"),
         pcie_generation=generation,
+        is_host=not own,
     )
 
 

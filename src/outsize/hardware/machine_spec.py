@@ -63,6 +63,7 @@ class Gpu(_Described):
         efficiency: share of the peak that large matrix multiplications of a model reach.
         memory_bytes_per_s: bandwidth of its own memory.
         pcie_generation: of its connector; a slot may give less.
+        is_host: whether it is the host's own processor, which then is device and host in one.
         products_per_s: FLOPs of products of bf16 matrices as Muon has them; None where nobody has measured that.
         fp8_gain: how many times as fast linear layers of blocks multiply in fp8, where they do; None where they do not.
     """
@@ -73,6 +74,7 @@ class Gpu(_Described):
     efficiency: Figure
     memory_bytes_per_s: Figure
     pcie_generation: int
+    is_host: bool = False
     products_per_s: Figure | None = None
     fp8_gain: Figure | None = None
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import _muon as torch_muon
 
 from outsize.accelerators import is_accelerator, module_of, torch_name
 from outsize.config import Config
@@ -194,6 +193,8 @@ class ResidentTrainer:
         if self._config.optimizer.ns_on != "device":
             yield
             return
+        from torch.optim import _muon as torch_muon  # where it keeps what it multiplies by
+
         own = torch_muon._zeropower_via_newtonschulz
 
         def there(update: Tensor, *settings: Any) -> Tensor:

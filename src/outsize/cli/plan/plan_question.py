@@ -139,7 +139,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
-    on_pcie = any(gpu.pcie_generation for gpu in machine.gpus)
+    own_processor = not all(gpu.is_host for gpu in machine.gpus)
     question = question_for(
         config,
         spec,
@@ -154,13 +154,12 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
             can_part=figures.in_mlp_parts is not None,
             wire=wire_of(options),
         ),
-        own_processor=on_pcie,
+        own_processor=own_processor,
         workload_of=figures.workload_of,
         in_mlp_parts=figures.in_mlp_parts,
         net_bytes_per_s=net_of(options),
-        # A probed machine without a GPU computes on its processor, which hangs on no PCIe.
-        fixed_bytes=CUBLAS_BYTES * on_pcie,
-        stream_bytes=STREAM_BYTES * on_pcie,
+        fixed_bytes=CUBLAS_BYTES * own_processor,
+        stream_bytes=STREAM_BYTES * own_processor,
     )
     return Asked(
         name=options.model,

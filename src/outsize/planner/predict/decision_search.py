@@ -35,7 +35,8 @@ from outsize.planner.search.round_search import rounds_to_try
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
 
-# Of a step that a codec must save: predictions of two plans of one model on one machine differ by less.
+# Of a step that a codec, or another place for Muon's products, must save: predictions of two plans of one model on one
+# machine differ by less.
 GAIN = 0.03
 # What `Decision.former` calls where products of Muon run.
 PRODUCTS_KEY = "optimizer.ns_on"
@@ -56,27 +57,30 @@ def decide(question: Question) -> Decision:
         best = _fastest(question)
     except InfeasiblePlanError as error:
         failure = error
-    if best is not None and question.products_open and question.timed:
+    fits_raw = best is not None
+    if best is not None:
         best = _multiplying(best)
     for crossing in question.auto:
         best = _encoded(question if best is None else best.question, best, crossing)
     if best is None:
         assert failure is not None
         raise failure
-    return best
+    return best if fits_raw else _multiplying(best)
 
 
 def worth_it(former_s: float, step_s: float) -> bool:
-    """Return whether steps of ``step_s`` are enough shorter than those of ``former_s``, seconds, to add a codec."""
+    """Return whether steps of ``step_s`` seconds are enough shorter than those of ``former_s`` for a change."""
     return step_s < former_s * (1 - GAIN)
 
 
 def _multiplying(on_host: Decision) -> Decision:
-    """Return ``on_host``, or with products of Muon on the device what is enough faster, where that has room.
+    """Return ``on_host``, or with products of Muon on the device what is enough faster, if that is open and fits.
 
     It is asked only where such products alone take less there, their way up and down included.
     """
     state = on_host.question.options.state
+    if not (on_host.question.products_open and on_host.question.timed):
+        return on_host
     assert state is not None
     there = replace(state, products_on_device=True)
     if _products_s(on_host, state) <= _products_s(on_host, there):

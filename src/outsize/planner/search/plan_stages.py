@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
+from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.shares import largest_share
 from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.program.stages import HALVES, Stages
@@ -16,7 +17,7 @@ from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.microbatch_search import PER_GPU
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.sizing import PlanOptions
-from outsize.planner.search.smaller import smaller_microbatches
+from outsize.planner.search.smaller import smaller_microbatches, without_products
 from outsize.planner.search.stage_layout import single_units, staged_layout
 from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, ways_of
@@ -171,7 +172,9 @@ class _Planner:
             short_by = self._budgets.short_by(memory)
             if not short_by:
                 return halves, single, ways
-        raise InfeasiblePlanError(_what_to_try(memory, short_by, options, demand.largest_kind), short_by)
+        state = state_of(self._model, options)
+        message = _what_to_try(memory, short_by, options, state, demand.largest_kind)
+        raise InfeasiblePlanError(message, short_by)
 
     def _single_units(self, halves: tuple[int, int]) -> Stages:
         options = self._options
@@ -284,6 +287,7 @@ def _what_to_try(
     memory: Mapping[str, Mapping[str, int]],
     short_by: Mapping[str, int],
     options: PlanOptions,
+    state: StateLayout,
     largest_kind: str | None,
 ) -> str:
     tier = next(iter(short_by))
@@ -301,6 +305,8 @@ def _what_to_try(
     elif advice is None:
         on_host = largest == "home" and options.home == "host" and options.may_be_on_disk
         advice = "the home on disk" if on_host else f"a {tier} budget of {needed}"
+    if tier == "device":
+        advice = without_products(state) + advice
     where = "each device" if tier == "device" else f"the {tier}"
     return (
         f"the smallest stages need {needed} on {where}, {format_bytes(classes[largest])} of it for {largest}; "

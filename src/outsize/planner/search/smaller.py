@@ -42,6 +42,11 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
         yield _joined(keys), replace(options, state=replace(state, masters="split24"))
 
 
+def without_products(state: StateLayout) -> str:
+    """Return what frees the room of Muon's products on a device, as a user writes it; empty without any."""
+    return "optimizer.ns_on=host, or " if state.products_on_device else ""
+
+
 def smaller_microbatches(options: PlanOptions, largest_kind: str | None) -> str:
     """Return what makes a microbatch take less of the device, of what can still be done, as a user writes it.
 

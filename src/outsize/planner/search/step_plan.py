@@ -36,7 +36,7 @@ from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import Knobs, PlanOptions, Sizing
-from outsize.planner.search.smaller import smaller_microbatches, smaller_states
+from outsize.planner.search.smaller import smaller_microbatches, smaller_states, without_products
 from outsize.planner.search.upgrades import as_asked, kept_for_the_host, spend
 from outsize.units import format_bytes
 
@@ -398,6 +398,8 @@ def _what_to_try(
         )
     else:
         advice = f"a {tier} budget of {format_bytes(needed)}"
+    if tier == "device":
+        advice = without_products(state) + advice
     return (
         f"the smallest plan needs {format_bytes(needed)} on the {tier}, {size} of it for {largest}; "
         f"first try {advice}"

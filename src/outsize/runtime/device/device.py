@@ -134,7 +134,9 @@ class CpuDevice(Device):
 
 
 class EmulatedDevice(CpuDevice):
-    """A worker on the CPU behind a link of a given rate, one copy per direction at a time.
+    """A worker on the CPU behind a link of a given rate, which each copy has for itself.
+
+    Lanes make one copy per direction at a time; those of Muon's products beside them are not slowed by them.
 
     Args:
         name: for messages.

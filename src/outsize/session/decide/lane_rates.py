@@ -154,6 +154,7 @@ def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, tot
         efficiency=_REACHED,
         memory_bytes_per_s=memory,
         pcie_generation=0,
+        is_host=not own,
     )
 
 
