@@ -1,6 +1,7 @@
 """What `outsize plan` says of a model of 8 billion parameters on one GPU of 24 GB, by host memory."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -254,6 +255,31 @@ def test_muon_multiplies_on_the_host_where_the_gpu_has_no_room(asked, capsys):
     assert (found["verdict"], found["products_on"]) == ("fits", "host")
     found = answer(capsys, *asked, "--device-memory", "5GB", "--optimizer", "muon")
     assert (found["verdict"], found["products_on"]) == ("fits", "device")
+
+
+def test_muon_asked_onto_a_gpu_without_room_is_told_of_the_host(asked, capsys):
+    asked = (*asked, "--ram", "256GB", "--optimizer", "muon", "--ns-on", "device")
+    for gpus in ("4090", "2x4090"):
+        assert run(*asked, "--gpus", gpus, "--device-memory", "1.6GB") != 0
+        assert "first try --ns-on host, or " in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("is_host", "place"), [(False, "device"), (True, "host")])
+def test_muon_multiplies_on_what_a_machine_file_has_beside_the_host(is_host, place, asked, capsys, tmp_path):
+    """A run writes no generation of PCIe, of a GPU either."""
+    machine, file = parse_gpus("4090"), tmp_path / "machine.json"
+    gpus = (replace(machine.gpus[0], pcie_generation=0, is_host=is_host),)
+    file.write_text(replace(machine, gpus=gpus).to_json())
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 2, "vocab_size": 8192}))
+    found = answer(capsys, tmp_path, "--machine", file, "--no-advice", "--optimizer", "muon")
+    assert found["products_on"] == place
+
+
+def test_muon_multiplies_on_the_gpu_beside_a_home_that_fits_encoded_alone(asked, capsys):
+    lora = ("--method", "lora", "--lora-r", 256, "--cpu-cores", 2, "--home", "host", "--host-memory", "17GB")
+    asked = (*asked, "--optimizer", "muon", *lora, "--transport-weights", "auto")
+    found, wanted = answer(capsys, *asked), answer(capsys, *asked, "--ns-on", "device")
+    assert (found["products_on"], found["step_s"]) == ("device", wanted["step_s"])
 
 
 def test_where_muon_multiplies_is_a_question_of_muon_alone(asked, capsys):
