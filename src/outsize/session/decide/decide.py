@@ -120,7 +120,9 @@ def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rat
         decision.simulated  # noqa: B018  # before anything is said
     except (OutsizeError, RuntimeError) as error:
         for key in open_keys:
-            stays = getattr(prepared.plan.transport, key.partition(".")[2], "host")
+            stays = (
+                "host" if key == PRODUCTS_KEY else getattr(prepared.plan.transport, key.partition(".")[2], "")
+            )
             nothing = "offloads nothing" if key == OFFLOAD else f"is {stays}"
             announce(f"{key}: auto {nothing}: nothing could be predicted: {error}")
         return prepared, None
