@@ -135,7 +135,7 @@ def orthogonal(update: Tensor, scratch: Tensor, iterations: int) -> Tensor:
 
 
 def newton_schulz(rooms: Sequence[Tensor], shape: Sequence[int], iterations: int) -> Tensor:
-    """Return the same of the matrix that the first of two rooms begins with.
+    """Return the orthogonal matrix next to the one that the first of two rooms begins with, see `orthogonal`.
 
     Args:
         rooms: bf16, with room for the matrix and for the square of its shorter side; spent.
