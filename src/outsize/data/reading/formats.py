@@ -152,8 +152,13 @@ def _sharegpt(record: Record, where: str, roles: Mapping[str, str]) -> Document:
 
 def _conversation(messages: list[dict[str, Any]], record: Record, where: str, first: int = 0) -> Document:
     """Return a conversation of which the assistant's messages from number ``first`` on are trained."""
-    turns = tuple(i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first)
+    turns = tuple(i for i, message in enumerate(messages) if i >= first and _is_trained(message))
     return Document(where, messages=messages, turns=turns, tools=record.get("tools") or None)
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is one that is learnt; any subset of the assistant's can be."""
+    return bool(message["role"] == "assistant")
 
 
 def read_messages(record: Record, field: str, where: str, roles: Mapping[str, str]) -> list[dict[str, Any]]:
