@@ -46,7 +46,7 @@ def test_a_glob_chooses_and_takes_any_suffix(tmp_path):
 
 
 def test_kinds_do_not_mix(tmp_path):
-    write(tmp_path, "a.jsonl.gz", "b.jsonl", "README.md")
+    write(tmp_path, "a.jsonl.gz", "b.jsonl", "c.txt")
     with pytest.raises(DataError, match=r"2 json, 1 text.*glob"):
         find_sources(tmp_path)
 

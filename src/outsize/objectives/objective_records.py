@@ -10,7 +10,8 @@ from outsize.config import Config
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import find_sources
 from outsize.data.reading.formats import read_messages, renamed
-from outsize.data.reading.record_reader import Record, read_records
+from outsize.data.reading.json_records import Record
+from outsize.data.reading.record_reader import read_records
 from outsize.errors import ConfigError, DataError
 from outsize.objectives.recipes import Recipe
 from outsize.training.run_data import corpora_of

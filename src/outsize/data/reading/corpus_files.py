@@ -1,20 +1,23 @@
 """Source files: which ones a path names, and their bytes, decompressed, a chunk at a time.
 
 A directory is read recursively, in sorted order, without hidden files. Its kind is that of the suffixes that
-say one thing only (``.jsonl``, ``.parquet``, ``.txt``, ``.py``, ...); files whose suffix says little
-(``.json``, ``.csv``, ``.bin``, ...) count only where there is nothing else. Anything else in a directory is left
-out and counted.
+say most: of records and prose (``.jsonl``, ``.parquet``, ``.txt``), else of other text (``.md``, ``.py``, ...), else
+those that say little (``.json``, ``.csv``, ``.bin``, ...). Where names tell splits, only what is for training is read.
+Anything else in a directory is left out and counted.
 """
 
+import codecs
 import gzip
+import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from outsize.data.reading.dataset_records import HubDataset, is_saved_dataset
+from outsize.data.reading.splits import TRAIN, find_splits
 from outsize.errors import DataError
 from outsize.files import open_binary
 
@@ -42,6 +45,16 @@ _CONTAINERS: dict[str, Container] = {
 }
 _VAGUE_SUFFIXES = {".json", ".csv", ".tsv", ".npy", ".bin"}
 _COMPRESSIONS = {".gz", ".zst"}
+# Byte order marks of wide characters; that of UTF-32 begins with that of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_LONGEST_MARK = max(map(len, _MARKS))
+# What the datasets library and the hub write about data.
+_ABOUT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 
 
 @dataclass(frozen=True)
@@ -62,11 +75,13 @@ class Sources:
         files: never empty.
         container: ``None`` only for a single file with an unknown suffix.
         num_skipped: files of a directory that were left out, by suffix or because they are not of its kind.
+        note: which split of a directory is read, and which are left out; None where there are no splits.
     """
 
     files: tuple[SourceFile, ...]
     container: Container | None
     num_skipped: int = 0
+    note: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -95,26 +110,65 @@ def find_sources(path: Path, glob: str | None = None) -> Sources:
         sizes = [(file.stat().st_size, file.stat().st_mtime_ns) for file in path.iterdir()]
         size, newest = sum(size for size, _ in sizes), max(time for _, time in sizes)
         return Sources((SourceFile(path, size, newest, "dataset"),), "dataset")
-    pattern = glob or "**/*"
-    candidates = [p for p in sorted(path.glob(pattern)) if p.is_file() and (glob or not _is_hidden(p, path))]
-    found = [_source_file(p) for p in candidates]
-    files = [f for f in found if glob or f.container is not None]
-    if not glob and any(_suffix(f.path) not in _VAGUE_SUFFIXES for f in files):
-        files = [f for f in files if _suffix(f.path) not in _VAGUE_SUFFIXES]
+    return _of_directory(path) if glob is None else _of_pattern(path, glob)
+
+
+def _of_pattern(path: Path, pattern: str) -> Sources:
+    """Return the files of a directory that a pattern names, whatever their suffixes."""
+    files = [_source_file(each) for each in sorted(path.glob(pattern)) if each.is_file()]
+    return Sources(tuple(files), _one_kind(path, files, f"pattern {pattern!r}, {len(files)} files seen"))
+
+
+def _of_directory(path: Path) -> Sources:
+    """Return the files of a directory that are data, and of these what is for training."""
+    seen = [each for each in sorted(path.glob("**/*")) if each.is_file() and not _is_hidden(each, path)]
+    seen = [each for each in seen if each.name not in _ABOUT_DATA] or seen
+    names = {each.relative_to(path).as_posix(): each for each in seen}
+    files = {name: file for name, each in names.items() if (file := _source_file(each)).container is not None}
+    if any(file.container not in ("text", None) for file in files.values()):
+        files = {name: file for name, file in files.items() if file.path.name != "README.md"}
+    splits = None
+    if any(_has_splits(file) for file in files.values()):
+        splits = find_splits(path, list(names))
+    files = _strongest(files, () if splits is None else splits.splits.get(TRAIN, ()))
+    note = None
+    if splits is not None and all(_has_splits(file) for file in files.values()):
+        chosen, note = splits.for_training(list(files), path)
+        files = {name: files[name] for name in chosen}
+    kind = _one_kind(path, list(files.values()), f"{len(seen)} files seen")
+    return Sources(tuple(files.values()), kind, len(seen) - len(files), note)
+
+
+def _strongest(files: dict[str, SourceFile], train: Sequence[str]) -> dict[str, SourceFile]:
+    """Return the files whose suffixes say most: of records and prose, of other text, then those that say little.
+
+    Those that say little count as records where their names say that they are to be trained on. Text other than
+    prose counts where there are no records, and no file is named for training.
+    """
+    vague = {name for name, file in files.items() if _suffix(file.path) in _VAGUE_SUFFIXES} - set(train)
+    first = {name for name, file in files.items() if _has_splits(file)} - vague
+    if not any(files[name].container != "text" or name in train for name in first):
+        first = set(files) - vague
+    return {name: file for name, file in files.items() if name in (first or vague)}
+
+
+def _has_splits(file: SourceFile) -> bool:
+    """Return whether names of such files say of which split they are; those of source code say something else."""
+    return file.container != "text" or _suffix(file.path) in (".txt", ".text")
+
+
+def _one_kind(path: Path, files: Sequence[SourceFile], seen: str) -> Container | None:
     if not files:
-        raise DataError(
-            f"{path}: no data files found (pattern {pattern!r}, {len(found)} files seen); choose with glob, "
-            "e.g. glob='**/*.rst'"
-        )
-    kinds = Counter(f.container for f in files)
+        raise DataError(f"{path}: no data files found ({seen}); choose with glob, e.g. glob='**/*.rst'")
+    kinds = Counter(file.container for file in files)
     if len(kinds) > 1:
         shown = ", ".join(f"{n} {kind or 'unknown'}" for kind, n in kinds.most_common())
         raise DataError(f"{path}: mixes kinds of files ({shown}); choose with glob, e.g. glob='**/*.jsonl'")
-    return Sources(tuple(files), files[0].container, num_skipped=len(found) - len(files))
+    return files[0].container
 
 
 def read_chunks(path: Path, on_read: Callable[[int], None] = lambda num_bytes: None) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file in bounded chunks.
+    """Yield the decompressed bytes of a file in bounded chunks; text that begins with the mark of UTF-16 as UTF-8.
 
     Args:
         path: plain, ``.gz`` or ``.zst`` (any number of frames).
@@ -126,13 +180,30 @@ def read_chunks(path: Path, on_read: Callable[[int], None] = lambda num_bytes: N
     try:
         with open_binary(path, "r", buffered=False) as file:
             if path.suffix == ".gz":
-                yield from _gunzip(file, on_read)
+                chunks = _gunzip(file, on_read)
             elif path.suffix == ".zst":
-                yield from _unzstd(file, path, on_read)
+                chunks = _unzstd(file, path, on_read)
             else:
-                yield from _plain(file, on_read)
+                chunks = _plain(file, on_read)
+            yield from _as_utf8(chunks, path)
     except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
         raise DataError(f"{path}: cannot read: {error}") from error
+
+
+def _as_utf8(chunks: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """Yield chunks as they are, or as UTF-8 where the first begins with the byte order mark of wider characters."""
+    first = next(chunks, b"")
+    while len(first) < _LONGEST_MARK and (more := next(chunks, b"")):
+        first += more
+    encoding = next((name for mark, name in _MARKS.items() if first.startswith(mark)), None)
+    everything = itertools.chain([first] if first else [], chunks)
+    if encoding is None:
+        yield from everything
+        return
+    try:
+        yield from codecs.iterencode(codecs.iterdecode(everything, encoding), "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: begins as {encoding} and goes on as none ({error.reason})") from error
 
 
 def _plain(file: BinaryIO, on_read: Callable[[int], None], size: int = CHUNK_BYTES) -> Iterator[bytes]:

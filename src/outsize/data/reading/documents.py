@@ -8,8 +8,9 @@ from pathlib import Path
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import Sources, read_chunks
 from outsize.data.reading.formats import Document, FormatName, detect_format, renamed, to_document
+from outsize.data.reading.json_records import Record
 from outsize.data.reading.lines import cut_pieces, decode_chunks
-from outsize.data.reading.record_reader import Record, read_records
+from outsize.data.reading.record_reader import read_records
 from outsize.errors import DataError
 
 logger = logging.getLogger(__name__)

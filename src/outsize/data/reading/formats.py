@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from outsize.data.reading.corpus import DEFAULT_TEXT_FIELD, Corpus, TrainOn
-from outsize.data.reading.record_reader import Record
+from outsize.data.reading.json_records import Record
 from outsize.errors import DataError
 
 FormatName = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]

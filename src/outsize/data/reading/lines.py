@@ -68,7 +68,8 @@ def decode_chunks(chunks: Iterable[bytes], path: Path) -> Iterator[str]:
             raise DataError(f"{path}:{line}: not UTF-8 text ({error.reason})") from error
         if (nul := text.find("\0")) >= 0:
             raise DataError(
-                f"{path}:{line + text.count(chr(10), 0, nul)}: not a text file (it holds NUL bytes)"
+                f"{path}:{line + text.count(chr(10), 0, nul)}: not a text file (it holds NUL bytes); UTF-16 "
+                "needs a byte order mark"
             )
         line += text.count("\n")
         if text:

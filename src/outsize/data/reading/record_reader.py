@@ -2,18 +2,15 @@
 
 import csv
 import importlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from outsize.data.reading.corpus_files import Container, read_chunks
 from outsize.data.reading.dataset_records import read_dataset
-from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks, read_lines
+from outsize.data.reading.json_records import Forgive, Record, read_json
+from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks
 from outsize.errors import DataError
-
-Record = dict[str, Any]
-Forgive = Callable[[DataError], None]
 
 
 def _refuse(error: DataError) -> None:
@@ -40,23 +37,7 @@ def read_records(
         return _read_parquet(path, on_read)
     if container in ("csv", "tsv"):
         return _read_table(path, "," if container == "csv" else "\t", on_read, forgive)
-    if _first_byte(path) == b"[":
-        return _read_array(decode_chunks(read_chunks(path, on_read), path), path)
-    return _read_json_lines(path, on_read, forgive)
-
-
-def _read_json_lines(
-    path: Path, on_read: Callable[[int], None], forgive: Forgive
-) -> Iterator[tuple[int, Record]]:
-    for number, line in read_lines(read_chunks(path, on_read), path):
-        if not line.strip():
-            continue
-        try:
-            yield number, _as_record(json.loads(line), path, number)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            forgive(DataError(f"{path}:{number}: not valid JSON: {error}"))
-        except DataError as error:
-            forgive(error)
+    return read_json(path, on_read, forgive)
 
 
 def _read_table(
@@ -96,6 +77,14 @@ def _read_table(
 
 def _column_names(row: list[str], path: Path) -> list[str]:
     names = [name.strip() for name in row]
+    if not names[0] and len(names) > 1:  # as pandas writes an index, and what pandas calls it on reading
+        names[0] = "Unnamed: 0"
+    other = next((other for other in ";\t|" if len(names) == 1 and other in names[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{path}:1: the first row names one column, {names[0]!r}; if {other!r} stands between the cells, write "
+            "the table with commas, or with tabs as .tsv"
+        )
     if len(set(names)) < len(names) or not all(names):
         raise DataError(
             f"{path}:1: the first row of a table names its columns, each once, but it is {', '.join(map(repr, row))}"
@@ -113,38 +102,6 @@ def _text_lines(texts: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _read_array(texts: Iterable[str], path: Path) -> Iterator[tuple[int, Record]]:
-    """Parse ``[{...}, {...}]`` object by object; the text in hand is one chunk plus one object."""
-    source = iter(texts)
-    decoder = json.JSONDecoder()
-    text, number, separators = "", 1, "[ \t\r\n"
-    while True:
-        body = text.lstrip(separators)
-        number += text.count("\n", 0, len(text) - len(body))
-        text = body
-        if text.startswith("]"):
-            return
-        value = None
-        if text:
-            separators = ", \t\r\n"
-            try:
-                value, end = decoder.raw_decode(text)
-            except json.JSONDecodeError as error:
-                if len(text) > MAX_LINE_BYTES or (more := next(source, None)) is None:
-                    raise DataError(
-                        f"{path}:{number + error.lineno - 1}: not valid JSON: {error.msg}"
-                    ) from error
-                text += more
-                continue
-            yield number, _as_record(value, path, number)
-            number += text.count("\n", 0, end)
-            text = text[end:]
-        elif (more := next(source, None)) is None:
-            raise DataError(f"{path}:{number}: the JSON array is cut short")
-        else:
-            text = more
-
-
 def _read_parquet(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[int, Record]]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -159,19 +116,5 @@ def _read_parquet(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[
                     number += 1
                     yield number, record
                 on_read(path.stat().st_size * batch.num_rows // num_rows)
-    except (OSError, ValueError) as error:  # pyarrow's errors derive from these two
+    except Exception as error:  # pyarrow's errors derive from a dozen kinds
         raise DataError(f"{path}: cannot read as Parquet: {error}") from error
-
-
-def _as_record(value: object, path: Path, number: int) -> Record:
-    if not isinstance(value, dict):
-        raise DataError(f"{path}:{number}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _first_byte(path: Path) -> bytes:
-    """Return the first byte that is neither white space nor a byte order mark, or nothing."""
-    for chunk in read_chunks(path):
-        if body := chunk.removeprefix(b"\xef\xbb\xbf").lstrip():
-            return body[:1]
-    return b""

@@ -1,0 +1,174 @@
+"""Records out of JSON: a record on each line, arrays of records, and files that hold one object with all of them."""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from outsize.data.reading.corpus_files import read_chunks
+from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks, read_lines
+from outsize.errors import DataError
+
+Record = dict[str, Any]
+Forgive = Callable[[DataError], None]
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Names under which one object holds all records of a file.
+_WRAPPERS = ("data", "records", "rows", "examples", "items", "instances", "train")
+# Fields of one record that are lists of objects.
+_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools")
+
+
+def read_json(path: Path, on_read: Callable[[int], None], forgive: Forgive) -> Iterator[tuple[int, Record]]:
+    """Yield (line from 1, record) of a file of JSON; arguments and errors as of `read_records`.
+
+    Objects may stand on a line each, in arrays, or on several lines each. A file of one object may hold its records
+    as a list, ``{"data": [...]}``, or as columns, ``{"text": [...], "label": [...]}``.
+    """
+    first = _first_line(path)
+    if first.startswith("[") or (first.startswith("{") and first.endswith(("{", "[", ",", ":"))):
+        records = _read_values(decode_chunks(read_chunks(path, on_read), path), path, forgive)
+    else:
+        records = _read_lines(path, on_read, forgive)
+    if first.startswith("["):
+        yield from records
+        return
+    begin = next(records, None)
+    second = next(records, None)
+    if begin is not None:
+        number, record = begin
+        yield from ((number, each) for each in ([record] if second is not None else _unwrapped(record)))
+    if second is not None:
+        yield second
+        yield from records
+
+
+def _read_lines(path: Path, on_read: Callable[[int], None], forgive: Forgive) -> Iterator[tuple[int, Record]]:
+    for number, line in read_lines(read_chunks(path, on_read), path):
+        if not line.strip():
+            continue
+        try:
+            text = line.decode()
+            record = _as_record(json.loads(text), path, number)
+            _check_is_text(record, text, f"{path}:{number}")
+        except (ValueError, RecursionError) as error:
+            forgive(DataError(f"{path}:{number}: not valid JSON: {_explained(error, line)}"))
+        except DataError as error:
+            forgive(error)
+        else:
+            yield number, record
+
+
+def _explained(error: Exception, line: bytes) -> str:
+    """Return in words why Python's parser gives up on a line."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason}); convert the file to UTF-8"
+    if b"\0" in line:
+        return "it holds NUL bytes; if it is UTF-16, convert the file to UTF-8"
+    if line.lstrip().startswith((b"{'", b"[{'")):
+        return "its quotes are single, as Python prints a dict; write records with json.dumps"
+    return str(error)
+
+
+def _read_values(texts: Iterable[str], path: Path, forgive: Forgive) -> Iterator[tuple[int, Record]]:
+    """Parse arrays of objects, and objects, one after the other; the text in hand is one chunk plus one object."""
+    source, decoder = iter(texts), json.JSONDecoder()
+    text, number, inside = "", 1, False
+    while True:
+        body = text.lstrip(", \t\r\n" if inside else " \t\r\n")
+        number += text.count("\n", 0, len(text) - len(body))
+        text = body
+        if text[:1] == ("]" if inside else "["):
+            text, inside = text[1:], not inside
+        elif text:
+            if not inside and text[0] != "{":
+                raise DataError(f"{path}:{number}: not valid JSON: {text[:1]!r} stands between records")
+            try:
+                value, end = decoder.raw_decode(text)
+            except json.JSONDecodeError as error:
+                if len(text) > MAX_LINE_BYTES or (more := next(source, None)) is None:
+                    words = _explained(error, text[:3].encode()) if error.pos < 3 else error.msg
+                    where = f"{path}:{number + error.lineno - 1}"
+                    raise DataError(f"{where}: not valid JSON: {words}") from error
+                text += more
+                continue
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}:{number}: not valid JSON: {_explained(error, b'')}") from error
+            record = _as_record(value, path, number)
+            try:
+                _check_is_text(record, text[:end], f"{path}:{number}")
+                yield number, record
+            except DataError as error:
+                forgive(error)
+            number += text.count("\n", 0, end)
+            text = text[end:]
+        elif (more := next(source, None)) is not None:
+            text = more
+        elif inside:
+            raise DataError(f"{path}:{number}: the JSON array is cut short")
+        else:
+            return
+
+
+def _as_record(value: object, path: Path, number: int) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{number}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _check_is_text(record: Record, text: str, where: str) -> None:
+    """Refuse half a character, which JSON can write and no encoding can.
+
+    Args:
+        record: what ``text`` was parsed to.
+        text: of the file; where it escapes no such half there is nothing to look for.
+        where: ``file:line``, for errors.
+    """
+    if not _SURROGATE.search(text):
+        return
+    for name, value in record.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(
+                f"{where}: field {name!a} holds half a character ({ascii(half)[1:-1]}, a surrogate without the "
+                "other), which is no text; write it whole, or raise data.max_bad_records"
+            ) from error
+
+
+def _unwrapped(record: Record) -> list[Record]:
+    """Return the records that the only object of a file holds: as a list, as columns, or itself."""
+    lists = [name for name in record if name in _WRAPPERS and _is_list_of(record[name], dict)]
+    others = [value for name, value in record.items() if name not in lists]
+    if len(lists) == 1 and not any(isinstance(value, list | dict) for value in others):
+        return list(record[lists[0]])
+    values = list(record.values())
+    if values and all(isinstance(value, dict) and value for value in values):  # DataFrame.to_json()
+        keys = list(values[0])
+        if all(list(value) == keys for value in values) and all(key.isdigit() for key in keys):
+            return [{name: value[key] for name, value in record.items()} for key in keys]
+    if values and all(isinstance(value, list) and value for value in values):
+        objects = {name for name, value in record.items() if _is_list_of(value, dict)}
+        if objects < set(record) and not objects & set(_TURNS) and len({len(value) for value in values}) == 1:
+            return [dict(zip(record, row, strict=True)) for row in zip(*values, strict=True)]
+    return [record]
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, kind) for each in value)
+
+
+def _first_line(path: Path) -> str:
+    """Return the first line that is not blank, bare; of one longer than a chunk whether it begins an array."""
+    rest = b""
+    for chunk in read_chunks(path):
+        rest = (rest + chunk).removeprefix(codecs.BOM_UTF8).lstrip()
+        if rest:
+            line, newline, _ = rest.partition(b"\n")
+            return (line.strip() if newline else rest[:1].strip(b"{")).decode(errors="replace")
+    return ""

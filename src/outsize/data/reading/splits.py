@@ -1,0 +1,211 @@
+"""The splits of a directory: which of its files are for training, by the rules of the datasets library.
+
+In order, and the first that says something decides:
+
+1. ``configs`` in the front matter of ``README.md`` names the files of each split;
+2. ``data/SPLIT-00000-of-00003.parquet``, as datasets are pushed to the hub;
+3. a directory whose name has a word for a split, such as ``train/`` or ``my-test-set/``;
+4. a file whose name has one, such as ``train.jsonl`` or ``chats_validation.jsonl``.
+"""
+
+import glob
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from outsize.errors import DataError
+from outsize.files import read_text
+
+TRAIN = "train"
+_WORDS = {
+    TRAIN: ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_BETWEEN = r"[-._ 0-9]"
+_IN_FILES = {
+    split: re.compile(rf"(?:.*{_BETWEEN})?(?:{'|'.join(words)}){_BETWEEN}.*", re.DOTALL)
+    for split, words in _WORDS.items()
+}
+_IN_DIRECTORIES = {
+    split: re.compile(rf"(?:.*{_BETWEEN})?(?:{'|'.join(words)})(?:{_BETWEEN}.*)?", re.DOTALL)
+    for split, words in _WORDS.items()
+}
+_SHARD = re.compile(r"data/(?P<split>[^/]*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_FRONT_MATTER = re.compile(r"\A(?:\ufeff)?---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
+_MOST_FRONT_MATTER = 1 << 20
+_READ_KEYS = {"config_name", "data_files", "default", "version", "description"}
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """The files of a directory, by split.
+
+    Attributes:
+        splits: names of files, by split; a file may be in several.
+        source: what has said so, for people.
+    """
+
+    splits: Mapping[str, Sequence[str]]
+    source: str
+
+    def for_training(self, names: Sequence[str], root: Path) -> tuple[list[str], str | None]:
+        """Return those of the data files that are for training, and a sentence that names what is left out.
+
+        Args:
+            names: of all data files of the directory.
+            root: the directory, for errors.
+
+        Raises:
+            DataError: several splits, and none of them is for training.
+        """
+        there = {split: [n for n in names if n in set(files)] for split, files in self.splits.items()}
+        there = {split: files for split, files in there.items() if files}
+        of_none = [name for name in names if not any(name in files for files in there.values())]
+        if TRAIN in there:
+            chosen, taken = there.pop(TRAIN), f"split {TRAIN}"
+        elif of_none:
+            chosen, taken, of_none = of_none, "files of no split", []
+        elif len(there) == 1:
+            split, chosen = there.popitem()
+            taken = f"split {split}, the only one there is"
+        else:
+            example = next(iter(there.values()))[0]
+            raise DataError(
+                f"{root}: {self.source} tells the splits {_counted(there)}, and none is called {TRAIN}; choose with "
+                f"data.glob, e.g. glob={_as_pattern(example)!r}"
+            )
+        others = _counted({**there, **({"of no split": of_none} if of_none else {})})
+        note = f"{taken}: {_files(chosen)}, by {self.source}"
+        return chosen, f"{note}; left out: {others}" if others else note
+
+
+def find_splits(root: Path, names: Sequence[str]) -> SplitFiles | None:
+    """Return the splits of a directory; None where nothing tells any.
+
+    Args:
+        root: the directory.
+        names: of all files in it, relative, with slashes, but for hidden ones.
+
+    Raises:
+        DataError: ``README.md`` says what cannot be, or names several configurations and none as the default.
+    """
+    if (root / "README.md").is_file() and (configured := _of_card(root)) is not None:
+        return SplitFiles(configured, "the configuration in README.md")
+    shards: dict[str, list[str]] = {}
+    for name in names:
+        if (shard := _SHARD.fullmatch(name)) is not None:
+            shards.setdefault(shard["split"], []).append(name)
+    by_directory = _by_word((name, PurePosixPath(name).parts[:-1], _IN_DIRECTORIES) for name in names)
+    by_name = _by_word((name, PurePosixPath(name).parts[-1:], _IN_FILES) for name in names)
+    for splits, source in (
+        (shards, "the names of shards"),
+        (by_directory, "names of directories"),
+        (by_name, "names of files"),
+    ):
+        if splits:
+            return SplitFiles(splits, source)
+    return None
+
+
+def _by_word(
+    places: Iterable[tuple[str, Sequence[str], Mapping[str, re.Pattern[str]]]],
+) -> dict[str, list[str]]:
+    """Return the files that have a word for a split in a part of their path."""
+    splits: dict[str, list[str]] = {}
+    for name, parts, patterns in places:
+        for split, pattern in patterns.items():
+            if any(pattern.fullmatch(part) for part in parts):
+                splits.setdefault(split, []).append(name)
+    return {split: splits[split] for split in _WORDS if split in splits}
+
+
+def _of_card(root: Path) -> dict[str, list[str]] | None:
+    """Return the files that the front matter of ``README.md`` names; None where it names none."""
+    card = root / "README.md"
+    try:
+        matter = _FRONT_MATTER.match(read_text(card)[:_MOST_FRONT_MATTER])
+        said: Any = yaml.safe_load(matter[1]) if matter else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise DataError(
+            f"{card}: its front matter cannot be read: {first_line}; mend it, or set data.glob"
+        ) from error
+    configurations = said.get("configs") if isinstance(said, dict) else None
+    if not configurations:
+        return None
+    try:
+        named = {str(each["config_name"]): each for each in configurations}
+    except (TypeError, KeyError) as error:
+        raise DataError(
+            f"{card}: configs is no list of mappings with config_name; mend it, or set data.glob"
+        ) from error
+    defaults = [
+        name for name, each in named.items() if len(named) == 1 or name == "default" or each.get("default")
+    ]
+    if len(defaults) != 1:
+        raise DataError(
+            f"{card} names several configurations ({', '.join(named)}), and not one of them as the default; choose "
+            "files with data.glob"
+        )
+    chosen = named[defaults[0]]
+    if "data_files" not in chosen:
+        return None
+    if unread := sorted(set(map(str, chosen)) - _READ_KEYS):
+        raise DataError(
+            f"{card}: the configuration {defaults[0]} sets {', '.join(unread)}, which is not honoured here; choose "
+            "files with data.glob, and say how they are read in the section data"
+        )
+    return {
+        split: _resolved(root, patterns, card)
+        for split, patterns in _patterns(chosen["data_files"], card).items()
+    }
+
+
+def _patterns(said: Any, card: Path) -> dict[str, list[str]]:
+    """Return patterns of files by split."""
+    entries = said if isinstance(said, list) else [said]
+    splits: dict[str, list[str]] = {}
+    for entry in entries:
+        split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)
+        for path in paths if isinstance(paths, list) else [paths]:
+            if not isinstance(split, str) or not isinstance(path, str):
+                raise DataError(
+                    f"{card}: data_files is a path, a list of paths, or a list of split and path, not {entry!r}; mend "
+                    "it, or set data.glob"
+                )
+            splits.setdefault(split, []).append(path)
+    return splits
+
+
+def _resolved(root: Path, patterns: Sequence[str], card: Path) -> list[str]:
+    names: set[str] = set()
+    for pattern in patterns:
+        here = glob.glob(pattern, root_dir=root, recursive=True)
+        if "://" in pattern or PurePosixPath(pattern).is_absolute() or not here:
+            raise DataError(
+                f"{card}: data_files names {pattern}, and no such file lies in {root}; set data.glob"
+            )
+        names.update(PurePosixPath(name).as_posix() for name in here)
+    return sorted(names)
+
+
+def _counted(splits: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{split} ({_files(files)})" for split, files in splits.items())
+
+
+def _files(names: Sequence[str]) -> str:
+    return f"{len(names):,} file{'' if len(names) == 1 else 's'}"
+
+
+def _as_pattern(name: str) -> str:
+    """Return the pattern of a file and of its further shards."""
+    return (
+        glob.escape(re.sub(r"-\d{5}-of-\d{5}.*", "", name)) + "*"
+        if _SHARD.fullmatch(name)
+        else glob.escape(name)
+    )
