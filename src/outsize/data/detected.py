@@ -28,6 +28,7 @@ class Detected:
         num_empty: records without text, left out.
         num_bad: malformed records, left out.
         bad: what was wrong with the first of them.
+        notes: what of the files and records was not used: other splits, fields that nothing reads.
         num_untrained: documents of which nothing is trained.
         num_tokens: tokens, special ones included.
         num_trained_tokens: tokens that are targets.
@@ -45,6 +46,7 @@ class Detected:
     num_empty: int
     num_bad: int = 0
     bad: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     num_untrained: int = 0
     num_tokens: int
     num_trained_tokens: int
@@ -75,13 +77,14 @@ class Detected:
             if self.num_untrained
             else ""
         )
+        notes = "".join(f"  {line}\n" for line in self.notes)
         bad = "".join(f"  left out: {line}\n" for line in self.bad)
         example = "\n".join(f"  | {line}" for line in self.example.splitlines())
         return (
             f"data: format {self.format} ({how}{fields}), {_plural(self.num_files, 'file')}"
             f"{f' (left out: {left_out})' if left_out else ''}\n"
             f"  {documents}{format_count(self.num_tokens)} tokens, {self.trained_share:.1%} trained "
-            f"({self.mask_source})\n{untrained}{bad}"
+            f"({self.mask_source})\n{untrained}{bad}{notes}"
             f"  first document:\n{example}"
         )
 
@@ -97,7 +100,7 @@ class Detected:
             ValueError: a value is not of its kind.
             TypeError, KeyError: there are others, or fewer.
         """
-        lists = {name: tuple(values[name]) for name in ("fields", "bad")}
+        lists = {name: tuple(values[name]) for name in ("fields", "bad", "notes")}
         found = cls(**{**values, **lists})
         for name, kind in get_type_hints(cls).items():
             value = getattr(found, name)

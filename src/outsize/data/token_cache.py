@@ -31,7 +31,7 @@ from outsize.data.reading.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_readers
 from outsize.errors import DataError, StorageError
 
-_LAYOUT = 2  # raised whenever the files or the way to tokenise change
+_LAYOUT = 3  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _NUMBERS = itertools.count()
 _REMEDY = "remove that directory, and the data is tokenised again"

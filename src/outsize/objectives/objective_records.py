@@ -61,6 +61,8 @@ def _of_source(
             f"{corpus.path}: train.objective={objective} takes records with {_listed(recipe.fields)}, and text files "
             "hold none; try JSONL, CSV or Parquet"
         )
+    if sources.note is not None:
+        announce(f"{corpus.path}: {sources.note}")
     bad, rows = Tolerance(corpus.max_bad_records), []
     for file in sources.files:
         for number, record in read_records(

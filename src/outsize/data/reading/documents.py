@@ -76,6 +76,10 @@ class DocumentReader:
         """Count a malformed record, see `Tolerance`."""
         self.bad.forgive(error)
 
+    def notes(self) -> list[str]:
+        """Return what of the files and records read so far was not used."""
+        return [] if self.sources.note is None else [self.sources.note]
+
     def _is_plain_text(self) -> bool:
         return self.sources.container in ("text", None) and self.format in ("text", None)
 
