@@ -107,7 +107,7 @@ def test_columns_are_read_under_our_names():
             {"messages": [{"role": "agent", "content": "a"}]},
             "data.roles says .*{agent: assistant}",
         ),
-        ("prompt_completion", {"prompt": CHAT, "completion": "yes"}, "'completion' must be a list"),
+        ("prompt_completion", {"prompt": CHAT, "completion": 3}, "'completion' must be a list"),
         ("text", {"text": CHAT}, "name the field 'messages' in data.columns"),
         ("alpaca", {"instruction": "a", "input": 1, "output": "b"}, "field 'input' must be a string"),
     ],

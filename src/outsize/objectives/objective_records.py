@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
+from outsize.data.reading.conversations import read_messages
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import find_sources
-from outsize.data.reading.formats import read_messages, renamed
+from outsize.data.reading.formats import renamed
 from outsize.data.reading.json_records import Record
 from outsize.data.reading.record_reader import read_records
 from outsize.errors import ConfigError, DataError

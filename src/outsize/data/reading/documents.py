@@ -1,6 +1,7 @@
 """From files to documents: the first record decides the format, every further one has to agree."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class DocumentReader:
     num_skipped_files: int = field(init=False)
     num_empty: int = 0
     bytes_read: int = 0
+    _unused: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.num_skipped_files = self.sources.num_skipped
@@ -70,6 +72,7 @@ class DocumentReader:
         """
         self.num_files = self.num_empty = self.bytes_read = 0
         self.bad = Tolerance(self.corpus.max_bad_records)
+        self._unused.clear()
         return self._texts() if self._is_plain_text() else self._structured()
 
     def forgive(self, error: DataError) -> None:
@@ -78,7 +81,11 @@ class DocumentReader:
 
     def notes(self) -> list[str]:
         """Return what of the files and records read so far was not used."""
-        return [] if self.sources.note is None else [self.sources.note]
+        notes = [] if self.sources.note is None else [self.sources.note]
+        if self._unused:
+            counts = (f"{name} ({count:,} records)" for name, count in self._unused.most_common())
+            notes.append(f"in the records and not used: {', '.join(counts)}")
+        return notes
 
     def _is_plain_text(self) -> bool:
         return self.sources.container in ("text", None) and self.format in ("text", None)
@@ -103,6 +110,7 @@ class DocumentReader:
             except DataError as error:
                 self.forgive(error)
                 continue
+            self._unused.update(document.unused)
             if not document.text and document.messages is None:
                 self.num_empty += 1
             elif self.format == "text":  # a record may hold a book

@@ -4,6 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from outsize.data.reading.conversations import (
+    PARTIAL_FLAGS,
+    Message,
+    as_messages,
+    listed,
+    pop_trained,
+    read_messages,
+    read_tools,
+    system_field,
+    with_system,
+)
 from outsize.data.reading.corpus import DEFAULT_TEXT_FIELD, Corpus, TrainOn
 from outsize.data.reading.json_records import Record
 from outsize.errors import DataError
@@ -23,6 +34,7 @@ class Document:
         messages: a conversation, instead of ``text``: dicts with ``role`` and ``content``.
         turns: numbers of the messages that are trained; None trains every token.
         tools: JSON schemas offered to the conversation's template.
+        unused: names of what the record says and nothing reads.
         opens: the document begins here (a long text comes in pieces).
         closes: the document ends here.
     """
@@ -33,6 +45,7 @@ class Document:
     messages: list[dict[str, Any]] | None = None
     turns: tuple[int, ...] | None = None
     tools: list[Any] | None = None
+    unused: tuple[str, ...] = ()
     opens: bool = True
     closes: bool = True
 
@@ -53,10 +66,27 @@ def detect_format(record: Record, text_field: str, where: str) -> FormatName:
     if text_field in record:
         return "text"
     raise DataError(
-        f"{where}: no known format has the fields {_listed(record)}; expected {text_field!r} (text_field), "
+        f"{where}: no known format has the fields {listed(record)}; expected {text_field!r} (text_field), "
         "'messages', 'conversations', 'prompt' and 'completion', or 'instruction' and 'output'; "
-        "data.columns maps these to other names, e.g. {prompt: question, completion: answer}"
+        f"data.columns maps these to other names, e.g. {_mapping(record)}{_bare(record)}"
     )
+
+
+def _mapping(record: Record) -> str:
+    """Return the value of data.columns that is likely meant."""
+    answer = next((name for name in _ANSWERS if name in record), None)
+    if answer is not None and "instruction" in record:
+        return f"{{output: {answer}}}"
+    question = next((name for name in _QUESTIONS if name in record and name != answer), None)
+    if question is None or answer is None:
+        return "{prompt: question, completion: answer}"
+    return f"{{prompt: {question}, completion: {answer}}}"
+
+
+def _bare(record: Record) -> str:
+    """Return a hint where a line holds one message, and not a conversation."""
+    is_bare = {"role", "content"} <= set(record) or {"from", "value"} <= set(record)
+    return '; a record is a conversation, {"messages": [...]}, and not one message of it' if is_bare else ""
 
 
 def renamed(record: Record, columns: Mapping[str, str], where: str) -> Record:
@@ -67,7 +97,7 @@ def renamed(record: Record, columns: Mapping[str, str], where: str) -> Record:
     """
     missing = [theirs for theirs in columns.values() if theirs not in record]
     if missing:
-        raise DataError(f"{where}: data.columns names {_listed(missing)}, found {_listed(record)}")
+        raise DataError(f"{where}: data.columns names {listed(missing)}, found {listed(record)}")
     rest = {name: value for name, value in record.items() if name not in columns.values()}
     return {**rest, **{ours: record[theirs] for ours, theirs in columns.items()}}
 
@@ -89,38 +119,63 @@ def to_document(record: Record, format_name: FormatName, corpus: Corpus, where: 
     missing = [field for field in fields if field not in record]
     if missing:
         raise DataError(
-            f"{where}: a record of format {format_name!r} needs {_listed(missing)}, found {_listed(record)}; "
+            f"{where}: a record of format {format_name!r} needs {listed(missing)}, found {listed(record)}; "
             "all records of a data set have one format"
         )
     if format_name == "text":
-        return Document(where, _string(record, text_field, where))
-    return _restricted(_BUILDERS[format_name](record, where, corpus.roles), corpus.train_on)
+        document = Document(where, _string(record, text_field, where))
+    else:
+        document = _BUILDERS[format_name](record, where, corpus)
+    return replace(document, unused=(*document.unused, *_unread(record, format_name, document, text_field)))
 
 
-def _restricted(document: Document, train_on: TrainOn) -> Document:
-    """Return a document of which as much is trained as is asked for, where a builder has marked all replies."""
-    if train_on == "all":
-        return replace(document, trained_from=0, turns=None)
-    if train_on == "last" and document.turns:
-        return replace(document, turns=document.turns[-1:])
-    return document
+def _unread(record: Record, format_name: FormatName, document: Document, text_field: str) -> list[str]:
+    """Return the fields of a record that hold something, are not read, and are not plainly about the record."""
+    read: set[str] = {text_field} if format_name == "text" else set(_REQUIRED_FIELDS[format_name])
+    if document.messages is not None:
+        read |= {"tools", system_field(record) or ""}
+    if format_name == "alpaca":
+        read |= {"input", "history"}
+    return unread_fields(record, read)
 
 
-def _prompt_completion(record: Record, where: str, roles: Mapping[str, str]) -> Document:
+def unread_fields(record: Record, read: set[str]) -> list[str]:
+    """Return the fields of a record that hold something, beside those that are ``read`` and such as are about it."""
+    empty: tuple[Any, ...] = (None, "", [], {})
+    return [
+        name
+        for name, value in record.items()
+        if name not in read
+        and name.lower() not in _ABOUT_RECORDS
+        and not any(value is e or value == e for e in empty)
+    ]
+
+
+def _prompt_completion(record: Record, where: str, corpus: Corpus) -> Document:
     """Return a prompt and its completion: two texts, or the two parts of a conversation."""
     parts = [record["prompt"], record["completion"]]
-    if any(isinstance(part, list) for part in parts):
-        asked, given = (read_messages(record, name, where, roles) for name in ("prompt", "completion"))
-        return _conversation([*asked, *given], record, where, first=len(asked))
-    prompt = _string(record, "prompt", where)
-    return Document(where, prompt + _string(record, "completion", where), trained_from=len(prompt))
+    if any(isinstance(part, list | dict) for part in parts):
+        asked = with_system(as_messages(record, "prompt", "user", where, corpus.roles), record, where)
+        given = as_messages(record, "completion", "assistant", where, corpus.roles)
+        return _conversation([*asked, *given], record, where, corpus.train_on, first=len(asked))
+    return _pair(_string(record, "prompt", where), _string(record, "completion", where), where, corpus)
 
 
-def _alpaca(record: Record, where: str, _: Mapping[str, str]) -> Document:
+def _pair(prompt: str, completion: str, where: str, corpus: Corpus) -> Document:
+    return Document(where, prompt + completion, trained_from=0 if corpus.train_on == "all" else len(prompt))
+
+
+def _alpaca(record: Record, where: str, corpus: Corpus) -> Document:
     # The prompt of Stanford Alpaca, word for word: what such data was written for.
     instruction, context = _string(record, "instruction", where), record.get("input") or ""
     if not isinstance(context, str):
         raise DataError(f"{where}: field 'input' must be a string, found {type(context).__name__}")
+    output = _string(record, "output", where)
+    if system_field(record) or record.get("history"):
+        asked = alpaca_prompt(record, where)
+        return _conversation(
+            [*asked, {"role": "assistant", "content": output}], record, where, corpus.train_on
+        )
     task = "Below is an instruction that describes a task"
     if context:
         prompt = (
@@ -133,81 +188,76 @@ def _alpaca(record: Record, where: str, _: Mapping[str, str]) -> Document:
             f"{task}. Write a response that appropriately completes the request.\n\n"
             f"### Instruction:\n{instruction}\n\n### Response:\n"
         )
-    return Document(where, prompt + _string(record, "output", where), trained_from=len(prompt))
+    return _pair(prompt, output, where, corpus)
 
 
-def _messages(record: Record, where: str, roles: Mapping[str, str]) -> Document:
-    return _conversation(read_messages(record, "messages", where, roles), record, where)
-
-
-def _sharegpt(record: Record, where: str, roles: Mapping[str, str]) -> Document:
-    messages = []
-    for turn in _turns(record, "conversations", where):
-        value = turn.get("value")
-        if not isinstance(value, str):
-            raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
-        messages.append({"role": _role(turn.get("from"), "from", where, roles), "content": value})
-    return _conversation(messages, record, where)
-
-
-def _conversation(messages: list[dict[str, Any]], record: Record, where: str, first: int = 0) -> Document:
-    """Return a conversation of which the assistant's messages from number ``first`` on are trained."""
-    turns = tuple(i for i, message in enumerate(messages) if i >= first and _is_trained(message))
-    return Document(where, messages=messages, turns=turns, tools=record.get("tools") or None)
-
-
-def _is_trained(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is one that is learnt; any subset of the assistant's can be."""
-    return bool(message["role"] == "assistant")
-
-
-def read_messages(record: Record, field: str, where: str, roles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the messages of a field, their roles those that chat templates know, their content text.
+def alpaca_prompt(record: Record, where: str) -> list[Message]:
+    """Return what comes before the output as a conversation, as LLaMA-Factory makes one: system, history, instruction.
 
     Raises:
-        DataError: the field is no list of messages, or a speaker is not known.
+        DataError: history is no list of pairs of texts, or another field is no text.
     """
-    return [
-        {
-            **message,
-            "role": _role(message.get("role"), "role", where, roles),
-            "content": _flat_content(message.get("content"), where),
-        }
-        for message in _turns(record, field, where)
-    ]
+    messages: list[Message] = []
+    for pair in record.get("history") or ():
+        if not (
+            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        ):
+            raise DataError(
+                f"{where}: field 'history' must be a list of pairs of texts, found {pair!r} in it"
+            )
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    texts = [_string(record, name, where) for name in ("instruction", "input") if record.get(name)]
+    return with_system([*messages, {"role": "user", "content": "\n".join(texts)}], record, where)
 
 
-def _role(speaker: object, field: str, where: str, roles: Mapping[str, str]) -> str:
-    """Return the role of a speaker; one that nobody knows is not left untrained in silence."""
-    if not isinstance(speaker, str):
-        raise DataError(f"{where}: a message needs a string {field!r}, found {type(speaker).__name__}")
-    role = roles.get(speaker) or _ROLES.get(speaker.lower())
-    if role is None:
+def _messages(record: Record, where: str, corpus: Corpus) -> Document:
+    return _chat(record, "messages", where, corpus)
+
+
+def _sharegpt(record: Record, where: str, corpus: Corpus) -> Document:
+    return _chat(record, "conversations", where, corpus)
+
+
+def _chat(record: Record, field: str, where: str, corpus: Corpus) -> Document:
+    messages = with_system(read_messages(record, field, where, corpus.roles), record, where)
+    return _conversation(messages, record, where, corpus.train_on)
+
+
+def _conversation(
+    messages: list[Message], record: Record, where: str, train_on: TrainOn, first: int = 0
+) -> Document:
+    """Return a conversation of which the assistant's messages from number ``first`` on are trained.
+
+    Those that their author does not want trained are not; others that the author wants trained are named as unused.
+
+    Raises:
+        DataError: a message that its author does not want trained, where every token is to be.
+    """
+    wanted = [pop_trained(message, where) for message in messages]
+    if train_on == "all" and False in wanted:
         raise DataError(
-            f"{where}: unknown role {speaker!r}; known are {_listed(_ROLES)}; data.roles says which role a speaker "
-            f"has, e.g. {{{speaker}: assistant}}"
+            f"{where}: message {wanted.index(False) + 1} is marked as not to be trained, and data.train_on=all trains "
+            "every token; set data.train_on to replies, or take the marks out"
         )
-    return role
+    replies = [i for i, message in enumerate(messages) if i >= first and _is_reply(message)]
+    turns = [i for i in (replies[-1:] if train_on == "last" else replies) if wanted[i] is not False]
+    unused = [
+        f"what says that a message of the {message['role']} is trained"
+        for message, is_wanted in zip(messages, wanted, strict=True)
+        if is_wanted and not _is_reply(message)
+    ]
+    unused += [f"{name} of a message" for m in messages for name in PARTIAL_FLAGS if m.get(name) is not None]
+    return Document(
+        where,
+        messages=messages,
+        turns=None if train_on == "all" else tuple(turns),
+        tools=read_tools(record, where),
+        unused=tuple(dict.fromkeys(unused)),
+    )
 
 
-def _flat_content(content: object, where: str) -> str:
-    """Return a message's content as text: a string, the text parts of a list, or nothing (tool calls)."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise DataError(f"{where}: the 'content' of a message must be text, found {type(content).__name__}")
-
-
-def _turns(record: Record, field: str, where: str) -> list[dict[str, Any]]:
-    turns = record[field]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{where}: field {field!r} must be a list of at least one object")
-    return turns
+def _is_reply(message: Message) -> bool:
+    return bool(message["role"] == "assistant")
 
 
 def _string(record: Record, field: str, where: str) -> str:
@@ -218,26 +268,32 @@ def _string(record: Record, field: str, where: str) -> str:
     return value
 
 
-def _listed(names: Mapping[str, Any] | list[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "nothing"
-
-
 _REQUIRED_FIELDS: dict[FormatName, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-_BUILDERS: dict[FormatName, Callable[[Record, str, Mapping[str, str]], Document]] = {
+_BUILDERS: dict[FormatName, Callable[[Record, str, Corpus], Document]] = {
     "messages": _messages,
     "sharegpt": _sharegpt,
     "prompt_completion": _prompt_completion,
     "alpaca": _alpaca,
 }
-# What data sets call those who speak, and the role that a chat template knows.
-_ROLES = {
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
-    **{role: role for role in ("system", "developer", "ipython")},
+# What data sets call a prompt and its completion, for hints.
+_QUESTIONS = ("prompt", "question", "query", "input", "problem", "user", "human", "instruction")
+_ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "target", "reply")
+# Fields that are about a record, whatever it is for: nobody is told that they are not trained on.
+# fmt: off
+_ABOUT_RECORDS = {
+    "unnamed: 0", "id", "ids", "_id", "idx", "index", "uuid", "guid", "hash", "key", "__index_level_0__",
+    "source", "sources", "dataset", "dataset_name", "data_source", "origin", "url", "link", "file", "filename",
+    "path", "license", "lang", "language", "lang_id", "locale", "date", "created", "created_at", "updated_at",
+    "timestamp", "time", "author", "user_id", "conversation_id", "conv_id", "message_id", "prompt_id",
+    "question_id", "session_id", "turn", "num_turns", "tags", "tag", "category", "categories", "topic",
+    "subtopic", "domain", "subject", "task", "task_name", "task_type", "type", "kind", "subset", "split",
+    "level", "difficulty", "meta", "metadata", "info", "extra", "title", "name", "model", "model_name",
+    "generator", "annotator", "version", "length", "num_tokens", "token_count", "n_tokens", "word_count",
+    "quality", "score", "rating",
 }
+# fmt: on

@@ -1,0 +1,200 @@
+"""Messages out of records: who speaks, what they say, and which of it its author has marked as not to be learnt.
+
+A message is ``{"role": ..., "content": ...}`` or ``{"from": ..., "value": ...}``; whatever else it holds (tool
+calls, a name, reasoning) goes to the chat template. The conventions are those of OpenAI, ShareGPT, LLaMA-Factory,
+axolotl and TRL.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outsize.data.reading.json_records import Record
+from outsize.errors import DataError
+
+Message = dict[str, Any]
+Roles = Mapping[str, str]
+
+# Under each, a message says whether it is trained: of OpenAI and Mistral, axolotl, ms-swift.
+_TRAINED_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+# Parts of a message that its author has marked; nothing here trains parts of messages.
+PARTIAL_FLAGS = ("train_detail", "loss_mask", "label_mask", "mask", "masked", "loss_scale")
+SYSTEM_FIELDS = ("system", "system_prompt")
+_CALLS = ("function_call", "tool_call", "tool_calls")
+# What data sets call those who speak, and the role that a chat template knows.
+ROLES = {
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
+    **{role: role for role in ("system", "developer", "ipython")},
+}
+
+
+def read_messages(record: Record, field: str, where: str, roles: Roles) -> list[Message]:
+    """Return the messages of a field, their roles those that chat templates know, their content text.
+
+    A list may be written as JSON text, as a cell of a table is; one message may stand without a list around it.
+
+    Raises:
+        DataError: the field is no list of messages, or a speaker is not known.
+    """
+    turns = from_json_text(record[field], field, where)
+    turns = [turns] if isinstance(turns, dict) else turns
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f"{where}: field {field!r} must be a list of at least one object")
+    return [_message(turn, where, roles) for turn in turns]
+
+
+def as_messages(record: Record, field: str, role: str, where: str, roles: Roles) -> list[Message]:
+    """Return the messages of a field; a text is one message of ``role``.
+
+    Raises:
+        DataError: see `read_messages`.
+    """
+    value = record[field]
+    return (
+        [{"role": role, "content": value}]
+        if isinstance(value, str)
+        else read_messages(record, field, where, roles)
+    )
+
+
+def with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
+    """Return a conversation that begins with the system prompt beside it, if there is one.
+
+    Raises:
+        DataError: the prompt is no text, or the conversation begins with another one.
+    """
+    name = system_field(record)
+    if name is None:
+        return messages
+    text = _flat_content(record[name], where, name)
+    if messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    if messages[0]["content"] != text:
+        raise DataError(
+            f"{where}: the conversation begins with another system prompt than field {name!r} holds; keep one of them"
+        )
+    return messages
+
+
+def system_field(record: Record) -> str | None:
+    """Return the name of the field with a system prompt; None where there is none, or it is empty."""
+    return next((name for name in SYSTEM_FIELDS if record.get(name)), None)
+
+
+def read_tools(record: Record, where: str) -> list[Any] | None:
+    """Return the tools that a record offers, None for none; they may be written as JSON text.
+
+    Raises:
+        DataError: they are no list.
+    """
+    tools = from_json_text(record.get("tools") or None, "tools", where)
+    tools = [tools] if isinstance(tools, dict) else tools
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(
+            f"{where}: field 'tools' must be a list of JSON schemas, found {type(tools).__name__}"
+        )
+    return tools or None
+
+
+def from_json_text(value: Any, field: str, where: str) -> Any:
+    """Return what a text of JSON says, where a list or an object is needed; other values as they are.
+
+    Raises:
+        DataError: the text is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        python = value.lstrip().startswith(("[{'", "{'"))
+        why = (
+            "its quotes are single, as Python prints a list; write it with json.dumps"
+            if python
+            else str(error)
+        )
+        raise DataError(f"{where}: field {field!r} is a text, and not one of JSON: {why}") from error
+
+
+def pop_trained(message: Message, where: str) -> bool | None:
+    """Take out of a message whether its author wants it trained; None where nothing is said.
+
+    Raises:
+        DataError: something is said that is neither yes nor no.
+    """
+    said = {name: message.pop(name) for name in _TRAINED_FLAGS if name in message}
+    said = {name: value for name, value in said.items() if value is not None}
+    answers = {_TRUTHS.get(str(value).lower()) for value in said.values()}
+    if None in answers or len(answers) > 1:
+        shown = ", ".join(f"{name}: {value!r}" for name, value in said.items())
+        raise DataError(
+            f"{where}: a message with {shown}: 0 or false is not trained, 1 or true is, and nothing in between"
+        )
+    return next(iter(answers), None)
+
+
+def listed(names: Mapping[str, Any] | Sequence[str]) -> str:
+    """Return names as a list for people."""
+    return ", ".join(repr(name) for name in names) or "nothing"
+
+
+def _message(turn: Message, where: str, roles: Roles) -> Message:
+    by_value = "from" in turn and "role" not in turn
+    speaker, said = ("from", "value") if by_value else ("role", "content")
+    rest = {name: value for name, value in turn.items() if name not in (speaker, said)}
+    name, value = turn.get(speaker), turn.get(said)
+    if isinstance(name, str) and name.lower() in _CALLS and name not in roles:
+        return {"role": "assistant", "content": "", **rest, "tool_calls": _calls(value, where)}
+    role = _role(name, speaker, where, roles)
+    if by_value and not isinstance(value, str):
+        raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
+    return {**rest, "role": role, "content": _flat_content(value, where, "content")}
+
+
+def _calls(value: Any, where: str) -> list[Message]:
+    """Return the calls that a turn of LLaMA-Factory's role ``function_call`` holds as JSON."""
+    calls = from_json_text(value, "function_call", where)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{where}: a call is an object with name and arguments, as JSON, not {value!r}")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": call["name"],
+                "arguments": from_json_text(call.get("arguments") or {}, "arguments", where),
+            },
+        }
+        for call in calls
+    ]
+
+
+def _role(speaker: object, field: str, where: str, roles: Roles) -> str:
+    """Return the role of a speaker; one that nobody knows is not left untrained in silence."""
+    if not isinstance(speaker, str):
+        raise DataError(f"{where}: a message needs a string {field!r}, found {type(speaker).__name__}")
+    role = roles.get(speaker) or ROLES.get(speaker.lower())
+    if role is None:
+        raise DataError(
+            f"{where}: unknown role {speaker!r}; known are {listed(ROLES)}; data.roles says which role a speaker "
+            f"has, e.g. {{{speaker}: assistant}}"
+        )
+    return role
+
+
+def _flat_content(content: object, where: str, field: str) -> str:
+    """Return a message's content as text: a string, the text parts of a list, or nothing (tool calls)."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(
+        isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise DataError(f"{where}: the {field!r} of a message must be text, found {type(content).__name__}")

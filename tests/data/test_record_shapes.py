@@ -1,0 +1,248 @@
+"""Records as the world writes them, times the formats: exactly what is trained of each, and what is told."""
+
+import json
+
+import pytest
+
+from outsize.data.encode import Encoder
+from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.documents import DocumentReader
+from outsize.errors import DataError
+
+ASKED = [("user", "q1"), ("assistant", "WRONG"), ("user", "q2"), ("assistant", "right")]
+TEMPLATE = (
+    "{% if tools %}[tools {{ tools | tojson }}]{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% for call in m.tool_calls or [] %}(call {{ call.function | tojson }}){% endfor %}.{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = {"name": "look", "arguments": {"city": "Paris"}}
+CALLED = '(call {"name": "look", "arguments": {"city": "Paris"}})'
+
+
+def messages(turns, marks=None, speaker="role", said="content"):
+    """Return turns as dicts; ``marks`` are put on the message that says WRONG."""
+    return [{speaker: who, said: text, **(marks or {} if text == "WRONG" else {})} for who, text in turns]
+
+
+def sharegpt(turns, marks=None):
+    names = {"user": "human", "assistant": "gpt", "tool": "observation"}
+    return messages([(names.get(who, who), text) for who, text in turns], marks, "from", "value")
+
+
+# One conversation under every way to write one: from (turns, marks) to a record.
+WAYS = {
+    "messages": lambda t, m=None: {"messages": messages(t, m)},
+    "messages as JSON text": lambda t, m=None: {"messages": json.dumps(messages(t, m))},
+    "messages with from and value": lambda t, m=None: {"messages": sharegpt(t, m)},
+    "conversations": lambda t, m=None: {"conversations": sharegpt(t, m)},
+    "conversations with role and content": lambda t, m=None: {"conversations": messages(t, m)},
+    "prompt and completion of messages": lambda t, m=None: {
+        "prompt": messages(t[:1], m),
+        "completion": messages(t[1:], m),
+    },
+    "a prompt of text and a completion of messages": lambda t, m=None: {
+        "prompt": t[0][1],
+        "completion": messages(t[1:], m),
+    },
+}
+
+
+@pytest.fixture
+def read(tmp_path, make):
+    def read(record, **options):
+        """Return all text of a record, what of it is trained, and what was told."""
+        path = tmp_path / "chats.jsonl"
+        path.write_text(json.dumps(record) + "\n")
+        reader = DocumentReader(find_sources(path), None, Corpus(path=path, **options))
+        masked = reader.detect() != "text"
+        tokenizer = make(TEMPLATE)
+        (found,) = Encoder(tokenizer, eos=False, masked=masked).encode(list(reader.documents()))
+        trained = found.ids if found.trained is None else found.ids[found.trained.astype(bool)]
+        return tokenizer.decode(found.ids), tokenizer.decode(trained), reader.notes()
+
+    return read
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_write_a_conversation_is_one_conversation(read, way):
+    assert read(WAYS[way](ASKED)) == (
+        "[user]q1[assistant]WRONG.[user]q2[assistant]right.",
+        "WRONG.right.",
+        [],
+    )
+
+
+NO = [
+    {name: value}
+    for name in ("weight", "train", "training", "trainable", "loss", "loss_weight")
+    for value in (0, False, 0.0, "0", "false")
+]
+YES = [{"weight": 1}, {"train": True}, {"weight": 1.0}, {"loss": "true"}, {"weight": None}, {}]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_that_its_author_does_not_want_trained_is_not(read, way):
+    for marks in NO:
+        assert read(WAYS[way](ASKED, marks)) == (
+            "[user]q1[assistant]WRONG.[user]q2[assistant]right.",
+            "right.",
+            [],
+        ), marks
+    for marks in YES:
+        assert read(WAYS[way](ASKED, marks))[1] == "WRONG.right.", marks
+
+
+@pytest.mark.parametrize(
+    "marks", [{"weight": 0.5}, {"weight": 2}, {"train": "maybe"}, {"weight": 0, "train": True}, {"loss": [1]}]
+)
+def test_a_mark_that_is_neither_yes_nor_no_is_refused(read, marks):
+    for way in WAYS.values():
+        with pytest.raises(DataError, match=r"chats.jsonl:1: a message with .*nothing in between"):
+            read(way(ASKED, marks))
+
+
+def test_marks_and_what_is_asked_for_are_both_kept(read):
+    last = [("user", "q"), ("assistant", "fine"), ("user", "q"), ("assistant", "WRONG")]
+    record = WAYS["messages"](last, {"weight": 0})
+    assert read(WAYS["messages"](ASKED, {"weight": 0}), train_on="last")[1] == "right."
+    assert read(record, train_on="replies")[1] == "fine."
+    with pytest.raises(DataError, match=r"message 4 is marked as not to be trained, and data.train_on=all"):
+        read(record, train_on="all")
+
+
+def test_marks_on_what_nobody_trains_are_told(read):
+    record = {
+        "messages": [{"role": "user", "content": "q", "weight": 1}, {"role": "assistant", "content": "a"}]
+    }
+    assert read(record)[1:] == (
+        "a.",
+        ["in the records and not used: what says that a message of the user is trained (1 records)"],
+    )
+    record["messages"][0]["weight"] = 0
+    assert read(record)[1:] == ("a.", [])
+    record["messages"][1]["train_detail"] = [{"begin_offset": 0, "end_offset": 0, "train": False}]
+    assert read(record)[2] == ["in the records and not used: train_detail of a message (1 records)"]
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_system_prompt_beside_the_conversation_begins_it(read, way, name):
+    record = WAYS[way](ASKED[2:])
+    assert read({**record, name: "be brief"}) == (
+        "[system]be brief[user]q2[assistant]right.",
+        "right.",
+        [],
+    )
+    assert read({**record, name: ""}) == read({**record, name: None}) == read(record)
+    told = {**WAYS["messages"]([("system", "be brief"), *ASKED[2:]]), name: "be brief"}
+    assert read(told)[0] == "[system]be brief[user]q2[assistant]right."
+    with pytest.raises(DataError, match=f"another system prompt than field '{name}'"):
+        read({**told, name: "be long"})
+
+
+ALPACA = {"instruction": "i", "input": "", "output": "o"}
+
+
+@pytest.mark.parametrize(
+    ("more", "whole", "trained"),
+    [
+        ({"system": "s"}, "[system]s[user]i[assistant]o.", "o."),
+        ({"history": [["q", "a"]]}, "[user]q[assistant]a.[user]i[assistant]o.", "a.o."),
+        (
+            {"system": "s", "history": [["q", "a"]], "input": "c"},
+            "[system]s[user]q[assistant]a.[user]i\nc[assistant]o.",
+            "a.o.",
+        ),
+    ],
+)
+def test_alpaca_with_a_system_prompt_or_a_history_is_a_conversation(read, more, whole, trained):
+    assert read({**ALPACA, **more}) == (whole, trained, [])
+    assert read({**ALPACA, **more}, train_on="last")[1] == "o."
+
+
+def test_alpaca_without_either_is_written_as_ever(read):
+    plain = read(ALPACA)
+    assert plain == read({**ALPACA, "system": "", "history": []}) == read({**ALPACA, "system": None})
+    assert plain[0].endswith("### Response:\no")
+    with pytest.raises(DataError, match="'history' must be a list of pairs of texts"):
+        read({**ALPACA, "history": ["q", "a"]})
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), json.dumps(TOOLS[0])])
+@pytest.mark.parametrize("way", [way for way in WAYS if "text" not in way])
+def test_tools_beside_a_conversation_are_offered_however_they_are_written(read, way, tools):
+    whole, trained, notes = read({**WAYS[way](ASKED[2:]), "tools": tools})
+    assert whole.startswith(f"[tools {json.dumps(TOOLS)}][user]")
+    assert (trained, notes) == ("right.", [])
+    with pytest.raises(
+        DataError, match="field 'tools' is a text, and not one of JSON: its quotes are single"
+    ):
+        read({**WAYS[way](ASKED), "tools": str(TOOLS)})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [json.dumps(CALL), json.dumps([CALL]), json.dumps({**CALL, "arguments": json.dumps(CALL["arguments"])})],
+)
+@pytest.mark.parametrize("speaker", ["function_call", "tool_call"])
+def test_a_turn_that_calls_a_function_is_a_call_of_the_assistant(read, value, speaker):
+    turns = [("user", "q"), (speaker, value), ("tool", "sunny"), ("assistant", "Sun")]
+    for way in ("conversations", "messages"):
+        assert read(WAYS[way](turns)) == (
+            f"[user]q[assistant]{CALLED}.[tool]sunny[assistant]Sun.",
+            f"{CALLED}.Sun.",
+            [],
+        )
+        turns_with_text = [*turns[:1], (speaker, "look it up"), *turns[2:]]
+        with pytest.raises(DataError, match="'function_call' is a text, and not one of JSON"):
+            read(WAYS[way](turns_with_text))
+
+
+TEXTS = {
+    "text": {"text": "right"},
+    "prompt and completion": {"prompt": "q", "completion": "right"},
+    "alpaca": ALPACA,
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, *TEXTS])
+def test_fields_that_nothing_reads_are_told_with_their_count_and_bookkeeping_is_not(read, way):
+    record = TEXTS[way] if way in TEXTS else WAYS[way](ASKED)
+    more = {"id": 7, "source": "x", "Unnamed: 0": 3, "__index_level_0__": 3, "images": [], "mask": None}
+    assert read({**record, **more}) == read(record)
+    more = {"images": ["a.png"], "label_mask": [0, 1], "chat_template_kwargs": {"enable_thinking": False}}
+    assert read({**record, **more})[2] == [
+        "in the records and not used: images (1 records), label_mask (1 records), chat_template_kwargs (1 records)"
+    ]
+
+
+def test_a_system_prompt_or_tools_beside_texts_are_told(read):
+    record = {"prompt": "q", "completion": "a", "system": "be brief", "tools": TOOLS}
+    assert read(record)[2] == ["in the records and not used: system (1 records), tools (1 records)"]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"query": "q", "response": "a"}, "{prompt: query, completion: response}"),
+        ({"input": "q", "output": "a"}, "{prompt: input, completion: output}"),
+        ({"prompt": "q", "response": "a"}, "{prompt: prompt, completion: response}"),
+        ({"instruction": "q", "context": "c", "response": "a"}, "{output: response}"),
+        ({"role": "user", "content": "a"}, "a record is a conversation.*not one message"),
+    ],
+)
+def test_records_under_other_names_are_refused_with_what_to_write(read, record, words):
+    with pytest.raises(DataError, match=words):
+        read(record)
+    if "columns" not in words and "conversation" not in words:
+        columns = dict(pair.split(": ") for pair in words.strip("{}").split(", "))
+        assert read(record, columns=columns)[1] == "a"
+
+
+def test_a_conversation_printed_by_python_is_refused_with_what_to_do(read):
+    with pytest.raises(DataError, match=r"field 'messages' is a text, and not one of JSON.*json.dumps"):
+        read({"messages": str(messages(ASKED))})
