@@ -7,6 +7,7 @@ of the system, for the caller to explain.
 """
 
 import contextlib
+import errno
 import io
 import os
 import shutil
@@ -192,17 +193,16 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
             _system.fsync(file.fileno())
 
 
-def write_whole(path: Path, text: str, *, durable: bool = False, shared: bool = False) -> None:
-    """Write a file of text that is there whole or not at all, with ``durable`` after a loss of power too.
+def write_whole(path: Path, text: str, *, shared: bool = False) -> None:
+    """Write a file of text that is there whole or not at all, after a loss of power too.
 
     What was there before still is, where it cannot be written. With ``shared`` several processes may write it at once.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}" if shared else path.name + PARTIAL)
     try:
-        write_text(partial, text, sync=durable)
+        write_text(partial, text, sync=True)
         _system.rename(partial, path)
-        if durable:
-            sync(path.parent)
+        sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             _system.unlink(partial)
@@ -215,10 +215,13 @@ def copy(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until ``path``, a file or a directory, is on the disk."""
+    """Wait until ``path``, a file or a directory, is on the disk; some file systems do that of no directory."""
     descriptor = _system.open(path, os.O_RDONLY)
     try:
         _system.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         _system.close(descriptor)
 

@@ -274,3 +274,26 @@ def test_the_file_is_as_large_as_the_plan_says(world: World, cut: Any) -> None:
     cut(Kind.STEP, 3)
     assert home(world).stat().st_size == plan(world.config()).memory["disk"]["home"]
     home(world).unlink()
+
+
+# --- files of a run that a loss of power has left empty --------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["", "\0" * 200])
+@pytest.mark.parametrize("name", ["config.yaml", "plan.json", "run.json", "machine.json", "prediction.json"])
+def test_a_broken_file_of_the_run_counts_as_absent(name: str, content: str, world: World, cut: Any) -> None:
+    cut(Kind.STEP, 4)
+    (world.root / "run" / name).write_text(content)
+    said = go_on(world)
+    assert f"resumed from step 3 in {home(world)}" in said
+    broken = [line for line in said if "counts as none" in line]
+    assert [name in line for line in broken] == ([True] if name == "config.yaml" else [])
+    check_end(world)
+
+
+def test_a_run_whose_configuration_is_gone_keeps_the_microbatches_that_it_had(world: World, cut: Any) -> None:
+    cut(Kind.STEP, 4, train={"microbatches": 4})
+    (world.root / "run/config.yaml").write_text("")
+    go_on(world, train={"microbatches": None})
+    run_well(world, "through", train={**STEPS, "microbatches": 4})
+    assert world.digest() == world.digest("through")

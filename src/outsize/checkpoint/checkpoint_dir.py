@@ -73,7 +73,7 @@ def set_latest(directory: Path) -> None:
     Raises:
         OSError: as the system says.
     """
-    files.write_whole(directory.parent / LATEST, directory.name + "\n", durable=True)
+    files.write_whole(directory.parent / LATEST, directory.name + "\n")
 
 
 def set_best(run_dir: Path, name: str) -> None:
@@ -83,7 +83,7 @@ def set_best(run_dir: Path, name: str) -> None:
         OSError: as the system says.
     """
     make_durable(run_dir / CHECKPOINTS)
-    files.write_whole(run_dir / CHECKPOINTS / BEST, name + "\n", durable=True)
+    files.write_whole(run_dir / CHECKPOINTS / BEST, name + "\n")
 
 
 def make_durable(path: Path) -> None:

@@ -218,7 +218,7 @@ class Saving:
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
                 found[name]["unit"] = unit.name
         state = {**self._state, **feedback.state_of(prepared), "updates": self._updates, "files": found}
-        files.write_whole(staging / STATE, render_state(state), durable=True)
+        files.write_whole(staging / STATE, render_state(state))
         files.sync(staging / OPTIMIZER)
         files.sync(staging)
         if self.cancelled:

@@ -20,7 +20,7 @@ from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.corpus_files import Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import FORMATS, FormatName
-from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, write_index
+from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, whole_entry, write_index
 from outsize.data.tokens import TokenStore
 from outsize.data.windowed import WindowedDataset
 from outsize.data.writer import TokenWriter
@@ -193,9 +193,10 @@ class _Making:
             logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
         options = {**reader.corpus.options(), "eos": True}
         entry = self.cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
-        if (entry / "index.json").exists():
+        cached = whole_entry(entry)
+        if cached is not None:
             logger.info("reusing tokenised data in %s", entry)
-            return CachedTokens(entry)
+            return cached
         if self.first_tokens is not None:
             return GrowingTokens(lambda told: self._write(entry, reader, encoder, tokenizer, told))
         self._write(entry, reader, encoder, tokenizer, lambda *_: None)

@@ -8,13 +8,15 @@ An entry is a directory named by its fingerprint::
     ├── documents.bin   int64, where each document ends
     └── index.json      what was detected; written last
 
-It is written in a temporary directory beside it and renamed when complete, so an entry is whole or absent. A
-run that is killed leaves its temporary directory; the next one on the same host removes it.
+It is written in a temporary directory beside it and renamed when complete and on the disk, so an entry is whole or
+absent; one that is broken all the same is made anew. A run that is killed leaves its temporary directory; the next one
+on the same host removes it.
 """
 
 import hashlib
 import itertools
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ from outsize.data.reading.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_readers
 from outsize.errors import DataError, StorageError
 
+_log = logging.getLogger(__name__)
 _LAYOUT = 3  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _NUMBERS = itertools.count()
@@ -45,6 +48,18 @@ def fingerprint(sources: Sources, encoder: str, options: dict[str, object]) -> s
     return hashlib.blake2b(described.encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
+def whole_entry(entry: Path) -> "CachedTokens | None":
+    """Return an entry of the cache, open; None where there is none, or a broken one, which is removed and told of."""
+    if not entry.exists():
+        return None
+    try:
+        return CachedTokens(entry)
+    except DataError as error:
+        _log.warning("tokenised data are broken and made anew: %s", error)
+        files.system().remove_tree(entry)
+        return None
+
+
 class CachedTokens(TokenStore):
     """An entry of the cache, open for reading."""
 
@@ -56,7 +71,10 @@ class CachedTokens(TokenStore):
         """
         self.detected = _read_index(entry)
         num_tokens, num_documents = self.detected.num_tokens, self.detected.num_documents or 0
-        for name, num_bytes in (("tokens.bin", 4 * num_tokens), ("documents.bin", 8 * num_documents)):
+        sizes = {"tokens.bin": 4 * num_tokens, "documents.bin": 8 * num_documents}
+        if self.detected.mask_source != "all tokens" or (entry / "trained.bin").exists():
+            sizes["trained.bin"] = num_tokens
+        for name, num_bytes in sizes.items():
             held = (entry / name).stat().st_size if (entry / name).is_file() else 0
             if held != num_bytes:
                 raise DataError(f"{entry / name} holds {held} bytes, not {num_bytes}; {_REMEDY}")
@@ -103,6 +121,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
         files.system().remove_tree(temporary)
         files.system().mkdir(temporary)
         yield temporary
+        files.sync(temporary)  # an entry that has its name has all of its files, after a loss of power too
         _rename(temporary, entry)
     except OSError as error:
         raise StorageError(

@@ -26,7 +26,7 @@ from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.trainer_checkpoint import is_trainers
-from outsize.config import Config, Surroundings, dump_config, load_config
+from outsize.config import Config, Surroundings, dump_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
 from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
@@ -44,7 +44,7 @@ from outsize.training.metrics.heartbeat import HEARTBEAT, write_whole
 from outsize.training.metrics.run_records import TrainResult
 from outsize.training.metrics.step_metrics import peak_rss_bytes
 from outsize.training.run_data import files_of
-from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed
+from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed, config_of
 from outsize.wrapped.loop_records import Known
 from outsize.wrapped.module import is_wrapped, runner_of
 
@@ -89,7 +89,7 @@ def _train(
 
     run_dir = choose_run_dir(config)
     resumed = run_checkpoint.find(config.train.resume, run_dir)
-    config = as_before(config, run_dir, resumed)
+    config = as_before(config, run_dir, resumed, announce=announce)
     _check_goes_on(config, run_dir, resumed)
     done = 0 if resumed is None else run_checkpoint.position_of(resumed).step
     if config.train.epochs is None and done >= config.train.steps:
@@ -310,10 +310,9 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None) -> None:
             f"train.resume: {resumed} is a checkpoint of the engine's, and this run is a trainer's of another library; "
             "begin from its weights with model.path, and leave train.resume out"
         )
-    path = run_dir / CONFIG_FILE
-    if config.train.resume != "auto" or not path.is_file():
+    before = config_of(run_dir) if config.train.resume == "auto" else None
+    if before is None:
         return
-    before = load_config(path, environ={})
     for key in _THE_SAME:
         section, _, name = key.partition(".")
         was, now = (getattr(getattr(found, section), name) for found in (before, config))

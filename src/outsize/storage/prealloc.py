@@ -90,7 +90,7 @@ def open_again(path: Path, num_bytes: int) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory outlast a loss of power, where the file system can.
+    """Make the names in a directory outlast a loss of power, see `files.sync`.
 
     Raises:
         StorageError: the disk could not.
@@ -98,8 +98,7 @@ def sync_directory(path: Path) -> None:
     try:
         files.sync(path)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not sync directories
-            raise explain(error, f"make {path} durable") from error
+        raise explain(error, f"make {path} durable") from error
 
 
 def _check_free_space(path: Path, num_bytes: int) -> None:

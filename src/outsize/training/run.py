@@ -81,7 +81,8 @@ def foresee(
     """
     run_dir = choose_run_dir(config)
     with borrowed_torch(deterministic=False):
-        config = as_before(config, run_dir, run_checkpoint.find(config.train.resume, run_dir))
+        resumed = run_checkpoint.find(config.train.resume, run_dir)
+        config = as_before(config, run_dir, resumed, announce=announce)
         prepared = prepare(config, run_dir, lambda _: None)
         for note in notes_of(config, prepared):
             announce(note)
@@ -164,7 +165,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     if resumed is not None:
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
-    config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size)
+    config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size, announce)
     started = config if resumed is None else _from_checkpoint(config, resumed)
     replicated = _is_replicated(config, ranks)
     if replicated:

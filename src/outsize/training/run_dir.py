@@ -8,8 +8,9 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outsize import files
@@ -25,6 +26,10 @@ from outsize.training.metrics.heartbeat import HEARTBEAT
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
+# Of these a process that was killed may leave a half; nothing else is ever removed.
+_PARTIAL = re.compile(
+    r"(config\.yaml|(plan|run|machine|prediction|timeline|quantisation)\.json|evaluations\.jsonl)\.partial"
+)
 
 
 def choose_run_dir(config: Config) -> Path:
@@ -36,8 +41,25 @@ def choose_run_dir(config: Config) -> Path:
     return next(path for path in itertools.chain([now], later) if not path.exists())
 
 
+def config_of(run: Path, announce: Callable[[str], None] = lambda _: None) -> Config | None:
+    """Return the configuration that a run has written; None where there is none, or a broken one, which is said."""
+    path = run / CONFIG_FILE
+    try:
+        if path.is_file():
+            return load_config(path, environ={})
+    except (ConfigError, OSError) as error:
+        why = "; ".join(str(error).splitlines())
+        announce(f"note: a broken {CONFIG_FILE} counts as none, and the run goes on without it: {why}")
+    return None
+
+
 def as_before(
-    config: Config, run_dir: Path, resumed: Path | None, rank_dir: str = "", num_ranks: int = 1
+    config: Config,
+    run_dir: Path,
+    resumed: Path | None,
+    rank_dir: str = "",
+    num_ranks: int = 1,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Config:
     """Return ``config`` with the microbatches, rounds, kernels and products of its run so far, where it names none.
 
@@ -50,9 +72,10 @@ def as_before(
         resumed: checkpoint that it goes on from, ``RUN/checkpoints/NAME`` if it is one of ours; None for none.
         rank_dir: name of the directory of this rank within that of the run; empty for rank 0, whose is the run's.
         num_ranks: that share a step now; of more than there were, each may have too few sequences for as many.
+        announce: told of a broken configuration of the run so far, which counts as none.
 
     Raises:
-        ConfigError: the configuration of the run so far cannot be read, or has another objective.
+        ConfigError: the run so far has another objective.
     """
     if config.train.resume == "none":
         return config
@@ -60,20 +83,21 @@ def as_before(
     # Others lie where a file of that name is anybody's.
     places = [] if resumed is None else [resumed.resolve().parent]
     runs += [place.parent for place in places if place.name == CHECKPOINTS]
-    for run in runs:
-        _check_objective(config, run)
-        if (config.model.compile == "auto" or products_open(config)) and (run / CONFIG_FILE).is_file():
-            before = load_config(run / CONFIG_FILE, environ={})
-            if config.model.compile == "auto":
-                config = config.compiling(before.model.compile)
-            if products_open(config):
-                config = config.multiplying(before.optimizer.ns_on)
+    so_far = [config_of(run, announce) for run in runs]
+    for run, before in zip(runs, so_far, strict=True):
+        if before is None:
+            continue
+        _check_objective(config, run, before)
+        if config.model.compile == "auto":
+            config = config.compiling(before.model.compile)
+        if products_open(config):
+            config = config.multiplying(before.optimizer.ns_on)
     named = config.train.microbatches
     rounds_named = config.train.round_microbatches is not None
     if named is not None and (num_ranks == 1 or rounds_named):
         return config
-    for run in runs:
-        count, in_a_round = _numbers_of(run, rank_dir, num_ranks)
+    for run, before in zip(runs, so_far, strict=True):
+        count, in_a_round = _numbers_of(run, before, rank_dir, num_ranks)
         count = count if named is None else named
         if count is not None:
             # A run of other steps is refused later, in words.
@@ -83,10 +107,8 @@ def as_before(
     return config
 
 
-def _check_objective(config: Config, run: Path) -> None:
-    if not (run / CONFIG_FILE).is_file():
-        return
-    was, now = load_config(run / CONFIG_FILE, environ={}).train.objective, config.train.objective
+def _check_objective(config: Config, run: Path, before: Config) -> None:
+    was, now = before.train.objective, config.train.objective
     if was != now:
         raise ConfigError(
             f"train.objective: the run in {run} has {was}, and cannot go on with {now}; leave it as it was, or begin "
@@ -115,6 +137,7 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
             raise explain(error, f"open {run_dir} ({key})") from error
         try:
             _lock(descriptor, run_dir, key)
+            _remove_partial(run_dir)
             if config is None and _has_begun(run_dir):
                 raise ConfigError(f"{run_dir} holds a run already; choose another run_dir")
             if config is not None and config.train.resume != "auto" and _holds_run(run_dir, config):
@@ -138,6 +161,14 @@ def _lock(descriptor: int, run_dir: Path, key: str) -> None:
         return  # a file system without locks: nothing to check
 
 
+def _remove_partial(run_dir: Path) -> None:
+    """Remove what a process left that was killed while it wrote a file of the run; the directory is locked."""
+    for path in run_dir.iterdir():
+        if _PARTIAL.fullmatch(path.name) and not path.is_dir():
+            with contextlib.suppress(OSError):
+                files.system().unlink(path)
+
+
 def _holds_run(run_dir: Path, config: Config) -> bool:
     return (
         _has_begun(run_dir)
@@ -151,15 +182,18 @@ def _has_begun(run_dir: Path) -> bool:
     return heartbeat.is_file() and heartbeat.stat().st_size > 0
 
 
-def _numbers_of(run: Path, rank_dir: str, num_ranks: int) -> tuple[int | None, int | None]:
+def _numbers_of(
+    run: Path, before: Config | None, rank_dir: str, num_ranks: int
+) -> tuple[int | None, int | None]:
     """Return the microbatches of a rank in a run so far, and those of a round; None where nothing tells them."""
     planned: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError):  # there is none, or not a whole one
-        planned = json.loads((run / rank_dir / PLAN_FILE).read_text())
-    if rank_dir and "microbatches" in planned:
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # there is none, or not a whole one
+        read = json.loads((run / rank_dir / PLAN_FILE).read_text())
+        numbers = read.items() if isinstance(read, dict) else ()
+        planned = {name: number for name, number in numbers if type(number) is int and number > 0}
+    if "microbatches" in planned and (rank_dir or before is None):
         return planned["microbatches"], planned.get("round_microbatches")
-    if not (run / CONFIG_FILE).is_file():
+    if before is None:
         return None, None
-    train = load_config(run / CONFIG_FILE, environ={}).train
     rounds = planned.get("round_microbatches") if num_ranks > 1 else None
-    return train.microbatches, rounds or train.round_microbatches
+    return before.train.microbatches, rounds or before.train.round_microbatches

@@ -64,7 +64,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there whole or not at all.
+    """Write a text file so that it is there whole or not at all, after a loss of power too.
 
     Raises:
         StorageError: it cannot be written; what was there before still is.
