@@ -115,7 +115,8 @@ ARROWS = {
         "runtime.ops",
     },
     "data.reading": GROUND | {"files"},
-    "data": GROUND | {"choices", "data.reading", "files", "runtime.device.heap"},
+    "data.chat": GROUND,
+    "data": GROUND | {"choices", "data.chat", "data.reading", "files", "runtime.device.heap"},
     "probing": GROUND
     | {
         "accelerators",

@@ -138,7 +138,7 @@ def test_the_two_ways_to_mask_agree(make, marked, chatml):
 
 def test_templates_that_rewrite_earlier_turns_are_followed(make):
     # Reasoning templates write a block into the last turn and into the generation prompt; earlier turns
-    # do not keep it.
+    # do not keep it. What opens it is the reply's, as it is in the marks of TRL's templates.
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{% if loop.last and m['role'] == 'assistant' %}{{ '<think></think>' }}{% endif %}"
@@ -147,12 +147,14 @@ def test_templates_that_rewrite_earlier_turns_are_followed(make):
     )
     tokenizer = make(template, eos_token="<|im_end|>")
     encoded = encode_one(tokenizer, Document("f:1", messages=TURNS, turns=(2, 4)))
-    assert runs(tokenizer, encoded)[1] == ["I am fine.<|im_end|>\n", "</think>fine, too<|im_end|>\n"]
+    assert runs(tokenizer, encoded)[1] == ["I am fine.<|im_end|>\n", "<think></think>fine, too<|im_end|>\n"]
 
 
 def test_a_template_that_hides_turns_is_refused(make):
     template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
-    with pytest.raises(DataError, match=r"f:9: cannot tell .* message 3; mark"):
+    with pytest.raises(
+        DataError, match=r"f:9: message 3 cannot be trained: the chat template leaves out the text"
+    ):
         encode_one(make(template), Document("f:9", messages=TURNS, turns=(2, 4)))
 
 

@@ -342,7 +342,7 @@ def test_what_is_printed(tmp_path, make, chatml, cache_dir):
         lines = dataset.detected.describe().splitlines()
     assert lines[0] == "data: format messages (detected, fields messages), 1 file"
     assert lines[1].startswith("  301 documents, ")
-    assert lines[1].endswith(f"k tokens, {share} trained (prefix differences)")
+    assert lines[1].endswith(f"k tokens, {share} trained (sentinels)")
     assert lines[2] == "  1 document with nothing to train"
     assert lines[4:] == [
         "  | <|im_start|>user",

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.data.chat import ChatTemplate, Span
+from outsize.data.chat import ChatTemplate
+from outsize.data.chat.reply_spans import Span
 from outsize.data.reading.formats import Document
 from outsize.data.reading.lines import PIECE_CHARS
 from outsize.errors import DataError
@@ -74,13 +75,11 @@ class Tokenized(NamedTuple):
 
     Attributes:
         documents: in order.
-        marked: of each whose template marks what the assistant says, all that becomes of it; None of the others.
-        encodings: of the others, in order.
-        spans: of the others, the characters that are trained.
+        encodings: of each.
+        spans: of each, the characters that are trained.
     """
 
     documents: Sequence[Document]
-    marked: list[Encoded | None]
     encodings: list[_Encoding]
     spans: list[list[Span]]
 
@@ -146,29 +145,21 @@ class Encoder:
     def tokenize(self, documents: Sequence[Document]) -> Tokenized:
         """Do the part of `encode` that the tokenizer's own threads do, while Python is free for others."""
         taken: list[Document] = []
-        marked: list[Encoded | None] = []
         texts, spans = [], []
         for document in documents:
             try:
-                if document.messages is not None and self.chat.is_marked:
-                    marked.append(self._encode_marked(document))
-                else:
-                    text, trained = self._rendered(document)
-                    texts.append(text)
-                    spans.append(trained)
-                    marked.append(None)
-                taken.append(document)
+                text, trained = self._rendered(document)
             except DataError as error:
                 self._forgive(error)
-        return Tokenized(taken, marked, self._encodings(texts) if texts else [], spans)
+                continue
+            taken.append(document)
+            texts.append(text)
+            spans.append(trained)
+        return Tokenized(taken, self._encodings(texts) if texts else [], spans)
 
     def finish(self, tokenized: Tokenized) -> list[Encoded]:
         """Do the rest of `encode`."""
-        plain = zip(tokenized.encodings, tokenized.spans, strict=True)
-        return [
-            marked or self._finish(document, *next(plain))
-            for document, marked in zip(tokenized.documents, tokenized.marked, strict=True)
-        ]
+        return [self._finish(*each) for each in zip(*tokenized, strict=True)]
 
     def _encodings(self, texts: list[str]) -> list[_Encoding]:
         """Tokenise as calling the tokenizer does, by its backend where that is all that a call would do.
@@ -195,11 +186,6 @@ class Encoder:
         if document.messages is None:
             return document.text, [(document.trained_from, len(document.text))]
         return self.chat.render(document.messages, document.turns, document.tools, document.where)
-
-    def _encode_marked(self, document: Document) -> Encoded:
-        assert document.messages is not None
-        ids, trained = self.chat.encode(document.messages, document.turns, document.tools, document.where)
-        return self._close_chat(document, ids, np.array(trained, np.uint8))
 
     def _finish(self, document: Document, encoding: _Encoding, spans: list[Span]) -> Encoded:
         ids, trained = encoding.ids, None
@@ -250,10 +236,14 @@ def _mask(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.uint8]:
     target: a short completion would otherwise have none.
     """
     begins, ends = offsets[:, 0], offsets[:, 1]
-    trained = np.zeros(len(offsets), bool)
+    trained = np.zeros(len(offsets), np.uint8)
     for start, end in spans:
-        trained |= (ends > start) & (begins < end) & (ends > begins)
-    return trained.astype(np.uint8)
+        # Some tokenizers trim white space off the characters of a token, and leave none of a token of white space.
+        inside = np.where(ends > begins, (ends > start) & (begins < end), (begins > start) & (ends < end))
+        if inside.any():
+            first, *_, last = np.flatnonzero(inside)[[0, -1]]
+            trained[first : last + 1] = 1
+    return trained
 
 
 def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

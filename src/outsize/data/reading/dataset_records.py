@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -73,10 +73,24 @@ def read_dataset(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[i
         else:
             how = {"split": hub.split, "revision": hub.revision, "streaming": True}
             records = library.load_dataset(hub.repo, hub.name, **how)
-        yield from enumerate(map(dict, records), 1)
+        yield from enumerate(map(without_nulls, records), 1)
     except Exception as error:  # datasets, the hub and the network raise a dozen kinds
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         where = "the files that save_to_disk has written"
         if hub is not None:
             where = "its name, revision, configuration and split, and at the network"
         raise DataError(f"{path}: cannot read: {first_line}; look at {where}") from error
+
+
+def without_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of Arrow without what its structs hold nothing of: there, each has the fields of all.
+
+    A field of the record itself stays, null or not: it is a column.
+    """
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.data.reading.corpus_files import Container, read_chunks
-from outsize.data.reading.dataset_records import read_dataset
+from outsize.data.reading.dataset_records import read_dataset, without_nulls
 from outsize.data.reading.json_records import Forgive, Record, read_json
 from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks
 from outsize.errors import DataError
@@ -114,7 +114,7 @@ def _read_parquet(path: Path, on_read: Callable[[int], None]) -> Iterator[tuple[
             for batch in file.iter_batches(batch_size=256):
                 for record in batch.to_pylist():
                     number += 1
-                    yield number, record
+                    yield number, without_nulls(record)
                 on_read(path.stat().st_size * batch.num_rows // num_rows)
     except Exception as error:  # pyarrow's errors derive from a dozen kinds
         raise DataError(f"{path}: cannot read as Parquet: {error}") from error

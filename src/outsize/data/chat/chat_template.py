@@ -1,0 +1,237 @@
+"""Conversations to text, and which of its characters the assistant wrote.
+
+Two ways to know:
+
+1. the chat template marks the assistant's words with ``{% generation %}``, as those of ours do;
+2. it does not: sentinels in the place of words tell whose words are where, see `outsize.data.chat.reply_spans`.
+
+Either way no word of another message is trained, and none of the assistant's is left out, or the conversation is
+refused. ``data.template`` takes the place of the tokenizer's template: a file, one of the tokenizer's named ones, or
+one of `TEMPLATES`. A tokenizer without a template gets `FALLBACK_TEMPLATE`.
+"""
+
+import functools
+import itertools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outsize.data.chat.chat_forms import Message, forms, writes_twice
+from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
+from outsize.data.chat.reply_borders import Borders, Reading, header_of, read
+from outsize.data.chat.reply_spans import Span
+from outsize.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FALLBACK_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '### ' + message['role'] + ':\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '\n\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML_TEMPLATE, "plain": FALLBACK_TEMPLATE}
+_MARK_THEM = "mark the assistant's words in the template with {% generation %}...{% endgeneration %}"
+
+
+class ChatTemplate:
+    """The template of a tokenizer, one that is named, or the fallback.
+
+    Args:
+        tokenizer: whose template it is, unless ``name`` says otherwise.
+        name: a file, one of the tokenizer's named templates, or one of `TEMPLATES`; None for the tokenizer's own.
+
+    Attributes:
+        templates: the template by the name ``default``, or all those that a tokenizer names.
+        mask_source: where the mask comes from: ``"generation tags"``, ``"sentinels"`` or ``"fallback template"``.
+
+    Raises:
+        ConfigError: there is no such template.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        own = _find_templates(tokenizer, name)
+        self.templates = own or {"default": FALLBACK_TEMPLATE}
+        self.mask_source = "fallback template"
+        if own:
+            self.mask_source = "generation tags" if all(map(MARKED.search, own.values())) else "sentinels"
+        # A template of ours may write the EOS token; a tokenizer without one has an empty string there.
+        is_ours = set(self.templates.values()) <= set(TEMPLATES.values())
+        self._variables = {"eos_token": ""} if is_ours and not tokenizer.eos_token else {}
+        self._headers: dict[tuple[str, bool], str] = {}
+        self._said: set[str] = set()
+
+    @property
+    def text(self) -> str:
+        """The templates in one; part of what identifies tokenised data."""
+        return self.templates["default"] if len(self.templates) == 1 else json.dumps(self.templates)
+
+    def render(
+        self,
+        messages: list[Message],
+        turns: tuple[int, ...] | None,
+        tools: list[Any] | None,
+        where: str,
+    ) -> tuple[str, list[Span]]:
+        """Return the rendered conversation and the character spans that are trained.
+
+        Args:
+            messages: the conversation.
+            turns: numbers of the assistant's messages that are trained; None trains all of the text.
+            tools: JSON schemas offered to the template.
+            where: ``file:line``, for errors.
+
+        Raises:
+            DataError: the template refuses the conversation, or its turns cannot be told apart.
+        """
+        template = self._choose(tools, where)
+        form, text, reading = self._read(messages, turns, tools, where)
+        if turns is None:
+            return text, [(0, len(text))]
+        render = functools.partial(self._apply, template=template, tools=tools, where=where)
+        if MARKED.search(template):
+            marked, spans = marked_spans(render(form, template=mark(template)))
+            if marked != text:
+                raise DataError(
+                    f"{where}: the chat template changes the text that it marks with {{% generation %}}"
+                )
+            return text, spans_of(spans, form, turns, reading, where)
+        if reading is None:
+            raise DataError(
+                f"{where}: cannot tell whose words are whose, since the chat template decides by the words of a "
+                f"message; {_MARK_THEM}"
+            )
+        key = (template, bool(tools))
+        if key not in self._headers:
+            self._headers[key] = header_of(form, render, template)
+        return text, self._spans(Borders(reading, render, self._headers[key]), turns, where)
+
+    def _spans(self, borders: Borders, turns: Sequence[int], where: str) -> list[Span]:
+        spans: list[Span] = []
+        for turn in turns:
+            try:
+                written = borders.spans(turn)
+            except DataError as error:
+                raise DataError(
+                    f"{where}: cannot tell which part of the rendered conversation is message {turn + 1}: the chat "
+                    f"template {error}; {_MARK_THEM}"
+                ) from error
+            spans += written
+        spans.sort()
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+        return spans
+
+    def open(self, messages: list[Message]) -> str:
+        """Return a conversation as text, up to where the assistant's reply begins.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        where = "the conversation"
+        form, _, _ = self._read(messages, (), None, where)
+        template = self._choose(None, where)
+        return self._apply(form, template=template, tools=None, where=where, add_generation_prompt=True)
+
+    def _read(
+        self, messages: list[Message], turns: Sequence[int] | None, tools: list[Any] | None, where: str
+    ) -> tuple[list[Message], str, Reading | None]:
+        """Return the first form of a conversation that the template writes in full, rendered and read."""
+        template = self._choose(tools, where)
+        render = functools.partial(self._apply, template=template, tools=tools, where=where)
+        first: DataError | None = None
+        for form in forms(messages):
+            try:
+                reading = read(form, render, template)
+                text = render(form) if reading is None else reading.text
+                self._check(form, text, reading, turns, where)
+                return form, text, reading
+            except DataError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _check(
+        self,
+        form: list[Message],
+        text: str,
+        reading: Reading | None,
+        turns: Sequence[int] | None,
+        where: str,
+    ) -> None:
+        if writes_twice(form, text):
+            raise DataError(
+                f"{where}: the chat template writes the arguments of tool calls as a string within a string; they "
+                "have to be a JSON object"
+            )
+        if reading is None:
+            return
+        for turn, what in reading.lost():
+            if turns is None or turn in turns:
+                raise DataError(
+                    f"{where}: message {turn + 1} cannot be trained: the chat template {what}; have the record as "
+                    "the template writes it, or set data.template"
+                )
+        for turn, what in reading.left_out():
+            if what not in self._said:
+                self._said.add(what)
+                logger.warning(
+                    "%s: the chat template leaves out %s (here message %d); that part of such records is not used",
+                    where,
+                    what,
+                    turn + 1,
+                )
+
+    def _choose(self, tools: list[Any] | None, where: str) -> str:
+        """Return the template for a conversation, as transformers chooses."""
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise DataError(
+                f"{where}: the tokenizer has the chat templates {', '.join(sorted(self.templates))} and none that is "
+                "the default; name one in data.template"
+            )
+        return self.templates[name]
+
+    def _apply(
+        self, messages: list[Message], *, template: str, tools: list[Any] | None, where: str, **options: Any
+    ) -> str:
+        try:
+            rendered: Any = self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, **self._variables, **options
+            )
+        except Exception as error:  # a template is a program of its own: it raises what it likes
+            raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error
+        return str(rendered)
+
+
+def _find_templates(tokenizer: "PreTrainedTokenizerBase", name: str | None) -> dict[str, str]:
+    """Return the template of a name as the default, or the tokenizer's own ones; none where that has none."""
+    own: Any = tokenizer.chat_template
+    named: dict[str, str] = own if isinstance(own, dict) else {}
+    if name is None:
+        return named or ({"default": own} if own else {})
+    if found := {**TEMPLATES, **named}.get(name):
+        return {"default": str(found)}
+    try:
+        return {"default": Path(name).expanduser().read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.template: {name} is neither a file that can be read nor one of {', '.join({**TEMPLATES, **named})}"
+        ) from error

@@ -1,0 +1,312 @@
+"""Where a reply begins and ends between the words of two messages, and whether all of the reply is there."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from outsize.data.chat.reply_spans import (
+    CALL,
+    KINDS,
+    NAME,
+    REASONING,
+    SENTINELS,
+    TEXT,
+    Block,
+    Message,
+    Render,
+    Span,
+    Veiled,
+    align,
+    code_of,
+    common,
+    kept_patterns,
+    message_of,
+    veil,
+)
+from outsize.errors import DataError
+
+_THINKS = re.compile(r"<[^<>\s]*(?:think|thought)[^<>\s]*>|\[THINK\]|◁think▷|<\|channel\|?>", re.IGNORECASE)
+_ROLES = re.compile(r"(?<![^\W_])(?:assistant|user|system|human|model|gpt|bot)(?![^\W_])", re.IGNORECASE)
+_ASKED: list[Message] = [{"role": "user", "content": "x"}]
+_ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": "y"}]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A rendered conversation, and whose words are where.
+
+    Attributes:
+        messages: the conversation.
+        text: the conversation, rendered.
+        veiled: the conversation with sentinels for its words.
+        blocks: of the text, in order.
+        seen: how often there is each sentinel.
+    """
+
+    messages: Sequence[Message]
+    text: str
+    veiled: Veiled
+    blocks: list[Block]
+    seen: Counter[str]
+
+    def lost(self) -> Iterator[tuple[int, str]]:
+        """Yield the replies that the template does not write as they are, and what becomes of them."""
+        for i, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            for kind, name in (
+                (TEXT, "text"),
+                (CALL, "tool calls"),
+                (NAME, "tool calls"),
+                (REASONING, "reasoning"),
+            ):
+                num, want = (words[code_of(i, kind)] for words in (self.seen, self.veiled.num_words))
+                if num > want and kind != NAME:
+                    yield i, f"writes a part of the {name} twice"
+                elif num < want and kind != REASONING:
+                    yield i, f"leaves out {'the' if not num else 'a part of the'} {name}"
+
+    def left_out(self) -> Iterator[tuple[int, str]]:
+        """Yield what else the template does not write: reasoning of replies, messages of others."""
+        for i, message in enumerate(self.messages):
+            if message["role"] == "assistant":
+                code = code_of(i, REASONING)
+                if self.seen[code] < self.veiled.num_words[code]:
+                    yield i, "the reasoning of replies"
+                continue
+            codes = [code_of(i, kind) for kind in (TEXT, REASONING)]
+            if any(self.veiled.num_words[code] for code in codes) and not any(
+                self.seen[code] for code in codes
+            ):
+                yield i, f"messages of the role {message['role']}"
+
+
+def read(messages: Sequence[Message], render: Render, template: str) -> Reading | None:
+    """Render a conversation and tell whose words are where; None where the template decides by words.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    text = render(messages)
+    tags, named = kept_patterns(template)
+    for kept, inserts in ((tags, True), (named, True), (named, False)):
+        veiled = veil(messages, kept, inserts=inserts)
+        try:
+            aligned = align(text, render(veiled.messages), _num_names(veiled, render))
+        except DataError:
+            continue
+        if aligned is not None:
+            return Reading(messages, text, veiled, *aligned)
+    return None
+
+
+def _num_names(veiled: Veiled, render: Render) -> dict[str, int]:
+    """Return how often a template writes the names that have sentinels, where nothing follows the call."""
+    return {
+        code: render(veiled.messages[: message_of(code)[0] + 1]).count(code)
+        for code in veiled.num_words
+        if message_of(code)[1] == NAME
+    }
+
+
+def header_of(messages: Sequence[Message], render: Render, template: str) -> str:
+    """Return what a template writes in front of a reply, as far as a reply does not say it; nothing if nothing.
+
+    A tag that opens the reasoning stands in many prompts and is still the reply's.
+    """
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for context in (_ASKED, messages[: replies[0]] if replies else [], messages):
+        if not context:
+            continue
+        try:
+            bare, asked = render(context), render(context, add_generation_prompt=True)
+        except DataError:
+            continue
+        header = asked[common(bare, asked) :]
+        if opening := _THINKS.search(header):
+            header = header[: opening.start()]
+        if header.strip():
+            return header
+    return _written_header(render, template)
+
+
+def _written_header(render: Render, template: str) -> str:
+    """Return the header of a reply under a template that does not ask for replies."""
+    try:
+        reading = read(_ANSWERED, render, template)
+        if reading is None or len(reading.blocks) != 2:
+            return ""
+        asked, answered = reading.blocks
+        between = reading.text[asked.end : answered.start]
+        closing = Borders(reading, render, "").closing(reading.veiled.messages[:1], 0) or ""
+    except DataError:
+        return ""
+    header = between[common(between, closing) :]
+    return header if _ROLES.search(header) else ""
+
+
+class Borders:
+    """Finds the spans of replies in a rendered conversation.
+
+    Args:
+        reading: of the conversation.
+        render: the template.
+        header: see `header_of`.
+    """
+
+    def __init__(self, reading: Reading, render: Render, header: str) -> None:
+        self._reading = reading
+        self._render = render
+        self._header = header if header.strip() else ""
+
+    def spans(self, turn: int) -> list[Span]:
+        """Return the characters of a reply: its words, what stands around them, and its end; parts where others cut in.
+
+        Raises:
+            DataError: with what the template does that keeps the reply from being told apart.
+        """
+        blocks, text = self._reading.blocks, self._reading.text
+        numbers = [n for n, block in enumerate(blocks) if block.message == turn]
+        if not numbers:
+            return [self._empty(turn)]
+        spans = []
+        for n in numbers:
+            floor = blocks[n - 1].end if n else 0
+            ceiling = blocks[n + 1].start if n + 1 < len(blocks) else len(text)
+            start, end = blocks[n].start, blocks[n].end
+            # What the reply says elsewhere is taken away to see what stands around this part.
+            shown = self._reading.veiled.messages if len(numbers) == 1 else self._without_text(turn)
+            if n == numbers[0]:
+                start = self._start(floor, start, blocks[n - 1].message if n else None, turn)
+            else:
+                start = floor + self._shared(text[floor:start], shown, blocks[n - 1].message)
+            if n == numbers[-1]:
+                shown = self._reading.veiled.messages
+            is_last = n + 1 == len(blocks) and turn + 1 == len(self._reading.messages)
+            spans.append((start, len(text) if is_last else self._end(turn, shown, text[end:ceiling]) + end))
+        return spans
+
+    def closing(self, messages: Sequence[Message], code: int, **options: bool) -> str | None:
+        """Return what stands behind the words of the last of some messages; None where that is not known.
+
+        Args:
+            messages: with sentinels.
+            code: the number of the message whose sentinels the last one has.
+            options: of the template.
+        """
+        try:
+            shown = self._render(messages, **options)
+        except DataError:
+            return None
+        return _behind(shown, code)
+
+    def _start(self, floor: int, begin: int, before: int | None, turn: int) -> int:
+        text = self._reading.text
+        gap = text[floor:begin]
+        for header in (self._header, self._header.rstrip()):
+            if header and (at := gap.rfind(header)) >= 0:
+                return floor + at + len(header)
+        if before is None:
+            start = floor + common(gap, self._opening())
+        else:
+            last = max(i for i in range(turn) if i == before or self._is_alike(i, before))
+            start = floor + self._shared(gap, self._reading.veiled.messages[: last + 1], before)
+        if role := _ROLES.search(text[start:begin].partition("{")[0]):
+            raise DataError(f"writes a header into it that its generation prompt does not have ({role[0]!r})")
+        return start
+
+    def _is_alike(self, one: int, other: int) -> bool:
+        messages = self._reading.messages
+        return messages[other]["role"] != "assistant" and messages[one] == messages[other]
+
+    def _shared(self, gap: str, messages: Sequence[Message], code: int) -> int:
+        """Return how many characters of a gap are the end of the message in front."""
+        closing = self.closing(messages, code)
+        if closing is None:
+            raise DataError("cannot render the conversation up to it")
+        return common(gap, closing)
+
+    def _without_text(self, turn: int) -> list[Message]:
+        messages = list(self._reading.veiled.messages)
+        return [*messages[:turn], {**messages[turn], "content": ""}, *messages[turn + 1 :]]
+
+    def _opening(self) -> str:
+        """Return what stands in front of the first message."""
+        try:
+            return self._render(_ASKED)
+        except DataError:
+            return ""
+
+    def _end(self, turn: int, shown: Sequence[Message], gap: str) -> int:
+        """Return how many characters of a gap are the end of a reply."""
+        until = shown[: turn + 1]
+        closings = [self.closing(until, turn)]
+        # Some end in another way where nothing follows; asked for one more reply, they end it as they do within.
+        asked = self.closing(until, turn, add_generation_prompt=True)
+        if asked is not None and self._header and self._header in asked:
+            closings.append(asked[: asked.rindex(self._header)])
+        lengths = [common(gap, closing) for closing in closings if closing is not None]
+        length = max(lengths) if lengths else self._usual_length(gap)
+        at = gap.find(self._header) if self._header else -1
+        length = length if at < 0 else min(length, at)
+        if length and [message["role"] for message in shown[turn + 1 : turn + 2]] == ["tool"]:
+            # What opens the result of a tool may stand behind a call that has no result yet.
+            header = self._header_of_result(shown[: turn + 2], turn + 1)
+            length = min(length, gap.rindex(header)) if header and header in gap else length
+        return length
+
+    def _header_of_result(self, until: Sequence[Message], number: int) -> str:
+        """Return what stands in front of one more result of a tool; nothing where that is not known."""
+        code = min(i for i in range(number + 1) if i == number or self._is_alike(i, number))
+        closing = self.closing(until, code)
+        between = self.closing(
+            [*until, {**until[-1], "content": code_of(len(self._reading.messages), TEXT)}], code
+        )
+        return "" if closing is None or between is None else between[common(between, closing) :]
+
+    def _usual_length(self, gap: str) -> int:
+        """Return how much of a gap is the end that replies have elsewhere."""
+        messages = veil(_ANSWERED, kept_patterns("")[0], inserts=True).messages
+        closing = self.closing(messages, 1) or ""
+        if not closing.strip() or not gap.startswith(closing.rstrip()):
+            raise DataError("cannot render the conversation up to its end")
+        return common(gap, closing)
+
+    def _empty(self, turn: int) -> Span:
+        """Return the characters of a reply of no words: what stands behind its header."""
+        messages, blocks, text = self._reading.messages, self._reading.blocks, self._reading.text
+        shown = {block.message for block in blocks}
+        before = max((block.end for block in blocks if block.message < turn), default=0)
+        after = next((block for block in blocks if block.start >= before and block.message > turn), None)
+        last = after.message if after else len(messages)
+        first = max((block.message for block in blocks if block.message < turn), default=-1) + 1
+        among = [
+            i
+            for i in range(first, min(last + 1, len(messages)))
+            if messages[i]["role"] == "assistant" and (i not in shown or i == last)
+        ]
+        gap = text[before : after.start if after else len(text)]
+        if not self._header or gap.count(self._header) != len(among):
+            raise DataError("writes nothing by which an empty reply is told")
+        at = 0
+        for _ in range(among.index(turn) + 1):
+            at = gap.index(self._header, at) + len(self._header)
+        begin, ceiling = before + at, len(text)
+        if turn + 1 == len(messages):
+            return begin, ceiling
+        try:
+            closing = self._render(self._reading.veiled.messages[: turn + 1]).rpartition(self._header)[2]
+        except DataError as error:
+            raise DataError("cannot render the conversation up to its end") from error
+        return begin, begin + common(gap[at:].partition(self._header)[0], closing)
+
+
+def _behind(shown: str, number: int) -> str | None:
+    """Return what stands behind the last sentinel of a message, up to that of another."""
+    last = max(shown.rfind(code_of(number, kind)) for kind in KINDS)
+    if last < 0:
+        return None
+    rest = shown[last + 1 :]
+    other = SENTINELS.search(rest)
+    return rest[: other.start()] if other else rest

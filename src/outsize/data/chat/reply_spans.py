@@ -1,0 +1,227 @@
+"""Where the replies of an assistant stand in a conversation that a chat template has rendered.
+
+A template is a program: it moves, drops, trims and repeats. So nothing is searched for by its words.
+
+1. Sentinels take the place of the words of every message, one character for each, another one for each message. White
+   space, punctuation and tags (``<think>``) stay, since templates decide by them. What the template makes of that is
+   laid beside what the template makes of the conversation itself: they agree wherever there is no sentinel, so the
+   sentinels tell which characters are whose.
+2. Between the words of two messages stand the end of the one and the header of the other. The header is what the
+   template writes where a reply is asked for; the end is what stands behind a message that is the last one. Both are
+   compared by tokens of a kind (`_LEXEME`), so that ``<|im_end|>`` and ``<|im_start|>`` have nothing in common.
+3. The rule is checked: a span holds every word of its message that can be trained, and no word or header of another.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from outsize.errors import DataError
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+Render = Callable[..., str]
+
+TEXT, REASONING, CALL, NAME, INSERTED = KINDS = range(5)
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# CJK ideographs that hardly any text holds: letters without case, and printable, as words are.
+_FIRST_CODE, _LAST_CODE = 0x20000, 0x323A0
+_CODES = f"[{chr(_FIRST_CODE)}-{chr(_LAST_CODE)}]"
+SENTINELS = re.compile(rf"({_CODES})\1*")
+_WORD = re.compile(r"[^\W_]|[^\x00-\x7f\s]")
+_MARK = re.compile(r"[^\s\w\"'\\<>]")
+_TAG = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,40}\]"
+_LEXEME = re.compile(r"<[^<>\s]*>|\[/?\w+\]|\s|\w+|.")
+_THOUGHT = re.compile(
+    r".*(?:</[^<>\s]*(?:think|thought)[^<>\s]*>|\[/THINK\]|◁/think▷|<channel\|>)", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Characters of a rendered conversation that begin and end with words of one message, and hold none of another.
+
+    Attributes:
+        message: its number.
+        start: of the first word.
+        end: behind the last word.
+    """
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass
+class Veiled:
+    """A conversation with sentinels for its words.
+
+    Attributes:
+        messages: of the conversation.
+        num_words: of each sentinel, how many there are.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    num_words: Counter[str] = field(default_factory=Counter)
+
+
+def code_of(message: int, kind: int) -> str:
+    """Return the sentinel of a message's words of a kind."""
+    code = _FIRST_CODE + len(KINDS) * message + kind
+    if code > _LAST_CODE:
+        raise DataError(f"a conversation of more than {message} messages; cut it")
+    return chr(code)
+
+
+def message_of(code: str) -> tuple[int, int]:
+    """Return the message of a sentinel, and the kind of its words."""
+    return divmod(ord(code) - _FIRST_CODE, len(KINDS))
+
+
+def veil(messages: Sequence[Message], kept: re.Pattern[str], *, inserts: bool) -> Veiled:
+    """Put sentinels in the place of words.
+
+    Args:
+        messages: a conversation, contents text.
+        kept: what stays as it is, the whole of it a group.
+        inserts: put a sentinel into a reply without words, so that its place is seen.
+    """
+    veiled = Veiled()
+    for i, message in enumerate(messages):
+        # A template may compare messages; those of others that are alike stay so.
+        first = (
+            i if message["role"] == "assistant" else next(j for j, m in enumerate(messages) if m == message)
+        )
+        veiled.messages.append(_Veil(veiled, first, kept).message(message, inserts))
+    return veiled
+
+
+@dataclass
+class _Veil:
+    """Puts sentinels into one message."""
+
+    veiled: Veiled
+    number: int
+    kept: re.Pattern[str]
+
+    def message(self, message: Message, inserts: bool) -> Message:
+        made = {**message, "content": self._content(message["content"])}
+        if message["role"] != "assistant":
+            return made
+        thoughts = [name for name in REASONING_FIELDS if isinstance(message.get(name), str)]
+        for name in thoughts:
+            made[name] = self._words(message[name], REASONING, counts=name == thoughts[0])
+        if calls := message.get("tool_calls"):
+            made["tool_calls"] = [self._call(call) for call in calls]
+        seen = (self.veiled.num_words[code_of(self.number, kind)] for kind in (TEXT, CALL, NAME))
+        if inserts and not any(seen):
+            made["content"] = self._inserted(made["content"])
+        return made
+
+    def _content(self, content: Any) -> Any:
+        if isinstance(content, list):
+            return [{**part, "text": self._content(part["text"])} for part in content]
+        thought = _THOUGHT.match(content)
+        split = thought.end() if thought else 0
+        return self._words(content[:split], REASONING) + self._words(content[split:], TEXT)
+
+    def _inserted(self, content: Any) -> Any:
+        code = code_of(self.number, INSERTED)
+        if isinstance(content, list):
+            return [*content[:-1], {**content[-1], "text": content[-1]["text"] + code}]
+        return content + code
+
+    def _call(self, call: Any) -> Any:
+        """Return a call with sentinels in its arguments; in its name, where those are none of text."""
+        body = call.get("function") if isinstance(call, dict) else None
+        holder = body if isinstance(body, dict) else call
+        if not isinstance(holder, dict):
+            return call
+        code = code_of(self.number, CALL)
+        before = self.veiled.num_words[code]
+        made = {**holder, "arguments": self._leaves(holder.get("arguments"))}
+        if self.veiled.num_words[code] == before and isinstance(holder.get("name"), str):
+            made = {**holder, "name": self._words(holder["name"], NAME)}
+        return {**call, "function": made} if holder is body else made
+
+    def _leaves(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._words(value, CALL)
+        if isinstance(value, dict):
+            return {key: self._leaves(each) for key, each in value.items()}
+        return [self._leaves(each) for each in value] if isinstance(value, list) else value
+
+    def _words(self, text: str, kind: int, counts: bool = True) -> str:
+        code = code_of(self.number, kind)
+        pieces = self.kept.split(text)
+        for words in (_WORD, _MARK):
+            made = [words.sub(code, piece) for piece in pieces[::2]]
+            if num := sum(piece.count(code) for piece in made):
+                self.veiled.num_words[code] += num * counts
+                pieces[::2] = made
+                break
+        return "".join(pieces)
+
+
+@cache
+def kept_patterns(template: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what stays in texts under a template: tags; and tags with every text that the template itself names."""
+    import jinja2
+
+    try:
+        tokens = list(jinja2.Environment().lex(template))
+    except jinja2.TemplateError:
+        tokens = []
+    literals = {value[1:-1] for _, name, value in tokens if name == "string"}
+    longest = sorted(
+        (text for text in literals if len(text.strip()) > 1), key=lambda text: (-len(text), text)
+    )
+    named = "|".join([_TAG, *map(re.escape, longest)])
+    return re.compile(f"({_TAG})"), re.compile(f"({named})")
+
+
+def align(text: str, shown: str, num_names: Mapping[str, int]) -> tuple[list[Block], Counter[str]] | None:
+    """Return the blocks of a rendered conversation, and how often there is each sentinel.
+
+    Args:
+        text: the conversation, rendered.
+        shown: the conversation with sentinels, rendered.
+        num_names: of each sentinel of names, how many are the message's own; the result of a tool may repeat them.
+
+    Returns:
+        None where the two differ in more than the sentinels.
+    """
+    blocks: list[Block] = []
+    seen: Counter[str] = Counter()
+    at = begin = 0
+    for run in SENTINELS.finditer(shown):
+        if text[at + run.start() - begin : at + run.end() - begin] == run[0]:
+            continue  # such a text
+        length = run.start() - begin
+        if text[at : at + length] != shown[begin : run.start()]:
+            return None
+        at, begin, code = at + length, run.end(), run[1]
+        number, kind = message_of(code)
+        seen[code] += run.end() - run.start()
+        end = at if kind == INSERTED else at + run.end() - run.start()
+        if kind == NAME and seen[code] > num_names[code]:
+            pass
+        elif blocks and blocks[-1].message == number:
+            blocks[-1] = Block(number, blocks[-1].start, end)
+        else:
+            blocks.append(Block(number, at, end))
+        at = end
+    return (blocks, seen) if text[at:] == shown[begin:] else None
+
+
+def common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike, in steps of `_LEXEME`."""
+    length = 0
+    for a, b in zip(_LEXEME.finditer(one), _LEXEME.finditer(other), strict=False):
+        if a[0] != b[0]:
+            break
+        length = a.end()
+    return length
