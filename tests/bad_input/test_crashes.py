@@ -297,3 +297,19 @@ def test_a_run_whose_configuration_is_gone_keeps_the_microbatches_that_it_had(wo
     go_on(world, train={"microbatches": None})
     run_well(world, "through", train={**STEPS, "microbatches": 4})
     assert world.digest() == world.digest("through")
+
+
+def test_a_setting_that_moves_no_byte_may_change_and_is_said(world: World, cut: Any) -> None:
+    cut(Kind.STEP, 4)
+    said = go_on(world, optimizer={"layer_decay": 0.9})
+    assert f"resumed from step 3 in {home(world)}" in said
+    assert "note: the run goes on with optimizer.layer_decay=0.9, and had 1.0" in said
+
+
+def test_a_home_with_other_weights_frozen_is_refused_by_the_name_of_the_setting(
+    world: World, cut: Any
+) -> None:
+    cut(Kind.STEP, 4)
+    freezing = world.config(model={"freeze": ["*layers*"]}, train={"resume": "auto", **STEPS})
+    with pytest.raises(StorageError, match=r"goes on with model\.freeze=.*, and had nothing; resume with"):
+        train(freezing)

@@ -35,7 +35,8 @@ from outsize.planner.program.program import parse, render
 from outsize.planner.program.step_layout import StepLayout
 from outsize.session.run_state import checked
 from outsize.storage.arena import Arena
-from outsize.storage.committed import CommittedHome, find_record, layout_digest
+from outsize.storage.committed import CommittedHome, find_record
+from outsize.storage.layout_digest import layout_digest
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
 from tiny import SIZES, tiny_run

@@ -1,6 +1,5 @@
 """A home that commits: what is committed stays whole, whatever is written beside it and wherever it is cut off."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -23,7 +22,7 @@ from outsize.optim.optimizer_spec import GRADIENT, StateLayout, commit_record_by
 from outsize.optim.shares import committed_bytes
 from outsize.storage import record as record_module
 from outsize.storage.arena import Arena
-from outsize.storage.committed import CommittedHome, find_record, layout_digest
+from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
@@ -384,18 +383,6 @@ def test_a_temporary_home_commits_and_leaves_nothing(place: Place, tmp_path: Pat
         assert place.holds(home, newer)
         assert not place.holds(home, written)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_plain_layout_has_the_digest_of_homes_before_there_were_others():
-    units = [(unit.name, unit.numel, unit.trainable, unit.tensors) for unit in MODEL.units]
-    plain = hashlib.sha256(repr((MODEL.dtype, units)).encode()).hexdigest()[:32]
-    assert layout_digest(MODEL) == layout_digest(MODEL, planes_for("bf16")) == plain
-    others = [
-        StateLayout(dtype="bf16", masters="split"),
-        StateLayout(dtype="bf16", masters="split", moments="int8"),
-        StateLayout(dtype="bf16", gradients="none"),
-    ]
-    assert len({plain, *(layout_digest(MODEL, other.planes) for other in others)}) == 4
 
 
 @pytest.mark.parametrize("granule_elements", [PLANE_ELEMENTS, GRANULE_ELEMENTS])

@@ -22,7 +22,8 @@ from outsize.session import run_state
 from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
-from outsize.storage.committed import find_record, find_records, layout_digest
+from outsize.storage.committed import find_record, find_records
+from outsize.storage.layout_digest import is_laid_out
 from outsize.storage.prealloc import explain, sync_directory
 from outsize.storage.record import CommitRecord, has_commit
 from outsize.storage.zram import zram_below
@@ -67,10 +68,11 @@ def newest_home(
         raise StorageError(f"{error}; remove the file to go on without it") from error
     run_state.check_same_method(state, path, config)
     run_state.check_same_run(state, path, config, prepared.dtype)
-    if record.layout != layout_digest(spec, planes, own, prepared.whole):
+    if not is_laid_out(record.layout, spec, planes, own, prepared.whole):
+        changed = [line.removeprefix("note: ") for line in run_state.changed_settings(state, config)]
+        holds = "; ".join([_otherwise(record, prepared) or _ANOTHER, *changed])
         raise StorageError(
-            f"{path} holds {_otherwise(record, prepared) or _ANOTHER}; resume with the former settings, or remove the "
-            "file to go on without it"
+            f"{path} holds {holds}; resume with the former settings, or remove the file to go on without it"
         )
     if resumed is not None and position_of(resumed).step > state["step"]:
         announce(f"{path} stands at step {state['step']}, and {resumed.name} is newer")
@@ -121,7 +123,7 @@ def _otherwise(record: CommitRecord, prepared: Job) -> str:
     gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
     for own, kept, whole in itertools.product(masters, gradients, ((WEIGHTS,), (WEIGHTS, GRADIENT))):
         other = replace(ours, masters=own, gradients=kept)
-        if record.layout == layout_digest(spec, other.planes, prepared.own, whole):
+        if is_laid_out(record.layout, spec, other.planes, prepared.own, whole):
             if prepared.own is not None and whole != prepared.whole:
                 taken = "several rounds" if GRADIENT in whole else "one round"
                 return (

@@ -35,7 +35,14 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Literal
 
-from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, SECTOR_BYTES, ModelSpec, UnitSpec
+from outsize.model.sizes.model_spec import (
+    GRANULE_ELEMENTS,
+    PLANE_ELEMENTS,
+    SECTOR_BYTES,
+    ModelSpec,
+    TensorSpec,
+    UnitSpec,
+)
 from outsize.optim.factors import FACTORS, Factor, factored, muon_matrices, newton_schulz_flops
 from outsize.units import align_up
 
@@ -100,6 +107,10 @@ class Plane:
         if self.factor is not None:
             return self.items(factored(unit, self.factor).numel)
         return self.items(unit.numel if numel is None else numel)
+
+    def tensors_of(self, unit: UnitSpec) -> tuple[TensorSpec, ...]:
+        """Return the tensors of ``unit`` as they lie in the plane: those that have the factor, in that shape."""
+        return unit.tensors if self.factor is None else factored(unit, self.factor).tensors
 
     def bytes_of(self, unit: UnitSpec, numel: int | None = None) -> int:
         """Return the bytes of ``numel`` elements of ``unit``, or of all, whole sectors."""

@@ -9,7 +9,6 @@
 Gradients are not part of a state: they lie there once, and no commit speaks of them. They have checksums all the same.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,50 +18,18 @@ import torch
 from torch import Tensor
 
 from outsize.errors import StorageError
-from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, UnitSpec
-from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record_bytes, layout_of
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record_bytes
 from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.granules import DamagedError, Granules
 from outsize.storage.home import DiskHome, Home
 from outsize.storage.home_layout import HomeLayout, Planes, made_of
+from outsize.storage.layout_digest import is_laid_out, layout_digest, made_for
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
 from outsize.storage.record import NUM_SLOTS, CommitRecord, newest_record, pack, whole_records
 from outsize.units import align_up
-
-
-def layout_digest(
-    model: ModelSpec,
-    planes: Planes | None = None,
-    own: Sequence[range] | None = None,
-    whole: Collection[str] = (WEIGHTS,),
-) -> str:
-    """Return a digest, hexadecimal, of what decides where a home of ``model`` keeps what.
-
-    Args:
-        model: the units.
-        planes: that it keeps; None for those of a plain layout.
-        own: elements of each unit whose optimizer state it holds; None for all.
-        whole: planes of which it holds all elements whatever ``own`` says.
-    """
-    plain, made = layout_of(model.dtype).planes, _made(model, planes)
-    other: list[object] = []
-    if made != plain:
-        other += [(name, plane.item, plane.group) for name, plane in made.items()]
-    if own is not None:
-        other += [list(own), "whole gradients"] if GRADIENT in whole else [list(own)]
-    text = repr((model.dtype, [_digested(u) for u in model.units], *other))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _digested(unit: UnitSpec) -> tuple[object, ...]:
-    found = (unit.name, unit.numel, unit.trainable, unit.tensors)
-    return (*found, unit.frozen) if unit.frozen else found
-
-
-def _made(model: ModelSpec, planes: Planes | None) -> Mapping[str, Plane]:
-    return layout_of(model.dtype).planes if planes is None else made_of(model.dtype, planes)
 
 
 def find_record(
@@ -81,9 +48,9 @@ def find_record(
     """
     if not path.is_file():
         return None, ""
-    made = _made(model, planes)
+    made = made_for(model, planes)
     record, wrong = newest_record(path, commit_record_bytes(model, planes=made))
-    ours = record is not None and record.layout == layout_digest(model, made, own, whole)
+    ours = record is not None and is_laid_out(record.layout, model, made, own, whole)
     if ours and path.stat().st_size != _layout_of(model, made, own, whole).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
@@ -106,9 +73,8 @@ def find_records(
     newest, wrong = find_record(path, model, planes, own, whole)
     if newest is None:
         return [], wrong
-    records, wrong = whole_records(path, commit_record_bytes(model, planes=_made(model, planes)))
-    digest = layout_digest(model, planes, own, whole)
-    return [record for record in records if record.layout == digest], wrong
+    records, wrong = whole_records(path, commit_record_bytes(model, planes=made_for(model, planes)))
+    return [record for record in records if is_laid_out(record.layout, model, planes, own, whole)], wrong
 
 
 class CommittedHome(DiskHome):
@@ -149,7 +115,8 @@ class CommittedHome(DiskHome):
     ) -> None:
         self._model = model
         self._own, self._whole = own, whole
-        self._made = _made(model, planes)
+        self._made = made_for(model, planes)
+        self._digest = layout_digest(model, self._made, own, whole)
         self._slot_bytes = commit_record_bytes(model, planes=self._made)
         if record is not None:
             granule_elements = min(record.granule_elements, granule_elements)
@@ -197,7 +164,7 @@ class CommittedHome(DiskHome):
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
-            layout=layout_digest(self._model, self._made, self._own, self._whole),
+            layout=self._digest,
             sides=np.concatenate([granules.newest for granules in kept]),
             checksums=np.concatenate([granules.newest_checksums for granules in kept]),
         )
@@ -278,7 +245,7 @@ class CommittedHome(DiskHome):
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         ends = np.cumsum([len(granules.newest) for granules in kept])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
-        if bad or record.layout != layout_digest(self._model, self._made, self._own, self._whole):
+        if bad or not is_laid_out(record.layout, self._model, self._made, self._own, self._whole):
             raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
         for granules, sides, checksums in zip(
             kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True

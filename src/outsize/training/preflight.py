@@ -23,7 +23,7 @@ from outsize.group.group import Group
 from outsize.hardware.nccl import misspelt_variables, overriding_variables, wrong_interfaces
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Job
-from outsize.storage.committed import layout_digest
+from outsize.storage.layout_digest import layout_digest
 
 _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 # May differ from machine to machine: paths (what lies there is compared by itself), and what a machine has.

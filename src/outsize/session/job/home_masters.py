@@ -8,7 +8,8 @@ from outsize.config import Config
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.session.job.optimizer_layout import layout_for
-from outsize.storage.committed import find_record, layout_digest
+from outsize.storage.committed import find_record
+from outsize.storage.layout_digest import is_laid_out
 
 _WAYS: tuple[Literal["split", "separate"], ...] = ("split", "separate")
 
@@ -29,6 +30,6 @@ def with_masters_of(path: Path, config: Config, spec: ModelSpec) -> Config:
         planes = layout_for(given, spec).planes
         with contextlib.suppress(StorageError):  # whoever goes on from that home says it
             record, _ = find_record(path, spec, planes)
-            if record is not None and record.layout == layout_digest(spec, planes):
+            if record is not None and is_laid_out(record.layout, spec, planes):
                 return given
     return config
