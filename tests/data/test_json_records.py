@@ -159,3 +159,17 @@ def test_the_index_of_a_table_of_pandas_is_a_column_of_that_name(tmp_path):
         {"Unnamed: 0": "0", "text": "one"},
         {"Unnamed: 0": "1", "text": "two"},
     ]
+
+
+def test_a_first_line_that_is_no_record_says_nothing_of_the_format(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"text": "half \ud83d"}' + '\n{"text": "good"}\n')
+    assert reader_of(path, 0).detect() == reader_of(path, 1).detect() == "text"
+    with pytest.raises(DataError, match=r"a.jsonl:1: field 'text' holds half"):
+        list(reader_of(path, 0).documents())
+    path.write_text("[1]\n" * 3)
+    with pytest.raises(DataError, match=r"a.jsonl:1: expected a JSON object, found int"):
+        reader_of(path, 0).detect()
+    path.write_text("1\n" * 1000)
+    with pytest.raises(DataError, match=r"a.jsonl:1: expected a JSON object, found int"):
+        reader_of(path, 0).detect()

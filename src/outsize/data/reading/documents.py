@@ -9,12 +9,15 @@ from pathlib import Path
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import Sources, read_chunks
 from outsize.data.reading.formats import Document, FormatName, detect_format, renamed, to_document
-from outsize.data.reading.json_records import Record
+from outsize.data.reading.json_records import Forgive, Record
 from outsize.data.reading.lines import cut_pieces, decode_chunks
 from outsize.data.reading.record_reader import read_records
 from outsize.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+# Lines that are no record before the first that is one, in search of the format.
+_MOST_BEFORE_A_RECORD = 100
 
 
 @dataclass
@@ -53,13 +56,24 @@ class DocumentReader:
     def detect(self) -> FormatName:
         """Return the format, from the first record where it was not given.
 
+        Lines that are no record say nothing of the others: they are for `documents` to refuse or to count.
+
         Raises:
             DataError: there is no record, or its format is not known.
         """
         if self.format is None:
-            for _ in self._records():
+            before: list[DataError] = []
+
+            def skip(error: DataError) -> None:
+                before.append(error)
+                if len(before) > max(self.corpus.max_bad_records, _MOST_BEFORE_A_RECORD):
+                    raise before[0]
+
+            for _ in self._records(skip):
                 break
             self.bytes_read = 0
+            if self.format is None and before:
+                raise before[0]
         if self.format is None:
             raise DataError(f"{self.sources.files[0].path}: the data set is empty; name one with text in it")
         return self.format
@@ -103,7 +117,7 @@ class DocumentReader:
                 yield Document(where, piece.text, opens=piece.opens, closes=piece.closes)
 
     def _structured(self) -> Iterator[Document]:
-        for where, record in self._records():
+        for where, record in self._records(self.forgive):
             assert self.format is not None
             try:
                 document = to_document(record, self.format, self.corpus, where)
@@ -119,11 +133,11 @@ class DocumentReader:
             else:
                 yield document
 
-    def _records(self) -> Iterator[tuple[str, Record]]:
+    def _records(self, forgive: Forgive) -> Iterator[tuple[str, Record]]:
         for file in self.sources.files:
             self.num_files += 1
             container = self.sources.container or "json"
-            for number, found in read_records(file.path, container, self._count, self.forgive):
+            for number, found in read_records(file.path, container, self._count, forgive):
                 where = f"{file.path}:{number}"
                 if not self.fields:
                     self.fields = tuple(found)
