@@ -15,7 +15,8 @@ from outsize.config import Config
 from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
-from outsize.objectives.objective_records import Classes, Row, read_rows
+from outsize.objectives.objective_records import Classes, read_rows
+from outsize.objectives.preference_records import Row
 from outsize.objectives.recipes import RECIPES, Recipe
 from outsize.training.run_data import ModelFiles, files_of, load_tokenizer, open_dataset
 
@@ -84,14 +85,35 @@ def prepare_data(
 
 
 def _of_trl(tokenizer: Any, rows: list[Row], measured: list[Row] | None, recipe: Recipe) -> Prepared:
-    made: Any = importlib.import_module("datasets").Dataset
     changes = {"num_labels": 1} if recipe.task == "SEQ_CLS" else {}
     return Prepared(
         tokenizer=tokenizer,
-        rows=made.from_list(rows),
-        measured=None if measured is None else made.from_list(measured),
+        rows=_as_dataset(rows),
+        measured=None if measured is None else _as_dataset(measured),
         changes=changes,
     )
+
+
+def _as_dataset(rows: list[Row]) -> Any:
+    """Return rows as a dataset whose messages come out as they went in.
+
+    Arrow gives all messages of a column the same keys, so that a call with an argument less than another would say
+    null for it; kept as JSON, each has its own.
+
+    Raises:
+        ConfigError: the library keeps no JSON.
+    """
+    library: Any = importlib.import_module("datasets")
+    made = library.Dataset.from_list(rows)
+    of_messages = [name for name, value in rows[0].items() if isinstance(value, list)]
+    if not of_messages:
+        return made
+    if not hasattr(library, "Json"):
+        raise ConfigError(
+            "conversations as records need a datasets library with Json; pip install -U datasets"
+        )
+    features = {**made.features, **{name: library.List(library.Json()) for name in of_messages}}
+    return library.Dataset.from_list(rows, features=library.Features(features))
 
 
 def _encoded(
@@ -234,7 +256,7 @@ def preview(config: Config, objective: str, announce: Callable[[str], None]) -> 
     for row in rows:
         for name, value in row.items():
             text = "".join(part["content"] for part in value) if isinstance(value, list) else value
-            if name != "label":
+            if isinstance(text, str) and name not in ("label", "tools"):
                 lengths.setdefault(name, []).append(len(tokenizer(text)["input_ids"]))
     return {
         "objective": objective,

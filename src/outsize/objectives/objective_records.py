@@ -2,22 +2,31 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
-from outsize.data.reading.conversations import read_messages
+from outsize.data.reading.conversations import listed
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import find_sources
-from outsize.data.reading.formats import renamed
+from outsize.data.reading.formats import renamed, unread_fields
 from outsize.data.reading.json_records import Record
 from outsize.data.reading.record_reader import read_records
 from outsize.errors import ConfigError, DataError
+from outsize.objectives.preference_records import (
+    Row,
+    asks_as_chat,
+    finite,
+    has_messages,
+    messages_row,
+    template_arguments,
+    texts_row,
+)
 from outsize.objectives.recipes import Recipe
 from outsize.training.run_data import corpora_of
 
-Row = dict[str, Any]
 _TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -42,7 +51,9 @@ def read_rows(
     rows: list[Row] = []
     for corpus in corpora_of(config, measured=measured):
         rows += _of_source(corpus, objective, recipe, config.train.seed, announce)
-    kinds = {tuple(sorted((name, type(value) is list) for name, value in row.items())) for row in rows}
+    if any("tools" in row for row in rows):
+        rows = [{**row, "tools": row.get("tools")} for row in rows]
+    kinds = {tuple(sorted((name, _kind(value)) for name, value in row.items())) for row in rows}
     if len(kinds) > 1 and recipe.by_trl:
         raise DataError(
             f"{config.data.path}: some records have texts where others have messages, or other fields; all records of "
@@ -53,29 +64,49 @@ def read_rows(
     return rows[: config.eval.sequences] if measured else rows
 
 
+def _kind(value: Any) -> str:
+    """Return what has to be alike in all values of a field."""
+    return ", ".join(sorted(value)) if isinstance(value, dict) else str(type(value) is list)
+
+
 def _of_source(
     corpus: Corpus, objective: str, recipe: Recipe, seed: int, announce: Callable[[str], None]
 ) -> list[Row]:
     sources = find_sources(Path(corpus.path), corpus.glob)
     if sources.container in ("text", "tokens"):
         raise DataError(
-            f"{corpus.path}: train.objective={objective} takes records with {_listed(recipe.fields)}, and text files "
+            f"{corpus.path}: train.objective={objective} takes records with {listed(recipe.fields)}, and text files "
             "hold none; try JSONL, CSV or Parquet"
         )
     if sources.note is not None:
         announce(f"{corpus.path}: {sources.note}")
-    bad, rows = Tolerance(corpus.max_bad_records), []
+    bad = Tolerance(corpus.max_bad_records)
+    found: list[tuple[Record, str]] = []
     for file in sources.files:
         for number, record in read_records(
             file.path, sources.container or "json", lambda _: None, bad.forgive
         ):
             where = f"{file.path}:{number}"
             try:
-                rows.append(
-                    _row(renamed(record, corpus.columns, where), objective, recipe, corpus.roles, where)
-                )
+                named = renamed(record, corpus.columns, where)
             except DataError as error:
                 bad.forgive(error)
+            else:
+                found.append(({name: value for name, value in named.items() if value is not None}, where))
+    as_chat = recipe.by_trl and any(asks_as_chat(record) for record, _ in found)
+    rows: list[Row] = []
+    unread: Counter[str] = Counter()
+    for record, where in found:
+        try:
+            row, others = _row(record, objective, recipe, (corpus.roles, as_chat), where)
+        except DataError as error:
+            bad.forgive(error)
+        else:
+            rows.append(row)
+            unread.update(others)
+    if unread:
+        counts = ", ".join(f"{name} ({count:,} records)" for name, count in unread.most_common())
+        announce(f"{corpus.path}: in the records and not used: {counts}")
     if objective == "classify" and sources.container in ("csv", "tsv"):
         _type_labels(rows)
     if bad.count:
@@ -86,22 +117,44 @@ def _of_source(
     return [row for number, row in enumerate(rows) if (number in held) == corpus.held]
 
 
-def _row(record: Record, objective: str, recipe: Recipe, roles: Mapping[str, str], where: str) -> Row:
-    there = [name for name, value in record.items() if value is not None]
-    missing = [name for name in recipe.fields if name not in there]
+def _row(
+    record: Record, objective: str, recipe: Recipe, how: tuple[Mapping[str, str], bool], where: str
+) -> tuple[Row, list[str]]:
+    """Return what a trainer takes of a record, and the fields that nothing reads."""
+    roles, as_chat = how
+    if objective == "kto" and "label" not in record and "kto_tag" in record:  # as in LLaMA-Factory
+        record = {"label": record["kto_tag"], **{n: value for n, value in record.items() if n != "kto_tag"}}
+    answers = tuple(name for name in recipe.fields if name not in ("prompt", "label"))
+    is_chat = recipe.by_trl and (as_chat or has_messages(record, answers))
+    implied = {"prompt", *(answers[:1] if len(answers) == 1 else ())} if is_chat else set()
+    missing = [name for name in recipe.fields if name not in record and name not in implied]
     if missing:
         raise DataError(
-            f"{where}: train.objective={objective} takes records with {_listed(recipe.fields)}, and found "
-            f"{_listed(there)}; data.columns maps other names, e.g. {{{missing[0]}: theirs}}"
+            f"{where}: train.objective={objective} takes records with {listed(recipe.fields)}, and found "
+            f"{listed(record)}; data.columns maps other names, e.g. {{{missing[0]}: theirs}}"
         )
-    names = (*recipe.fields, *(name for name in recipe.optional if name in there))
-    return {name: _value(record, name, objective, recipe, roles, where) for name in names}
+    names = [name for name in (*recipe.fields, *recipe.optional) if name in record or name in implied]
+    read: set[str] = set(names)
+    if is_chat:
+        values, read_too = messages_row(record, answers, roles, where, alone=objective == "reward")
+        read |= read_too - ({"tools"} - set(recipe.optional))
+    else:
+        values = texts_row(record, answers, where) if recipe.by_trl else {}
+        read -= {"tools", "chat_template_kwargs"}
+    for name in set(names) & read & set(record) - set(values):
+        values[name] = _value(record.get(name), name, objective, where)
+    row = {name: values[name] for name in names if name in values and name in read}
+    if is_chat and "prompt" in values:
+        row["prompt"] = values["prompt"]
+    return row, unread_fields(record, read)
 
 
-def _value(
-    record: Record, name: str, objective: str, recipe: Recipe, roles: Mapping[str, str], where: str
-) -> Any:
-    value = record[name]
+def _value(value: Any, name: str, objective: str, where: str) -> Any:
+    """Return the value of a field that is no prompt and no answer of a trainer of TRL."""
+    if name == "chat_template_kwargs":
+        return template_arguments(value, where)
+    if name == "margin":
+        return finite(value, name, where)
     if name == "label":
         if objective == "kto":
             return _truth(value, where)
@@ -109,17 +162,13 @@ def _value(
             return value
         found = value if isinstance(value, float) else type(value).__name__
         raise DataError(f"{where}: field 'label' is a name or a number, not {found}")
-    if isinstance(value, str):
-        if name != "prompt" and not value.strip():
-            raise DataError(
-                f"{where}: field {name!r} is empty; leave such records out, or raise data.max_bad_records"
-            )
-        return value
-    if not (recipe.by_trl and isinstance(value, list)):
-        what = "a string or a list of messages" if recipe.by_trl else "a string"
-        raise DataError(f"{where}: field {name!r} must be {what}, found {type(value).__name__}")
-    messages = read_messages(record, name, where, roles)
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: field {name!r} must be a string, found {type(value).__name__}")
+    if name != "prompt" and not value.strip():
+        raise DataError(
+            f"{where}: field {name!r} is empty; leave such records out, or raise data.max_bad_records"
+        )
+    return value
 
 
 def _type_labels(rows: list[Row]) -> None:
@@ -143,10 +192,6 @@ def _truth(value: Any, where: str) -> bool:
     if found is None:
         raise DataError(f"{where}: field 'label' of train.objective=kto is true or false, not {value!r}")
     return found
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    return ", ".join(repr(name) for name in names) or "nothing"
 
 
 class Classes:

@@ -49,22 +49,31 @@ class Recipe:
 
 _CLASSES: Final[dict[str, Any]] = {"auto": "AutoModelForSequenceClassification", "task": "SEQ_CLS"}
 _PAIRS: Final[dict[str, Any]] = {"fields": ("chosen", "rejected"), "optional": ("prompt",)}
+_OFFERED: Final = ("tools", "chat_template_kwargs")
+_PAIRS_OFFERED: Final = {**_PAIRS, "optional": ("prompt", *_OFFERED)}
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     "dpo": Recipe(
-        trainer="trl:DPOTrainer", arguments="trl:DPOConfig", takes_head=True, compares=True, **_PAIRS
+        trainer="trl:DPOTrainer", arguments="trl:DPOConfig", takes_head=True, compares=True, **_PAIRS_OFFERED
     ),
     "orpo": Recipe(
         trainer="trl.experimental.orpo:ORPOTrainer", arguments="trl.experimental.orpo:ORPOConfig", **_PAIRS
     ),
     "kto": Recipe(
         fields=("prompt", "completion", "label"),
+        optional=_OFFERED,
         trainer="trl:KTOTrainer",
         arguments="trl:KTOConfig",
         takes_head=True,
         compares=True,
     ),
-    "reward": Recipe(trainer="trl:RewardTrainer", arguments="trl:RewardConfig", **_CLASSES, **_PAIRS),
+    "reward": Recipe(
+        trainer="trl:RewardTrainer",
+        arguments="trl:RewardConfig",
+        fields=("chosen", "rejected"),
+        optional=("prompt", *_OFFERED, "margin"),
+        **_CLASSES,
+    ),
     "classify": Recipe(fields=("text", "label"), **_CLASSES),
     "embed": Recipe(
         auto="AutoModel",
