@@ -80,7 +80,7 @@ def count_workload(
             ),
             0,
         ),
-        held_bytes=tokens * (size * 2 * (shape.head_dim + shape.hidden) + ID_BYTES),
+        held_bytes=tokens * (size * 2 * shape.head_dim + ID_BYTES),
     )
 
 

@@ -125,7 +125,8 @@ class TrialPass:
         key = self._form(unit, call)
         if key not in self._known:
             found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live)
-            outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
+            with live.suspended():  # a form to make others by, which takes no memory
+                outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
             self._known[key] = *found[:-1], outputs
         forward, backward, kept, outputs = self._known[key]
         self._row.forward.append(forward)
