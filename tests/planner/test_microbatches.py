@@ -65,14 +65,15 @@ def searched(steps_s, **how):
 @pytest.mark.parametrize(
     ("steps_s", "how", "found", "tried"),
     [
-        ([10.0, 9.0, 8.95, 1.0], {}, 2, [1, 2, 3]),
+        ([10.0, 9.0, 8.95], {}, 2, [1, 2, 3]),
+        ([10.0, 9.0, 8.95, 1.0], {}, 4, [1, 2, 3, 4]),
         ([None, None, 8.0, 7.0], {}, 4, [1, 2, 3, 4]),
         ([10.0, None, 8.0], {}, 3, [1, 2, 3]),
         ([10.0, 9.0, 8.0], {"is_enough": lambda best: best == 2}, 2, [1, 2]),
-        ([10.0, 9.0, 8.0], {"may_gain": lambda best, count: count < 3}, 2, [1, 2]),
+        ([10.0, 9.0, 8.0, 7.0], {"may_gain": lambda best, count: count != 3}, 4, [1, 2, 4]),
     ],
 )
-def test_the_search_ends_where_little_is_gained(steps_s, how, found, tried):
+def test_a_number_that_gains_little_or_nothing_ends_no_search(steps_s, how, found, tried):
     assert searched(steps_s, **how) == (found, tried)
 
 

@@ -89,12 +89,28 @@ class Decision:
         if self.question.brief or self.question.num_workers > 1:
             return self.compared_s
         layout, times, count = self.plan.layout, self.microbatch.times, self.microbatches
-        bottom, last = layout.first_backward, layout.last
-        least_s = count * (sum(times.forward_s[:bottom]) + times.backward_s[last])
-        for unit in range(bottom, last):
+        least_s = 0.0
+        for unit in range(layout.first_backward, layout.last):
             for choice, often in layout.choices(unit, count).items():
                 least_s += often * (times.forward(choice.forward, unit) + times.backward(choice, unit))
-        return least_s
+        return least_s + self._ends_s
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds that a step of one worker computes if nothing is computed again and nothing is waited for."""
+        layout, times = self.plan.layout, self.microbatch.times
+        units = range(layout.first_backward, layout.last)
+        return self._ends_s + self.microbatches * sum(
+            times.forward(Choice.KEEP.forward, unit) + times.backward(Choice.KEEP, unit) for unit in units
+        )
+
+    @property
+    def _ends_s(self) -> float:
+        """Seconds of the units that no choice concerns: those below the first backward, and the last one."""
+        layout, times = self.plan.layout, self.microbatch.times
+        return self.microbatches * (
+            sum(times.forward_s[: layout.first_backward]) + times.backward_s[layout.last]
+        )
 
     def is_less(self, share: float, other: "Decision") -> bool:
         """Return whether a step takes less than ``share`` of what one of ``other`` takes."""

@@ -5,7 +5,7 @@ sheets of a machine, ``outsize train`` with what a trial and a clock have found;
 are.
 
 Homes are tried from the fastest: host memory, host memory with weights encoded that do not train, disk. Microbatches
-are searched by `microbatches.search_cuts`, which ends early where less than a percent is left to gain. Simulating is
+are searched by `microbatch_search.search_cuts`, which ends early where less than a percent is left to gain. Simulating is
 what takes time: a step of one device is simulated only where what it computes does not tell which of two is shorter.
 Stages of several devices are searched for a second each; so smaller microbatches are looked at only where what stages
 wait for each other leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds
@@ -168,7 +168,7 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
         if not several:
-            return best.recomputed <= little
+            return best.compared_s <= NEAR * best.plain_s
         return best.free_bubble <= little and (question.brief or best.simulated.bubble <= little)
 
     return search_cuts(
@@ -267,8 +267,7 @@ def _offloading(decision: Decision) -> Decision:
     asked = question.options.activations != "auto" or question.num_workers > 1 or question.brief
     if asked or not plan.layout.any_leaves:
         return decision
-    named = question.deciding(round_microbatches=decision.options.round_microbatches or decision.microbatches)
-    staying = planned_at(replace(named, linked=False), decision.microbatches, plan.home)
+    staying = planned_at(replace(question, linked=False), decision.microbatches, plan.home)
     if not decision.is_less(1 - GAIN, staying):
         return _same(staying, question=question)
     return _same(decision, former={**decision.former, "memory.activations": staying})

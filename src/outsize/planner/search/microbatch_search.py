@@ -3,7 +3,8 @@
 One worker moves no more weights for more microbatches, and needs less memory with them; a large one is never slower to
 compute. Several workers hand microbatches on to each other: with few of them the filling and draining of stages shows.
 Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So a search goes
-from the largest microbatch that fits to smaller ones, and ends where one gains less than a percent.
+from the largest microbatch that fits to smaller ones, which have to gain a percent. One that gains less ends nothing:
+what a forward may keep of half a microbatch grows by steps, and so does what that spares.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -88,16 +89,15 @@ def search_cuts(
     for count in counts:
         try:
             if best is not None and not may_gain(best, count):
-                break
+                continue
             found = take(count)
         except InfeasiblePlanError as error:
             failures.append(error)
             if not may_fit(error):
                 break
             continue
-        if best is not None and not is_less(found, best):
-            break
-        best = found
+        if best is None or is_less(found, best):
+            best = found
         if is_enough(best):
             break
     if best is None:

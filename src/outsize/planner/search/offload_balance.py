@@ -5,23 +5,33 @@ could carry meanwhile need not be computed again. So units offload what they mak
 long as
 
 * what goes down in the forward takes no longer than the forward computes,
-* what comes up in the backward takes no longer than the backward still computes,
-* no single unit moves more than it hides behind (at most two inputs or kept parts are on their way out at once), and
+* what comes up in the backward takes no longer than the backward still computes, and
 * the tiers have room.
+
+At most two inputs or kept parts are on their way out at once, so units that move more than they hide behind take turns
+with such as offload nothing.
 
 Whatever is not offloaded is kept on the device as far as there is room (`planner.search.recompute_policy`).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
 from math import inf
 
 from outsize.planner.memory.memory_table import Demand
+from outsize.planner.passes.slots import assign_slots
 from outsize.planner.program.activation_policy import OFFLOADED, Kept, bytes_of, merged
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.recompute_policy import Raise, keep_order, most_kept
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.stage_traffic import SharedRates
+
+
+# Multiples of it, without their whole parts, lie evenly between 0 and 1 however many are taken (Weyl's sequence).
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,34 +111,68 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
         often * bytes_of(choice, unit, sizes) for unit, choice, often in cells if choice.leaves
     )
     moved += count * sum(demand.boundary_bytes[unit] for unit in layout.offload)
-    stays = sum(layout.weight_bytes[unit] for unit in layout.stays)
-    weights_s = rounds * (sum(layout.weight_bytes) - stays) / rates.load_bytes_per_s
+    loads_s = [size / rates.load_bytes_per_s for size in _loaded_bytes(layout, min(rounds, 2))]
+    first_s, again_s = loads_s[:2], loads_s[-2:]
+    forward_up_s, backward_up_s = (one + (rounds - 1) * more for one, more in zip(first_s, again_s, strict=True))
     sums = sum(layout.gradient_bytes)
     spared_s = part * sum(often * times.spared(choice, unit) for unit, choice, often in cells)
     return Phases(
         forward_s=count * sum(times.forward_s[: layout.last]),
-        forward_up_s=weights_s + stays / rates.load_bytes_per_s,
+        forward_up_s=forward_up_s,
         forward_down_s=moved / rates.down_bytes_per_s,
         backward_s=count * sum(times.backward_s[layout.first_backward :]) - spared_s,
-        backward_up_s=weights_s + (rounds - 1) * sums / rates.load_bytes_per_s + moved / rates.up_bytes_per_s,
+        backward_up_s=backward_up_s + (rounds - 1) * sums / rates.load_bytes_per_s + moved / rates.up_bytes_per_s,
         backward_down_s=rounds * sums / rates.store_bytes_per_s,
     )
+
+
+def _loaded_bytes(layout: StepLayout, rounds: int) -> list[int]:
+    """Return the bytes of weights that come up in each forward and backward, by turns, of the first ``rounds``.
+
+    The last units of a forward still lie in their slots when the backward begins, and so do the first of a round when
+    the next one begins.
+    """
+    units = range(layout.num_streamed)
+    forward, backward = list(units), list(units[layout.first_backward : layout.last])[::-1]
+    places = (layout.weight_bytes, layout.slot_bytes, layout.prefetch_depth)
+    return list(_loads(tuple(forward), tuple(backward), rounds, *places, tuple(layout.own_slots.items())))
+
+
+@lru_cache(maxsize=256)
+def _loads(
+    forward: tuple[int, ...],
+    backward: tuple[int, ...],
+    rounds: int,
+    weight_bytes: tuple[int, ...],
+    slot_bytes: tuple[int, ...],
+    depth: int,
+    own: tuple[tuple[int, int], ...],
+) -> tuple[int, ...]:
+    """Return the same of units that are visited so, ``own`` those that stay in slots of their own."""
+    ends = list(accumulate([len(forward), len(backward)] * rounds))
+    loaded = [0] * len(ends)
+    for stay in assign_slots((forward + backward) * rounds, weight_bytes, slot_bytes, depth, dict(own)):
+        loaded[bisect_right(ends, stay.load_visit)] += weight_bytes[stay.unit]
+    return tuple(loaded)
 
 
 def offload_order(layout: StepLayout, demand: Demand, rates: UnitRates) -> list[Raise]:
     """Return what units may offload, the most seconds per byte first, and of equals the first units first.
 
-    Those wait longest for their backward. A unit goes only as far as its own compute hides.
+    Those wait longest for their backward. Of units that move more than their own compute hides only some offload, for
+    whose bytes the compute of others has time: such units follow each other as far apart as can be.
     """
-    found = []
-    for unit, choice in sorted(keep_order(layout, demand), key=lambda found: found[0]):
+    order: list[tuple[float, float, Raise]] = []
+    for unit, choice in sorted(keep_order(layout, demand), key=lambda raised: raised[0]):
         assert choice.extent is not None
         size = bytes_of(choice, unit, demand.kept_bytes)
         down_s, up_s = size / rates.down_bytes_per_s, size / rates.up_bytes_per_s
         left_s = rates.times.backward_s[unit] - rates.times.spared(choice, unit)
-        if size and down_s <= rates.times.forward_s[unit] and up_s <= left_s:
-            found.append((demand.spared_s(choice.extent, unit) / size, (unit, OFFLOADED[choice.extent])))
-    return [each for _, each in sorted(found, key=lambda found: -found[0])]
+        hidden = down_s <= rates.times.forward_s[unit] and up_s <= left_s
+        if size:
+            gain = demand.spared_s(choice.extent, unit) / size
+            order.append((-gain, 0.0 if hidden else unit * GOLDEN % 1, (unit, OFFLOADED[choice.extent])))
+    return [raised for *_, raised in sorted(order, key=lambda each: each[:2])]
 
 
 def balanced(layout: StepLayout, demand: Demand, rates: UnitRates, fits: Callable[[Kept], bool]) -> Kept:
