@@ -95,9 +95,16 @@ def test_moments_of_fewer_bits_bring_the_home_to_the_host():
     assert "gradients" not in found.prediction.memory["host"]
     with pytest.raises(ConfigError, match="fp32, bf16 or int8"):
         parse_change("state=int4")
-    several = outcome(ask("2x4090"), None, "state=int8")
-    assert several.prediction is None
-    assert "one GPU only" in several.error
+
+
+def test_moments_of_fewer_bits_bring_the_home_of_several_gpus_to_the_host():
+    question = ask("2x4090", budgets=Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB))
+    base = fastest(question)
+    assert base.home == "disk"
+    assert "state=int8" in usual_changes(question, base)
+    found = outcome(question, base, "state=int8")
+    assert found.prediction.home == "host"
+    assert found.gain > 0
 
 
 def test_a_home_on_disk_is_asked_about_where_several_gpus_wait_for_room_beside_one_in_host_memory():

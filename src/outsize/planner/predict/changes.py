@@ -60,14 +60,13 @@ def _with_codec(name: str) -> Change:
 def _with_state(name: str) -> Change:
     """Moments are kept in ``name``, masters of bf16 weights are split, and gradients pass through a ring.
 
-    Those of fp16 wait, since a step that overflows is skipped, and those of nodes, which clip by the norm of all.
+    Those of fp16 wait, since a step that overflows is skipped, and so do those of nodes, which clip by the norm of all,
+    and of several GPUs, which sum in host memory.
     """
     if name not in get_args(Moments):
         raise ValueError(name)
 
     def change(question: Question) -> Question:
-        if len(question.machine.gpus) > 1:
-            raise ConfigError("what-if state: priced for one GPU only; leave it out, or ask about one")
         options = question.options
         former = options.state or StateLayout(dtype=question.model.dtype)
         if not former.num_moments:
@@ -75,7 +74,7 @@ def _with_state(name: str) -> Change:
         unsplit = former.dtype == "bf16" and not former.splits
         masters: Masters = "split" if unsplit else former.masters
         state = replace(former, moments=cast(Moments, name), masters=masters)
-        if question.model.compute_dtype == "fp16" or question.nodes > 1:
+        if question.model.compute_dtype == "fp16" or question.nodes > 1 or question.num_workers > 1:
             return question.deciding(state=state)
         return question.deciding(state=state, clip=False, unit_clip=options.clip or options.unit_clip)
 

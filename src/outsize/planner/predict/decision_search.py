@@ -5,7 +5,7 @@ sheets of a machine, ``outsize train`` with what a trial and a clock have found;
 are.
 
 Homes are tried from the fastest: host memory, host memory with weights encoded that do not train, disk. Microbatches
-are searched by `microbatch_search.search_cuts`, which ends early where less than a percent is left to gain. Simulating is
+are searched by `microbatch_search.search_cuts`, which ends where less than a percent is left to gain. Simulating is
 what takes time: a step of one device is simulated only where what it computes does not tell which of two is shorter.
 Stages of several devices are searched for a second each; so smaller microbatches are looked at only where what stages
 wait for each other leaves a percent to gain, and taken only where the partitioner's clock, asked for a moment, finds

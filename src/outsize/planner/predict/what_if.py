@@ -175,7 +175,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     encodes = base.home == "host" and options.transport.is_raw("weights")
     codec = (f"weights={LOSSLESS4.name}",) if encodes and base.binding == LINK_UP else ()
     rounds = options.state is None or options.state.num_moments > 0
-    short = on_disk and base.num_gpus == 1 and question.home != "disk"
+    short = on_disk and question.home != "disk"
     short &= (
         2 * question.model.num_trainable > question.model.num_parameters
     )  # of adapters the state is small

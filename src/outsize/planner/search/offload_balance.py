@@ -29,7 +29,6 @@ from outsize.planner.search.recompute_policy import Raise, keep_order, most_kept
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.stage_traffic import SharedRates
 
-
 # Multiples of it, without their whole parts, lie evenly between 0 and 1 however many are taken (Weyl's sequence).
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -113,7 +112,9 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
     moved += count * sum(demand.boundary_bytes[unit] for unit in layout.offload)
     loads_s = [size / rates.load_bytes_per_s for size in _loaded_bytes(layout, min(rounds, 2))]
     first_s, again_s = loads_s[:2], loads_s[-2:]
-    forward_up_s, backward_up_s = (one + (rounds - 1) * more for one, more in zip(first_s, again_s, strict=True))
+    forward_up_s, backward_up_s = (
+        one + (rounds - 1) * more for one, more in zip(first_s, again_s, strict=True)
+    )
     sums = sum(layout.gradient_bytes)
     spared_s = part * sum(often * times.spared(choice, unit) for unit, choice, often in cells)
     return Phases(
@@ -121,7 +122,9 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
         forward_up_s=forward_up_s,
         forward_down_s=moved / rates.down_bytes_per_s,
         backward_s=count * sum(times.backward_s[layout.first_backward :]) - spared_s,
-        backward_up_s=backward_up_s + (rounds - 1) * sums / rates.load_bytes_per_s + moved / rates.up_bytes_per_s,
+        backward_up_s=backward_up_s
+        + (rounds - 1) * sums / rates.load_bytes_per_s
+        + moved / rates.up_bytes_per_s,
         backward_down_s=rounds * sums / rates.store_bytes_per_s,
     )
 

@@ -1,0 +1,86 @@
+"""What `outsize plan` finds, over a grid: no number of microbatches that a user could name beats it, more memory never
+slows it down, and neither do more tokens a step."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_question import ask_what_fits
+from outsize.errors import InfeasiblePlanError
+from outsize.planner.predict.decision_search import cuts_to_try, decide
+from outsize.planner.search.microbatch_search import NEAR
+
+# Llama-3.1-8B.
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+# What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
+# as slower.
+LITTLE = 0.95
+CASES = list(
+    product(
+        ("4090", "h100"),
+        ("lora", "full"),
+        ((8192, 1024), (16384, 2048), (65536, 2048), (131072, 8192)),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def question(config, gpus, method, tokens, seq_len, **more):
+    flags = {"tokens_per_step": tokens, "seq_len": seq_len, "ram": "256GB", **more}
+    return ask_what_fits(PlanFlags(model=str(config), gpus=gpus, method=method, **flags)).question
+
+
+def tokens_per_s(asked):
+    return asked.tokens_per_step / decide(asked).step_s
+
+
+@pytest.mark.parametrize(("gpus", "method", "step"), CASES)
+def test_no_number_of_microbatches_that_is_named_is_a_percent_faster(config, gpus, method, step):
+    asked = question(config, gpus, method, *step)
+    searched = tokens_per_s(asked)
+    for count in cuts_to_try(asked.sequences, asked.seq_len, 1):
+        try:
+            named = tokens_per_s(replace(asked, microbatches=count))
+        except InfeasiblePlanError:
+            continue
+        assert named <= searched * NEAR, count
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("step", [(16384, 2048), (65536, 2048)])
+def test_more_device_memory_is_never_slower(config, method, step):
+    sizes = (8, 12, 16, 20, 22)
+    rates = [
+        tokens_per_s(question(config, "4090", method, *step, device_memory=f"{size}GiB")) for size in sizes
+    ]
+    for (less, slow), (more, fast) in pairwise(zip(sizes, rates, strict=True)):
+        assert fast >= slow * LITTLE, f"{less} GiB: {slow:.0f}, {more} GiB: {fast:.0f}"
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("size", [10, 22])
+def test_more_tokens_a_step_are_never_slower(config, method, size):
+    counts = [2**power for power in range(12, 18)]
+    rates = [
+        tokens_per_s(question(config, "4090", method, count, 2048, device_memory=f"{size}GiB"))
+        for count in counts
+    ]
+    for (less, slow), (more, fast) in pairwise(zip(counts, rates, strict=True)):
+        assert fast >= slow * LITTLE, f"{less} tokens: {slow:.0f}, {more} tokens: {fast:.0f}"
