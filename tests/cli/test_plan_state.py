@@ -83,7 +83,7 @@ def test_a_machine_of_64_gb_says_yes_and_what_brings_the_state_into_its_memory(a
     assert found["home"] == "disk"
     assert "first try fewer tokens per step (short" in found["why_on_disk"]
     found = answer(capsys, *asked, "--host-memory", "50GB", *SIX_BYTES)
-    assert (found["home"], found["tokens_per_step"]) == ("host", 16 * 2048)  # halved twice
+    assert (found["home"], found["tokens_per_step"]) == ("host", 32 * 2048)  # halved once
 
 
 def test_a_machine_of_48_gb_says_what_is_short(asked, capsys):
