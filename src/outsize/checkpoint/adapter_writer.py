@@ -46,13 +46,13 @@ class AdapterWriter:
         """Name of the file that holds the adapters of ``unit``."""
         return ADAPTER_WEIGHTS
 
-    def finish(self, hf_config: Any, tokenizer_source: Any) -> None:
+    def finish(self, hf_config: Any, tokenizer_source: Any, template: str | None = None) -> None:
         """Write everything but weights."""
         assert self._file is not None
         self.files[ADAPTER_WEIGHTS] = self._file.sync()
         self.close()
         files.write_text(self._directory / ADAPTER_CONFIG, _config_text(self._config))
-        copy_tokenizer(self._directory, tokenizer_source, with_code=False)
+        copy_tokenizer(self._directory, tokenizer_source, with_code=False, template=template)
         sum_the_rest(self._directory, self.files)
 
     def close(self) -> None:

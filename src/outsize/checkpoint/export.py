@@ -6,6 +6,7 @@ from outsize import files
 from outsize.checkpoint import merge as merging
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.files.checkpoint_files import INDEX
+from outsize.checkpoint.files.checkpoint_shards import copy_named_templates
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.checkpoint.files.joined_shards import join_shards
 from outsize.checkpoint.trainer_checkpoint import KEPT
@@ -39,6 +40,7 @@ def export(
         for path in source.iterdir():
             if path.is_file() and path.name not in taken:
                 files.copy(path, partial / path.name)
+        copy_named_templates(source, partial)
         if shards:
             join_shards(shards, partial)
     return target

@@ -210,7 +210,8 @@ class Saving:
         """Write everything else; when nothing can be lost any more, point ``latest`` to the checkpoint."""
         prepared, staging = self._prepared, self._staging
         # Not from where the run began: that may be a checkpoint that has been removed since.
-        writer.finish(prepared.hf_config, self._former[0] if self._former else prepared.directory)
+        origin = self._former[0] if self._former else prepared.directory
+        writer.finish(prepared.hf_config, origin, prepared.template)
         found = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
             of_unit = [file_of(unit, plane) for plane in state_planes(prepared.plan.state, unit)]

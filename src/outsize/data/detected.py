@@ -33,6 +33,7 @@ class Detected:
         num_tokens: tokens, special ones included.
         num_trained_tokens: tokens that are targets.
         max_token_id: the largest token id that occurs.
+        template: the chat template that conversations were written with; None for the tokenizer's own, or without any.
         example: the first document as the model sees it; ``>>...<<`` around what is trained where not all is.
     """
 
@@ -51,6 +52,7 @@ class Detected:
     num_tokens: int
     num_trained_tokens: int
     max_token_id: int
+    template: str | None = None
     example: str
 
     @property

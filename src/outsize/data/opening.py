@@ -318,6 +318,7 @@ def _detect(
         num_tokens=writer.num_tokens,
         num_trained_tokens=writer.num_trained,
         max_token_id=writer.max_token_id,
+        template=encoder.chat.written,
         example=render_example(tokenizer, ids.tolist(), None if trained is None else trained.tolist()),
     )
 

@@ -235,6 +235,11 @@ class PackedDataset:
         """Sequences per epoch."""
         return self._layout.num_sequences
 
+    @property
+    def template(self) -> str | None:
+        """The chat template that conversations were written with; None for the tokenizer's own, or without any."""
+        return next((each.template for each in self.found if each.template is not None), None)
+
     def grouped(self, num_sequences: int) -> Self:
         """Have batches of so many sequences hold those of like length from now on, and end with the longest of them."""
         self._group, self._block = num_sequences, None

@@ -79,7 +79,8 @@ def prepare_data(
     )
     if recipe.by_trl:
         if any(isinstance(value, list) for value in rows[0].values()):
-            tokenizer.chat_template = ChatTemplate(tokenizer, config.data.template).text
+            chosen = ChatTemplate(tokenizer, config.data.template).templates
+            tokenizer.chat_template = chosen if len(chosen) > 1 else next(iter(chosen.values()))
         return _of_trl(tokenizer, rows, measured, recipe)
     return _encoded(config, objective, files, tokenizer, (rows, measured), announce)
 
@@ -232,6 +233,7 @@ def _packed(
     """Return the sequences that sft would train."""
     stack, run_dir = place
     dataset = stack.enter_context(open_dataset(config, files, run_dir, announce))
+    tokenizer.chat_template = dataset.template or tokenizer.chat_template  # as the trainer saves it
     measured = None
     if config.eval.on:
         held = stack.enter_context(open_dataset(config, files, run_dir, announce, measured=True))

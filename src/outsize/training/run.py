@@ -146,7 +146,7 @@ def _train(
     interrupt.doing = "the data was read and tokenised"
     check_evaluates(config, prepared)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
-    config, prepared = _over_epochs(config, prepared, dataset, announce)
+    config, prepared = _over_epochs(config, replace(prepared, template=dataset.template), dataset, announce)
     if asked.train.epochs is not None:
         asked = asked.over(dataset.num_sequences)
     if (done := _done(config, resumed, announce)) is not None:

@@ -33,6 +33,8 @@ _COPIED = (
     "*.tiktoken",
     "generation_config.json",
 )
+# Where transformers keeps the default chat template of a tokenizer, and any others.
+_TEMPLATE, _NAMED_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 class CheckpointWriter:
@@ -107,7 +109,9 @@ class CheckpointWriter:
         """Name of the file that holds the weights of ``unit``."""
         return self._name(self._numbers[unit.index])
 
-    def finish(self, hf_config: "PretrainedConfig", tokenizer_source: Any) -> None:
+    def finish(
+        self, hf_config: "PretrainedConfig", tokenizer_source: Any, template: str | None = None
+    ) -> None:
         """Write everything but weights; see `write_checkpoint`.
 
         Raises:
@@ -122,7 +126,8 @@ class CheckpointWriter:
         }
         files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
-        copy_tokenizer(directory, tokenizer_source, with_code=bool(getattr(hf_config, "auto_map", None)))
+        with_code = bool(getattr(hf_config, "auto_map", None))
+        copy_tokenizer(directory, tokenizer_source, with_code, template)
         CheckpointReader(directory, self._model, self._tied)  # every name and shape is there, or this raises
         sum_the_rest(directory, self.files)
 
@@ -227,8 +232,31 @@ def _write_config(
         files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
 
 
-def copy_tokenizer(directory: Path, source: Any, with_code: bool) -> None:
-    """Copy tokenizer files, a generation config where there is one, and the code that a model brings."""
+def copy_tokenizer(directory: Path, source: Any, with_code: bool, template: str | None = None) -> None:
+    """Copy tokenizer files, a generation config where there is one, and the code that a model brings.
+
+    Args:
+        directory: where to.
+        source: directory or hub id, a tokenizer, or None for nothing.
+        with_code: copy the code too.
+        template: the chat template, instead of those of ``source``; None takes them.
+    """
+    _copy_files(directory, source, with_code)
+    if template is not None:
+        files.write_text(directory / _TEMPLATE, template)
+    elif source is not None and not hasattr(source, "save_pretrained"):
+        copy_named_templates(locate_checkpoint(source), directory)
+
+
+def copy_named_templates(origin: Path, directory: Path) -> None:
+    """Copy the chat templates that a tokenizer has beside its default one, where there are any."""
+    if named := sorted((origin / _NAMED_TEMPLATES).glob("*.jinja")):
+        files.make_directories(directory / _NAMED_TEMPLATES)
+        for path in named:
+            files.copy(path, directory / _NAMED_TEMPLATES / path.name)
+
+
+def _copy_files(directory: Path, source: Any, with_code: bool) -> None:
     if source is None:
         return
     if hasattr(source, "save_pretrained"):

@@ -33,7 +33,7 @@ FALLBACK_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '### ' + message['role'] + ':\n' }}"
     "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\n' }}"
+    "{% generation %}{{ message['content'] + (eos_token or '') }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ message['content'] + '\n\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
@@ -61,6 +61,7 @@ class ChatTemplate:
     Attributes:
         templates: the template by the name ``default``, or all those that a tokenizer names.
         mask_source: where the mask comes from: ``"generation tags"``, ``"sentinels"`` or ``"fallback template"``.
+        written: the template that conversations were written with, if it is not the tokenizer's own and there were any.
 
     Raises:
         ConfigError: there is no such template.
@@ -73,9 +74,8 @@ class ChatTemplate:
         self.mask_source = "fallback template"
         if own:
             self.mask_source = "generation tags" if all(map(MARKED.search, own.values())) else "sentinels"
-        # A template of ours may write the EOS token; a tokenizer without one has an empty string there.
-        is_ours = set(self.templates.values()) <= set(TEMPLATES.values())
-        self._variables = {"eos_token": ""} if is_ours and not tokenizer.eos_token else {}
+        self.written: str | None = None
+        self._is_own = self.templates == _find_templates(tokenizer, None)
         self._headers: dict[tuple[str, bool], str] = {}
         self._said: set[str] = set()
 
@@ -104,6 +104,7 @@ class ChatTemplate:
         """
         template = self._choose(tools, where)
         form, text, reading = self._read(messages, turns, tools, where)
+        self.written = None if self._is_own else template
         if turns is None:
             return text, [(0, len(text))]
         render = functools.partial(self._apply, template=template, tools=tools, where=where)
@@ -214,7 +215,7 @@ class ChatTemplate:
     ) -> str:
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False, **self._variables, **options
+                messages, tools=tools, chat_template=template, tokenize=False, **options
             )
         except Exception as error:  # a template is a program of its own: it raises what it likes
             raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error

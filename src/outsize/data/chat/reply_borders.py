@@ -123,7 +123,10 @@ def header_of(messages: Sequence[Message], render: Render, template: str) -> str
             bare, asked = render(context), render(context, add_generation_prompt=True)
         except DataError:
             continue
-        header = asked[common(bare, asked) :]
+        shared = common(
+            bare, asked
+        )  # behind which a template may go on in both with what ends a conversation
+        header = asked[shared:].removesuffix(bare[shared:])
         if opening := _THINKS.search(header):
             header = header[: opening.start()]
         if header.strip():

@@ -78,6 +78,7 @@ class Job:
         tried: what microbatches need, of any number of them.
         adapters: that train beside a frozen model; None where the model itself trains.
         group: the ranks that share the steps; of one, where none do.
+        template: the chat template that it trains with; None for the tokenizer's.
     """
 
     config: Config
@@ -94,6 +95,7 @@ class Job:
     tried: Tried
     adapters: Adapters | None = None
     group: Group = field(default_factory=SingleGroup)
+    template: str | None = None
 
     @property
     def heap(self) -> bool:

@@ -1,0 +1,69 @@
+"""The chat template that a run trains with is that of its checkpoints, exports and adapters."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.export import export
+from outsize.data.chat import CHATML_TEMPLATE, FALLBACK_TEMPLATE, ChatTemplate
+from outsize.training.run import train
+from support import make_run
+
+ASKED = [{"role": "user", "content": "question"}]
+CHAT = {"messages": [*ASKED, {"role": "assistant", "content": "answer"}]}
+OWN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_run(directory: Path, own: Any, template: str | None, **train_section: Any) -> Path:
+    config = make_run(directory, train={"steps": 1, **train_section}, data={"template": template})
+    (directory / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 40)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer.chat_template = own
+    tokenizer.save_pretrained(config.model.path)
+    data = config.data.model_copy(update={"path": str(directory / "chats.jsonl")})
+    train(config.model_copy(update={"data": data}))
+    return directory / "run"
+
+
+def template_of(directory: Path | None) -> Any:
+    return AutoTokenizer.from_pretrained(directory).chat_template
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("own", "template", "saved"),
+    [
+        pytest.param(None, "chatml", CHATML_TEMPLATE, id="none, another"),
+        pytest.param(OWN, "chatml", CHATML_TEMPLATE, id="its own, another"),
+        pytest.param({"default": OWN, "tool_use": OWN + "!"}, "chatml", CHATML_TEMPLATE, id="two, another"),
+        pytest.param({"default": OWN, "tool_use": OWN + "!"}, "tool_use", OWN + "!", id="two, one of them"),
+        pytest.param(None, None, FALLBACK_TEMPLATE, id="none"),
+        pytest.param(OWN, None, OWN, id="its own"),
+        pytest.param(
+            {"default": OWN, "tool_use": OWN + "!"}, None, {"default": OWN, "tool_use": OWN + "!"}, id="two"
+        ),
+    ],
+)
+def test_checkpoints_and_exports_hold_the_template_of_training(tmp_path, own, template, saved, method):
+    run = chat_run(tmp_path, own, template, method=method)
+    assert template_of(latest(run)) == saved
+    assert template_of(export(run, tmp_path / "out")) == saved
+
+
+def test_what_was_trained_is_asked_with_the_template_of_training(tmp_path):
+    run = chat_run(tmp_path, OWN, "chatml")
+    asked = ChatTemplate(AutoTokenizer.from_pretrained(latest(run))).open(ASKED)
+    assert asked == "<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_run_over_text_saves_no_template(tmp_path):
+    config = make_run(tmp_path, train={"steps": 1})
+    train(config)
+    assert template_of(latest(tmp_path / "run")) is None
