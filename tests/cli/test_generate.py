@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zoo
@@ -222,3 +223,99 @@ def test_weights_that_do_not_move_are_said_to_rest_in_host_memory(model: Path, c
     assert "weights were used where they rest, in host memory" in capsys.readouterr().err
     assert run(model, *shared, "--device-memory", "64MiB", "--home", "disk") == 0
     assert "weights were used where they rest" not in capsys.readouterr().err
+
+
+ONE = ["--max-new-tokens", 2, "--home", "host", *ROOM]
+
+
+def prompts_of(capsys: Any) -> list[str]:
+    return [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_lines_of_a_file_end_at_line_feeds_alone(model: Path, tmp_path: Path, capsys: Any):
+    """Of a record, and of a text; a byte order mark is no part of either."""
+    said = "a\u2028b\u2029c\x85d"
+    for mark in ("", "\ufeff"):
+        record = mark + json.dumps({"prompt": said}, ensure_ascii=False) + "\n"
+        (tmp_path / "x.jsonl").write_text(record, encoding="utf-8")
+        (tmp_path / "x.txt").write_bytes(f"{mark}one\x0ctwo\r\nthree\u2028four\n\n".encode())
+        assert run(model, "--prompts", tmp_path / "x.jsonl", *ONE, "--json-lines") == 0
+        assert prompts_of(capsys) == [said]
+        assert run(model, "--prompts", tmp_path / "x.txt", *ONE, "--json-lines") == 0
+        assert prompts_of(capsys) == ["one\x0ctwo", "three\u2028four"]
+
+
+def test_what_is_no_text_is_refused_wherever_it_comes_from(
+    model: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "emoji \ud83d"}]}))
+    (tmp_path / "deep.jsonl").write_text("[" * 200_000)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", piped)
+    for given, message in (
+        (["--prompt", "caf\udce9"], "at character 3 is an unpaired surrogate"),
+        (["--prompts", tmp_path / "x.jsonl"], "unpaired surrogate, '\\ud83d'"),
+        (["--prompts", tmp_path / "deep.jsonl"], "deep.jsonl:1: not valid JSON"),
+        (["--prompts", tmp_path / "latin.txt"], "name a file in UTF-8"),
+        (["--prompts", "-"], "name a file in UTF-8"),
+    ):
+        assert run(model, *given, *ONE) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_conversation_has_one_mark_of_its_beginning(tmp_path: Path, capsys: Any):
+    """The template writes it, and the tokenizer would once more."""
+    model = tiny_model(tmp_path / "model", num_hidden_layers=2)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ '<eos>' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.bos_token = "<eos>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 0)]
+    )
+    tokenizer.save_pretrained(model)
+    records = tmp_path / "m.jsonl"
+    records.write_text(json.dumps({"messages": [{"role": "user", "content": "a b"}]}) + "\n")
+    texts = []
+    for how in (["--chat"], []):
+        assert (
+            run(model, *how, "--prompts", records, "--max-new-tokens", 8, "--home", "host", *ROOM, "--json")
+            == 0
+        )
+        texts.append(json.loads(capsys.readouterr().out)["written"])
+    assert texts[0] == texts[1]
+    assert texts[0][0]["prompt"] == "<eos>a b"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_stream_that_cannot_write_a_character_writes_another(
+    model: Path, tmp_path: Path, monkeypatch: Any, errors: str, as_json: bool
+):
+    (tmp_path / "p.txt").write_text("é😀\n", encoding="utf-8")
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", errors=errors))
+    shown = ["--json"] if as_json else ["--batch-size", 2]
+    assert run(model, "--prompts", tmp_path / "p.txt", *ONE, *shown) == 0
+    said = raw.getvalue()
+    assert json.loads(said)["written"][0]["prompt"] == "é😀" if as_json else said.startswith(b"??")
+
+
+def test_a_full_disk_behind_a_redirect_is_said(model: Path, capsys: Any, monkeypatch: Any):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    assert status_of("inspect", model) == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_the_checkpoints_own_temperature_holds_where_none_is_said(model: Path, tmp_path: Path, capsys: Any):
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.01}))
+    texts = []
+    for how in ([], ["--sample"], ["--sample", "--temperature", 1.0]):
+        assert run(copy, "--prompt", "a", *how, "--max-new-tokens", 8, "--home", "host", *ROOM, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["written"][0]["text"])
+    assert texts[0] == texts[1] != texts[2]

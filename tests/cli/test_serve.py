@@ -101,6 +101,9 @@ def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completion
         (PLAIN, {"prompt": "x", "seed": 2**64}, 400, "seed is 1844"),
         (PLAIN, {"prompt": "x", "min_tokens": 4, "repetition_penalty": 1.2}, 400, "min_tokens, repetition_penalty:"),
         (PLAIN, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options: not supported"),
+        (CHAT, {"messages": [{"role": "user", "content": "emoji \ud83d"}]}, 400, "unpaired surrogate"),
+        (PLAIN, {"prompt": "\ud83d", "stream": True}, 400, "unpaired surrogate"),
+        (PLAIN, "[" * 200_000, 400, "not valid JSON"),
         (PLAIN, {"prompt": "x" * 300, "stream": True}, 400, "positions of the model"),
         ("/v1/other", {"prompt": "x"}, 404, ""),
     ],
@@ -191,3 +194,15 @@ def test_a_text_stops_at_the_token_at_which_its_client_goes(served: tuple[str, C
     with pytest.raises(ConnectionError):
         completions.write(asked, lambda _: None, lambda: next(left, False))
     assert next(left, None) is None
+
+
+def test_a_stream_sends_a_piece_with_every_token_of_a_text_without_spaces(served: tuple[str, Completions]):
+    address, completions = served
+    body = {"prompt": "once", "temperature": 0, "max_tokens": 40}
+    (want,), _ = completions._writer.write(
+        ["once"], lambda _: None, do_sample=False, max_new_tokens=40, batch_size=1
+    )
+    *pieces, _, _ = events(ask(address, PLAIN, {**body, "stream": True})[1])
+    texts = [json.loads(piece)["choices"][0]["text"] for piece in pieces]
+    assert "".join(texts) == want.text
+    assert len(texts) > 5  # random bytes wait for what they might be

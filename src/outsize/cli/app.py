@@ -1,5 +1,7 @@
 """The application: its commands, and what becomes of an error."""
 
+import errno
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -31,14 +33,27 @@ class _Commands(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
+        _write_any_text()
         try:
             return super().invoke(ctx)
         except OutsizeError as error:
             typer.echo(f"{_speaker()}: {type(error).__name__}: {error}", err=True)
             sys.exit(2)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            typer.echo(f"{_speaker()}: {error}: what a command writes has no room where it goes", err=True)
+            sys.exit(2)
         except KeyboardInterrupt as interrupt:
             typer.echo(f"{_speaker()}: {str(interrupt) or 'interrupted'}", err=True)
             sys.exit(130)
+
+
+def _write_any_text() -> None:
+    """Have a stream whose encoding lacks a character, as in a container without a locale, show another."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 def _speaker() -> str:

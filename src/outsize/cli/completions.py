@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from outsize.errors import ConfigError, DataError, OutsizeError
+from outsize.errors import ConfigError, DataError, InfeasiblePlanError, OutsizeError
 from outsize.loopback import LoopbackHandler
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 _PASSED = {"model", "user", "metadata", "store", "stream", "seed", "max_tokens", "max_completion_tokens"}
 # What is asked for by number: its kind, from where to where, and what holds without.
 _NUMBERS: Mapping[str, tuple[type, float, float, float | None]] = {
-    "temperature": (float, 0, 100, 1.0),
+    "temperature": (float, 0, 100, None),
     "top_p": (float, 1e-9, 1, None),
     "min_p": (float, 0, 1, None),
     "top_k": (int, 0, 2**31 - 1, None),
@@ -87,7 +87,7 @@ def read_request(body: bytes, *, is_chat: bool) -> Completion:
     """
     try:
         found = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the request is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError("the request is to be a JSON object")
@@ -98,7 +98,8 @@ def read_request(body: bytes, *, is_chat: bool) -> Completion:
     name = "max_tokens" if found.get("max_completion_tokens") is None else "max_completion_tokens"
     most = _number(found, name, int, 1, 2**63 - 1, None)
     choice = {name: _number(found, name, *how) for name, how in _NUMBERS.items()}
-    draws = choice["temperature"] >= _LEAST_TEMPERATURE
+    temperature = choice["temperature"]
+    draws = temperature is None or temperature >= _LEAST_TEMPERATURE
     if not isinstance(found.get("stream"), bool | None):
         raise DataError(f"stream is {found['stream']!r}; it has to be true or false")
     return Completion(
@@ -166,8 +167,8 @@ class Completions:
 
     def write(
         self, asked: Completion, on_text: Callable[[str], None], is_there: Callable[[], bool]
-    ) -> "tuple[Written, int, bool]":
-        """Return what is written, how many tokens the prompt has, and whether it is cut.
+    ) -> "tuple[Written, int]":
+        """Return what is written, and how many tokens the prompt has.
 
         Args:
             asked: the request.
@@ -187,16 +188,14 @@ class Completions:
 
     def _write(
         self, asked: Completion, on_text: Callable[[str], None], is_there: Callable[[], bool]
-    ) -> "tuple[Written, int, bool]":
+    ) -> "tuple[Written, int]":
         import torch
 
         def go_on(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             self._go_on(is_there)
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-        adds = isinstance(asked.prompt, str)
-        text = self._writer.text_of(asked.prompt)
-        num_tokens = self._writer.num_tokens(text, add_special_tokens=adds)
+        num_tokens = self._writer.num_tokens(asked.prompt)
         most = asked.max_new_tokens
         if most is None:
             positions = self._writer.num_positions
@@ -206,15 +205,14 @@ class Completions:
         if asked.seed is not None:
             torch.manual_seed(asked.seed)
         (written,), _ = self._writer.write(
-            [text],
+            [asked.prompt],
             on_text,
             max_new_tokens=most,
             batch_size=1,
-            add_special_tokens=adds,
             stopping_criteria=[go_on],
             **asked.choice,
         )
-        return written, num_tokens, written.num_tokens >= most
+        return written, num_tokens
 
     def _go_on(self, is_there: Callable[[], bool]) -> None:
         if self._ends:
@@ -251,7 +249,7 @@ class CompletionHandler(LoopbackHandler):
         answer = _Answer(self, is_chat=self.path == CHAT)
         try:
             answer.send(self._read())
-        except (DataError, ConfigError) as error:
+        except (DataError, ConfigError, InfeasiblePlanError) as error:  # another request may be answered
             self._fail(answer, HTTPStatus.BAD_REQUEST, str(error))
         except _OverError as error:
             self._fail(answer, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
@@ -297,7 +295,6 @@ class _Answer:
         self._handler = handler
         self._model: Completions = handler.server.told
         self._is_chat = is_chat
-        self._held = ""
         self.has_begun = False
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -308,9 +305,9 @@ class _Answer:
     def send(self, body: bytes) -> None:
         """Write what the request asks for, and send it, as it is written or as a whole."""
         asked = read_request(body, is_chat=self._is_chat)
-        on_text = self._piece if asked.streams else lambda _: None
-        written, prompt_tokens, is_cut = self._model.write(asked, on_text, self._handler.is_heard)
-        why = "length" if is_cut else "stop"
+        on_text = (lambda text: self._chunk(text, None)) if asked.streams else lambda _: None
+        written, prompt_tokens = self._model.write(asked, on_text, self._handler.is_heard)
+        why = written.finish_reason
         if asked.streams:
             self._chunk("", why)
             self._line("[DONE]")
@@ -329,12 +326,6 @@ class _Answer:
     def event(self, content: Mapping[str, Any]) -> None:
         """Send an event of a stream."""
         self._line(json.dumps(content))
-
-    def _piece(self, text: str) -> None:
-        """Send the piece before: the last one is the end of a line that a terminal would want."""
-        if self._held:
-            self._chunk(self._held, None)
-        self._held = text
 
     def _chunk(self, text: str, why: str | None) -> None:
         kind, told = "text_completion", {"text": text}

@@ -17,7 +17,7 @@ from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.wrapped.text import Figures
+    from outsize.wrapped.text import Figures, Written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class GenerateOptions(ModelOptions):
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens; otherwise the likeliest one.")] = (
         False
     )
-    temperature: Annotated[float, typer.Option("--temperature", help="Of --sample.")] = 1.0
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Of --sample.")] = None
     top_k: Annotated[int | None, typer.Option("--top-k", help="Of --sample: the likeliest tokens.")] = None
     top_p: Annotated[
         float | None, typer.Option("--top-p", help="Of --sample: the likeliest tokens of that probability.")
@@ -88,23 +88,26 @@ def generate(options: GenerateOptions, output: Output) -> None:
     how = _how(options)
     import torch
 
+    def shown(one: "Written") -> None:
+        if options.json_lines:
+            print(json.dumps(asdict(one)), file=sys.stdout, flush=True)  # noqa: T201 - a line for each prompt
+        else:
+            output.print_result("" if options.batch_size == 1 or talks else f"{one.prompt}{one.text}\n")
+
     with TextWriter(options) as writer:
         torch.manual_seed(options.seed)
         if talks:
+            alone = {**how, "batch_size": 1}
 
             def reply(messages: list[dict[str, Any]]) -> str:
-                return writer.write([writer.text_of(messages)], _print, **how)[0][0].text
+                return writer.write([messages], _print, on_written=shown, **alone)[0][0].text
 
             conversation(reply, options.system, sys.stdin, output.say)
             return
-        shows = not (output.as_json or options.json_lines)
-        texts = [writer.text_of(prompt) for prompt in prompts]
-        written, figures = writer.write(texts, _print if shows else (lambda _: None), **how)
-    for one in written:
-        if options.json_lines:
-            print(json.dumps(asdict(one)), file=sys.stdout, flush=True)  # noqa: T201 - a line for each prompt
-        elif options.batch_size > 1:
-            output.print_result(f"{one.prompt}{one.text}\n")
+        streams = options.batch_size == 1 and not (output.as_json or options.json_lines)
+        written, figures = writer.write(
+            prompts, _print if streams else (lambda _: None), on_written=shown, **how
+        )
     output.say(_summary(figures))
     output.emit({"written": [asdict(one) for one in written], **asdict(figures)})
 
@@ -117,7 +120,7 @@ def _check_drawing(options: GenerateOptions, output: Output) -> None:
         raise ConfigError("--system is the system message of --chat; add --chat, or leave it out")
     for name, (least, most) in _DRAWING.items():
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
-        if value is None or (name == "temperature" and value == 1.0):
+        if value is None:
             continue
         if not options.sample:
             output.say(f"note: {flag} has no effect without --sample")
@@ -134,7 +137,6 @@ def _how(options: GenerateOptions) -> dict[str, Any]:
     return {
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
-        "add_special_tokens": not options.chat,
         "do_sample": options.sample,
         **{name: value for name, value in drawn.items() if value is not None},
     }

@@ -12,7 +12,7 @@ from outsize.choices import Dtype, Home
 from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outsize.wrapped.text import Figures, Written
+    from outsize.wrapped.text import Figures, Prompt, Written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,17 @@ class TextWriter:
 
         return chat_text(self._tokenizer, prompt)
 
-    def num_tokens(self, text: str, *, add_special_tokens: bool) -> int:
-        """Return how many tokens a prompt has."""
-        return len(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    def num_tokens(self, prompt: "str | list[dict[str, Any]]") -> int:
+        """Return how many tokens a prompt has.
+
+        Raises:
+            DataError: it is no text.
+        """
+        from outsize.wrapped.text import check_text
+
+        asked = self._prompt_of(prompt)
+        check_text(asked.text, "the prompt")
+        return len(self._tokenizer(asked.text, add_special_tokens=not asked.is_templated)["input_ids"])
 
     @property
     def num_positions(self) -> int | None:
@@ -86,12 +94,18 @@ class TextWriter:
         return positions_of(self._model)
 
     def write(
-        self, texts: Sequence[str], on_text: Callable[[str], None], **choice: Any
+        self, prompts: "Sequence[str | list[dict[str, Any]]]", on_text: Callable[[str], None], **choice: Any
     ) -> "tuple[list[Written], Figures]":
-        """Return what the model writes after ``texts``; arguments are those of `outsize.wrapped.text.write`."""
+        """Return what the model writes after texts and conversations; see `outsize.wrapped.text.write`."""
         from outsize.wrapped.text import write
 
-        return write(self._model, self._tokenizer, texts, on_text=on_text, **choice)
+        asked = [self._prompt_of(prompt) for prompt in prompts]
+        return write(self._model, self._tokenizer, asked, on_text=on_text, **choice)
+
+    def _prompt_of(self, prompt: "str | list[dict[str, Any]]") -> "Prompt":
+        from outsize.wrapped.text import Prompt
+
+        return Prompt(self.text_of(prompt), is_templated=not isinstance(prompt, str))
 
     def _close(self) -> None:
         from outsize.wrapped.module import runner_of

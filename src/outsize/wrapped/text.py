@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from outsize.errors import ConfigError, DataError, ModelError
 from outsize.inference.inference_session import InferenceStatistics
 from outsize.planner.search.forward_plan import break_even_batch
+from outsize.wrapped.detokenizer import Detokenizer, text_of
+from outsize.wrapped.generation_settings import ends_of, settle_settings, settled_in
 from outsize.wrapped.module import runner_of
 
 Say = Callable[[str], None]
@@ -50,23 +52,45 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to go on from.
+
+    Attributes:
+        text: as the tokenizer gets it.
+        is_templated: whether a chat template wrote it, and with it the special tokens that a tokenizer adds otherwise.
+    """
+
+    text: str
+    is_templated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
-    """One prompt and what was written after it."""
+    """One prompt and what was written after it.
+
+    Attributes:
+        prompt: its text.
+        text: what was written, without special tokens.
+        num_tokens: of it, the mark of the end included.
+        finish_reason: ``stop`` where the text ends, by a mark or a string that ends it, and ``length`` where it is cut.
+    """
 
     prompt: str
     text: str
     num_tokens: int
+    finish_reason: Literal["stop", "length"]
 
 
 def write(
     model: nn.Module,
     tokenizer: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
     batch_size: int,
     on_text: Say,
-    add_special_tokens: bool = True,
+    on_written: Callable[[Written], None] = lambda _: None,
+    stopping_criteria: Sequence[Any] = (),
     **choice: Any,
 ) -> tuple[list[Written], Figures]:
     """Write after each prompt.
@@ -77,35 +101,45 @@ def write(
         prompts: texts.
         max_new_tokens: per prompt.
         batch_size: prompts at once; weights come up once for all of them.
-        on_text: given pieces of text as they are written, where ``batch_size`` is 1.
-        add_special_tokens: whether the tokenizer adds its own, which a chat template has written already.
-        choice: keyword arguments of transformers' `generate` on how tokens are chosen.
+        on_text: given pieces of text as they are written, where ``batch_size`` is 1; put together they are the text.
+        on_written: given each text when it has ended.
+        stopping_criteria: see transformers' `generate`; they are called after every token, before it is shown.
+        choice: keyword arguments of `generate` on how tokens are chosen.
 
     Raises:
         DataError: no prompt, an empty one, or one that is too long for the model.
+        ConfigError: the checkpoint's generation_config.json asks for what is not done.
     """
-    encoded = [_encode(tokenizer, prompt, add_special_tokens) for prompt in prompts]
+    settled = settle_settings(model, tokenizer, choice)
+    encoded = [_encode(model, tokenizer, prompt) for prompt in prompts]
     _check_lengths(model, prompts, encoded, max_new_tokens)
     written: list[Written] = []
-    ends = _ends(model, tokenizer)
     num_passes, started = 0, time.perf_counter()
     before = _moved(model)
-    for ids in (encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)):
-        counter = _Streamer(tokenizer, on_text if batch_size == 1 else None)
-        inputs = _padded(ids, tokenizer.pad_token_id)
-        output = cast(Any, model).generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            streamer=counter,
-            pad_token_id=tokenizer.pad_token_id,
-            use_cache=True,
-            **choice,
-        )
-        num_passes += counter.num_tokens
-        for row in output[:, inputs["input_ids"].shape[1] :].tolist():
-            new = _until_end(row, ends)
-            text = tokenizer.decode(new, skip_special_tokens=True)
-            written.append(Written(prompts[len(written)], text, len(new)))
+    begins = 1 if getattr(cast(Any, model).config, "is_encoder_decoder", False) else None
+    with settled_in(model, settled):
+        for ids in (encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)):
+            inputs = _padded(ids, tokenizer.pad_token_id)
+            start = inputs["input_ids"].shape[1] if begins is None else begins
+            streams = batch_size == 1 and settled.num_beams in (None, 1)
+            progress = _Progress(tokenizer, start, on_text if streams else None)
+            output = cast(Any, model).generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+                use_cache=True,
+                stopping_criteria=[*stopping_criteria, progress],
+                **({"tokenizer": tokenizer} if settled.stop_strings else {}),
+                **choice,
+            )
+            progress.end()
+            num_passes += progress.num_passes
+            for row in output[:, start:].tolist():
+                one = _written(tokenizer, prompts[len(written)], row, settled)
+                if batch_size == 1 and not streams:
+                    on_text(one.text)
+                written.append(one)
+                on_written(one)
     seconds = time.perf_counter() - started
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
 
@@ -145,49 +179,83 @@ def positions_of(model: nn.Module) -> int | None:
     return found
 
 
-class _Streamer:
-    """What transformers hands each new token to: counts passes, and shows the text of a single prompt."""
+class _Progress:
+    """What transformers calls after each token: counts passes, and shows the text of a single prompt."""
 
-    def __init__(self, tokenizer: Any, on_text: Say | None) -> None:
-        from transformers import TextStreamer
+    def __init__(self, tokenizer: Any, num_before: int, on_text: Say | None) -> None:
+        self.num_passes = 0
+        self._num_seen = num_before
+        self._on_text = on_text
+        self._detokenizer = Detokenizer(tokenizer)
 
-        self.num_tokens = 0
-        self._is_prompt = True
-        self._text: Any = None
-        if on_text is not None:
-            self._text = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self._text.on_finalized_text = lambda text, stream_end=False: on_text(text)
-
-    def put(self, value: Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
-        else:
-            self.num_tokens += 1
-        if self._text is not None:
-            self._text.put(value)
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.num_passes += 1
+        if self._on_text is not None:
+            self._say("".join(map(self._detokenizer.put, ids[0, self._num_seen :].tolist())))
+            self._num_seen = ids.shape[1]
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     def end(self) -> None:
-        if self._text is not None:
-            self._text.end()
-            self._text.on_finalized_text("\n")
+        """Show what has waited for more."""
+        self._say(self._detokenizer.end())
+
+    def _say(self, piece: str) -> None:
+        if self._on_text is not None and piece:
+            self._on_text(piece)
 
 
-def _encode(tokenizer: Any, prompt: str, add_special_tokens: bool) -> list[int]:
-    ids: list[int] = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+def _written(tokenizer: Any, prompt: Prompt, row: list[int], settled: Any) -> Written:
+    """Return what a row of ids says, without what fills it up behind its end."""
+    ends = ends_of(settled)
+    tokens = row[: next((count for count, token in enumerate(row, 1) if token in ends), None)]
+    stops = [settled.stop_strings] if isinstance(settled.stop_strings, str) else settled.stop_strings or []
+    if stops and tokens and tokens[-1] not in ends:
+        while len(tokens) > 1 and tokens[-1] == tokenizer.pad_token_id:
+            tokens = tokens[:-1]
+    text = text_of(tokenizer, tokens)
+    ended = bool(tokens) and (tokens[-1] in ends or any(stop in text for stop in stops))
+    return Written(prompt.text, text, len(tokens), "stop" if ended else "length")
+
+
+def _encode(model: nn.Module, tokenizer: Any, prompt: Prompt) -> list[int]:
+    check_text(prompt.text, "the prompt")
+    ids: list[int] = tokenizer(prompt.text, add_special_tokens=not prompt.is_templated)["input_ids"]
     if not ids:
         raise DataError("an empty prompt has no token to begin with; write something")
+    rows = getattr(cast(Any, model).config.get_text_config(), "vocab_size", None)
+    if rows is not None and max(ids) >= rows:
+        token = next(token for token in ids if token >= rows)
+        raise DataError(
+            f"the prompt {prompt.text[:40]!r} has the token {tokenizer.convert_ids_to_tokens(token)!r}, and its id "
+            f"{token} is outside the {rows} rows of the model's embedding; leave it out, or use the model's tokenizer"
+        )
     return ids
 
 
+def check_text(text: str, what: str) -> None:
+    """Refuse what is no text: half of a character, as escapes of JSON and bytes that are not UTF-8 leave it.
+
+    Raises:
+        DataError: says where.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} is no text: at character {error.start} is an unpaired surrogate, {text[error.start]!r}; write the "
+            "character as a whole, in UTF-8"
+        ) from error
+
+
 def _check_lengths(
-    model: nn.Module, prompts: Sequence[str], encoded: Sequence[list[int]], max_new_tokens: int
+    model: nn.Module, prompts: Sequence[Prompt], encoded: Sequence[list[int]], max_new_tokens: int
 ) -> None:
     most = positions_of(model)
     for prompt, ids in zip(prompts, encoded, strict=True):
         if most and len(ids) + max_new_tokens > most:
             raise DataError(
-                f"the prompt {prompt[:40]!r} has {len(ids)} tokens, and with {max_new_tokens} new ones would be longer "
-                f"than the {most} positions of the model; shorten it, or ask for fewer"
+                f"the prompt {prompt.text[:40]!r} has {len(ids)} tokens, and with {max_new_tokens} new ones would be "
+                f"longer than the {most} positions of the model; shorten it, or ask for fewer"
             )
 
 
@@ -197,18 +265,6 @@ def _padded(rows: Sequence[list[int]], padding: int) -> dict[str, Tensor]:
     ids = torch.tensor([[padding] * (length - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def _ends(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a text: those that generation stops at, of which a model may have several."""
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found = tokenizer.eos_token_id if found is None else found
-    return frozenset(found if isinstance(found, list) else () if found is None else (found,))
-
-
-def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
-    """The ids up to the end of the text, the mark of the end included."""
-    return ids[: next((count for count, token in enumerate(ids, 1) if token in ends), None)]
 
 
 def _moved(model: nn.Module) -> InferenceStatistics | None:

@@ -28,13 +28,7 @@ def read_prompts(
     """
     prompts: list[Prompt] = list(given)
     if file is not None:
-        try:
-            text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"
-            ) from error
-        lines = ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+        lines = ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
         is_records = file.suffix == ".jsonl"
         prompts += [_of_record(line, f"{file}:{number}") if is_records else line for number, line in lines]
     if not chat:
@@ -62,10 +56,25 @@ def conversation(
             messages.append({"role": "assistant", "content": reply(messages)})
 
 
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file in UTF-8: they end at a line feed, and at nothing else that may be in a text."""
+    try:
+        if str(file) == "-":
+            piped = getattr(sys.stdin, "buffer", None)  # of bytes: the locale has no say in what they are
+            text = sys.stdin.read() if piped is None else piped.read().decode("utf-8-sig")
+        else:
+            text = file.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"
+        ) from error
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
 def _of_record(line: str, where: str) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {error}") from error
     found = (record.get("messages") or record.get("prompt")) if isinstance(record, dict) else None
     if isinstance(found, str) or (isinstance(found, list) and all(isinstance(m, dict) for m in found)):

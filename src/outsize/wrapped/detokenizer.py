@@ -1,0 +1,109 @@
+"""Tokens into text as they are written: pieces that, put together, are the text as a whole.
+
+Tokenizers decode a text, not a token: a character may lie in several tokens, a space at the beginning of a text or
+before a full stop may go, a word may continue the one before. So every new token is decoded together with the tokens
+before it, and what the text is longer by is new. Three things keep that exact:
+
+1. What ends within a character waits for the rest of it: at most three tokens, the longest beginning of UTF-8. Bytes
+   that turn out to be no text are shown as U+FFFD.
+2. Where the tokenizer takes spaces away before punctuation, a space and what follows it closely wait for what comes.
+3. Of a long text only the last tokens are decoded again. Those that stay decode to the end of the text as it was, so
+   that what is special about the beginning of a text is left behind with it.
+
+The whole of a text is put together from the same pieces, so a stream cannot differ from it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+UNKNOWN = "\ufffd"
+# Tokens of the longest incomplete character: all bytes of four but the last one.
+_WITHIN_A_CHARACTER = 3
+# Tokens that are decoded again, and of them those that stay when there are more.
+_MOST, _LEAST = 64, 16
+# Characters that a tokenizer that cleans spaces up looks back by (" n ' t" becomes "n't").
+_CLEANED = 6
+
+
+class Detokenizer:
+    """Turns the tokens of one text into pieces of text.
+
+    Args:
+        tokenizer: of transformers; special tokens are left out.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._ids: list[int] = []
+        self._shown = ""  # of the text of these ids
+        self._num_complete = 0  # of them, all of whose text is shown
+
+    def put(self, token: int) -> str:
+        """Return what is new with a token; empty where it has to wait for the next."""
+        self._ids.append(token)
+        num_waiting = len(self._ids) - self._num_complete
+        text = self._decode(self._ids)
+        count = len(self._ids)
+        if text.endswith(UNKNOWN):
+            if num_waiting <= _WITHIN_A_CHARACTER:
+                return ""
+            count -= _WITHIN_A_CHARACTER
+            start = self._decode(self._ids[:count])
+            if not text.startswith(start):
+                return ""
+            text = start
+        piece = self._show(self._stable(text), text, count)
+        if len(self._ids) > _MOST:
+            self._forget()
+        return piece
+
+    def end(self) -> str:
+        """Return what has waited until the end of the text."""
+        text = self._decode(self._ids)
+        return self._show(text, text, len(self._ids))
+
+    def _show(self, stable: str, text: str, count: int) -> str:
+        """Return what ``stable``, a beginning of the text of the first ``count`` ids, has beyond what is shown."""
+        if not text.startswith(self._shown):  # bytes that were text are none with those that follow
+            del self._ids[: self._num_complete]
+            count -= self._num_complete
+            text = stable = self._decode(self._ids[:count])
+            self._shown = ""
+        piece = stable[len(self._shown) :]
+        if len(stable) == len(text):
+            self._num_complete = count
+        self._shown += piece
+        return piece
+
+    def _stable(self, text: str) -> str:
+        """The part of a text that later tokens do not change."""
+        if not self._cleans:
+            return text
+        tail = max(len(text) - _CLEANED, 0)
+        waits = [place for mark in (" ", "'") if (place := text.find(mark, tail)) >= 0]
+        return text[: min(waits)] if waits else text
+
+    def _forget(self) -> None:
+        """Leave ids behind whose text the last ones can do without."""
+        text = self._decode(self._ids)
+        for count in range(_LEAST, _MOST):
+            start = len(self._ids) - count
+            left = self._decode(self._ids[start:])
+            waiting = len(text) - len(self._shown)
+            if text.endswith(left) and waiting < len(left):
+                self._shown = left[: len(left) - waiting]
+                self._ids = self._ids[start:]
+                self._num_complete = max(self._num_complete - start, 0)
+                return
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def text_of(tokenizer: Any, tokens: Iterable[int]) -> str:
+    """Return the text of tokens, the same as a stream of them."""
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.put(token) for token in tokens]
+    return "".join([*pieces, detokenizer.end()])
