@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outsize.wrapped.detokenizer import Detokenizer, text_of
+from outsize.wrapped.writing.detokenizer import Detokenizer, text_of
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TEXTS = {

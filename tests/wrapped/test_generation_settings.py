@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError
-from outsize.wrapped import generation_settings
+from outsize.wrapped.writing import generation_settings
 from tiny import tiny_model
 
 PROMPT, COUNT = "the square", 8

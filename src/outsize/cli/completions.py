@@ -21,7 +21,7 @@ from outsize.loopback import LoopbackHandler
 
 if TYPE_CHECKING:
     from outsize.cli.text_writer import TextWriter
-    from outsize.wrapped.text import Written
+    from outsize.wrapped.writing.text import Written
 
 _log = logging.getLogger(__name__)
 

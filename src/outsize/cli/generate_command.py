@@ -17,7 +17,7 @@ from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.wrapped.text import Figures, Written
+    from outsize.wrapped.writing.text import Figures, Written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ _DRAWING: Mapping[str, tuple[float, float]] = {
 def generate(options: GenerateOptions, output: Output) -> None:
     """Write text with a model that may be larger than the device, its weights streamed once per token batch."""
     from outsize.cli.text.prompts import conversation, read_prompts
-    from outsize.wrapped.text import check_question
+    from outsize.wrapped.writing.text import check_question
 
     _check_drawing(options, output)
     prompts = read_prompts(options.prompt or [], options.prompts, chat=options.chat, system=options.system)

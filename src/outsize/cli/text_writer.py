@@ -12,7 +12,7 @@ from outsize.choices import Dtype, Home
 from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outsize.wrapped.text import Figures, Prompt, Written
+    from outsize.wrapped.writing.text import Figures, Prompt, Written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class TextWriter:
         import outsize
         from outsize.checkpoint.trained_model import servable
         from outsize.model.adapters import base_model
-        from outsize.wrapped.text import check_model
+        from outsize.wrapped.writing.text import check_model
 
         place = servable(options.model)
         with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ class TextWriter:
         Raises:
             DataError: it is no text.
         """
-        from outsize.wrapped.text import check_text
+        from outsize.wrapped.writing.text import check_text
 
         asked = self._prompt_of(prompt)
         check_text(asked.text, "the prompt")
@@ -89,21 +89,21 @@ class TextWriter:
     @property
     def num_positions(self) -> int | None:
         """Tokens that the model takes at most; None where nothing limits them."""
-        from outsize.wrapped.text import positions_of
+        from outsize.wrapped.writing.text import positions_of
 
         return positions_of(self._model)
 
     def write(
         self, prompts: "Sequence[str | list[dict[str, Any]]]", on_text: Callable[[str], None], **choice: Any
     ) -> "tuple[list[Written], Figures]":
-        """Return what the model writes after texts and conversations; see `outsize.wrapped.text.write`."""
-        from outsize.wrapped.text import write
+        """Return what the model writes after texts and conversations; see `outsize.wrapped.writing.text.write`."""
+        from outsize.wrapped.writing.text import write
 
         asked = [self._prompt_of(prompt) for prompt in prompts]
         return write(self._model, self._tokenizer, asked, on_text=on_text, **choice)
 
     def _prompt_of(self, prompt: "str | list[dict[str, Any]]") -> "Prompt":
-        from outsize.wrapped.text import Prompt
+        from outsize.wrapped.writing.text import Prompt
 
         return Prompt(self.text_of(prompt), is_templated=not isinstance(prompt, str))
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from outsize.errors import ConfigError, DataError, ModelError
 from outsize.inference.inference_session import InferenceStatistics
 from outsize.planner.search.forward_plan import break_even_batch
-from outsize.wrapped.detokenizer import Detokenizer, text_of
-from outsize.wrapped.generation_settings import ends_of, settle_settings, settled_in
 from outsize.wrapped.module import runner_of
+from outsize.wrapped.writing.detokenizer import Detokenizer, text_of
+from outsize.wrapped.writing.generation_settings import ends_of, settle_settings, settled_in
 
 Say = Callable[[str], None]
 
