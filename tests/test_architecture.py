@@ -263,6 +263,7 @@ ARROWS = {
         "telemetry",
         "training",
     },
+    "wrapped.writing": GROUND | {"inference", "planner.search", "wrapped"},
     "objectives": GROUND
     | {
         "accelerators",

@@ -116,25 +116,13 @@ def write(
     written: list[Written] = []
     num_passes, started = 0, time.perf_counter()
     before = _moved(model)
-    begins = 1 if getattr(cast(Any, model).config, "is_encoder_decoder", False) else None
+    asked = {"max_new_tokens": max_new_tokens, "stopping_criteria": stopping_criteria, **choice}
     with settled_in(model, settled):
         for ids in (encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)):
-            inputs = _padded(ids, tokenizer.pad_token_id)
-            start = inputs["input_ids"].shape[1] if begins is None else begins
             streams = batch_size == 1 and settled.num_beams in (None, 1)
-            progress = _Progress(tokenizer, start, on_text if streams else None)
-            output = cast(Any, model).generate(
-                **inputs,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=tokenizer.pad_token_id,
-                use_cache=True,
-                stopping_criteria=[*stopping_criteria, progress],
-                **({"tokenizer": tokenizer} if settled.stop_strings else {}),
-                **choice,
-            )
-            progress.end()
-            num_passes += progress.num_passes
-            for row in output[:, start:].tolist():
+            rows, count = _rows(model, tokenizer, ids, on_text if streams else None, settled, asked)
+            num_passes += count
+            for row in rows:
                 one = _written(tokenizer, prompts[len(written)], row, settled)
                 if batch_size == 1 and not streams:
                     on_text(one.text)
@@ -142,6 +130,30 @@ def write(
                 on_written(one)
     seconds = time.perf_counter() - started
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
+
+
+def _rows(
+    model: nn.Module,
+    tokenizer: Any,
+    ids: Sequence[list[int]],
+    on_text: Say | None,
+    settled: Any,
+    asked: dict[str, Any],
+) -> tuple[list[list[int]], int]:
+    """Return the new tokens of each row of a batch, and how many passes they took."""
+    inputs = _padded(ids, tokenizer.pad_token_id)
+    encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
+    num_before = 1 if encodes else inputs["input_ids"].shape[1]
+    progress = _Progress(tokenizer, num_before, on_text)
+    output = cast(Any, model).generate(
+        **inputs,
+        **asked | {"stopping_criteria": [*asked["stopping_criteria"], progress]},
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+        **({"tokenizer": tokenizer} if settled.stop_strings else {}),
+    )
+    progress.end()
+    return output[:, num_before:].tolist(), progress.num_passes
 
 
 def check_question(num_prompts: int, max_new_tokens: int, batch_size: int) -> None:
