@@ -1,4 +1,4 @@
-"""A full training step of an 8B-shaped Llama with random weights under a cap of 24 GB of device memory.
+"""A full training step of an 8B-shaped Llama with random weights under a cap of device memory: 24 GB, or what is free.
 
 Width, heads and vocabulary are those of an 8B Llama; layers are as many as host memory holds at 18 bytes per parameter
 (32 make 8B), or as ``--layers`` says. The step is the real one: bf16, fp32 masters, global norm, AdamW on the host. Its
@@ -60,6 +60,8 @@ FULL_LAYERS = 32
 BYTES_PER_PARAMETER = 18
 # For the process itself, saved activations, and whatever else runs.
 HOST_RESERVE_BYTES = 20 * 2**30
+# Of the device: the cap, and the share of what is free that it may be.
+CAP_BYTES, FREE_SHARE = 24 * 10**9, 0.85
 # Dense bf16, from the data sheets, FLOP/s.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12, "B200": 2250e12}
 
@@ -120,6 +122,14 @@ def cap_device(device: str, num_bytes: int) -> None:
     if device.startswith("cuda"):
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def default_cap(device: str) -> str:
+    """Return what the cap is where nobody has named one: a desktop may hold a part of a card of 24 GB."""
+    if not device.startswith("cuda"):
+        return str(CAP_BYTES)
+    free, _ = torch.cuda.mem_get_info(device)
+    return str(min(CAP_BYTES, int(FREE_SHARE * free)))
 
 
 def run(args: argparse.Namespace, config: Config, directory: Path) -> dict[str, Any]:
@@ -192,15 +202,46 @@ def describe(args: argparse.Namespace, prepared: Job, step_s: float) -> dict[str
         name = torch.cuda.get_device_name(args.device)
         peak = next((value for key, value in PEAK_FLOPS.items() if key in name), None)
         free, total = torch.cuda.mem_get_info(args.device)
+        (args.results / f"8b_step_{args.label}_memory.txt").write_text(torch.cuda.memory_summary(args.device))
+        statistics = torch.cuda.memory_stats(args.device)
         found |= {
             "mfu": common.ratio(flops / step_s, peak),
             "cap_bytes": prepared.machine.device_bytes,
             "max_reserved_bytes": torch.cuda.max_memory_reserved(args.device),
             "max_allocated_bytes": torch.cuda.max_memory_allocated(args.device),
             "used_on_device_bytes": total - free,
-            "allocator_retries": torch.cuda.memory_stats(args.device).get("num_alloc_retries"),
+            "allocator_retries": statistics.get("num_alloc_retries"),
+            "allocator_out_of_memory": statistics.get("num_ooms"),
+            "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF", ""),
+            "attention": attention_of(args, shape),
         }
     return found
+
+
+def attention_of(args: argparse.Namespace, shape: dict[str, int]) -> dict[str, Any]:
+    """Return which kernels the device computes attention by, and how many tensors a forward saves for its backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    heads, keys = shape["num_attention_heads"], shape["num_key_value_heads"]
+    width = shape["hidden_size"] // heads
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
+    q, k, v = (
+        torch.randn(1, count, args.seq_len, width, device=args.device, dtype=dtype, requires_grad=True)
+        for count in (heads, keys, keys)
+    )
+    saved: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out.sum().backward()
+        torch.cuda.synchronize(args.device)
+    kernels = sorted({e.key for e in profiled.key_averages() if e.self_device_time_total > 0})
+    return {"kernels": kernels, "saved_tensors": len(saved)}
 
 
 def planned(args: argparse.Namespace, directory: Path, tokens_per_s: float) -> dict[str, Any]:
@@ -271,7 +312,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--device-memory", default="24GB")
+    parser.add_argument("--device-memory", help="the cap; default: 24 GB, or 85 % of what is free")
     parser.add_argument("--home", choices=("host", "disk"), default="host")
     parser.add_argument("--store-dir", help="of a disk home")
     parser.add_argument("--dtype", default="bf16")
@@ -292,6 +333,8 @@ def main() -> None:
     machine = common.machine()
     args.layers = args.layers or (4 if args.tiny else layers_that_fit(shape))
     args.label = args.label or f"{(machine['gpu'] or 'cpu').lower().replace(' ', '_')}_{machine['month']}"
+    args.device_memory = args.device_memory or default_cap(args.device)
+    args.results.mkdir(parents=True, exist_ok=True)
     cap_device(args.device, parse_bytes(args.device_memory))
     with tempfile.TemporaryDirectory() as name, borrowed_torch(deterministic=True, device=args.device):
         result = run(args, configure(args, shape, Path(name)), Path(name))

@@ -1,23 +1,28 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in less than 28 minutes on one: the equality tests, `outsize verify`, one step of an
-# 8B-shaped model beside what `outsize plan` says of it, and a full probe beside the vendor's figures. What has not begun
-# by then fails, and so does what is under way. Needs no network and no installation: PYTHON names the
-# interpreter, results go to bench/results. C kernels are built where there are setuptools and a compiler.
+# All that needs a GPU, in less than 28 minutes on one: the equality tests, `outsize verify`, a step of an 8B-shaped model
+# beside what `outsize plan` says of it, and a full probe beside the vendor's figures. What has not begun by then fails,
+# and what is under way is interrupted: it tells what it has by then, and all else lies in RESULTS already.
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
-#   bench/gpu/run_all.sh tests verify    # or some of: tests step probe verify families accelerator
+#   bench/gpu/run_all.sh tests verify    # or some of: tests verify step probe families accelerator
+#   DEVICE=emulated:1 bench/gpu/run_all.sh   # that it runs, on a machine without a GPU
+#
+# PYTHON names the interpreter. Packages that it lacks are installed into a virtual environment beside the checkout,
+# torch excepted; with INSTALL=0 nothing is, and no network is needed. C kernels are built where there is a compiler.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-# Memory that one stream has freed can serve another; the older name is for torch below 2.9.
-export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-PYTHON="${PYTHON:-python3}"
-RESULTS="${RESULTS:-bench/results}"
+PYTHON="${PYTHON:-python3}" DEVICE="${DEVICE:-cuda}" RESULTS="${RESULTS:-bench/results}" ALL_S="${ALL_S:-1680}"
 mkdir -p "$RESULTS"
-"$PYTHON" bench/gpu/check_packages.py || exit 1
+if [[ ${INSTALL:-1} != 0 ]] && lacks=$("$PYTHON" bench/gpu/check_packages.py --names) && [[ -n $lacks ]]; then
+    "$PYTHON" -m venv --system-site-packages .venv-gpu && PYTHON=.venv-gpu/bin/python
+    # shellcheck disable=SC2086 # several words
+    "$PYTHON" -m pip install -q -c constraints.txt $lacks || "$PYTHON" -m pip install -q $lacks
+fi
+"$PYTHON" bench/gpu/check_packages.py --device "$DEVICE" || exit 1
 "$PYTHON" setup.py -q build_ext --inplace || echo "no C kernels: torch does their work"
+[[ $DEVICE == cuda ]] || export OUTSIZE_TEST_DEVICE="$DEVICE" OUTSIZE_TEST_DEVICES=emulated:2
 failed=()
-ALL_S="${ALL_S:-1680}"
 
 part() { # part NAME SECONDS COMMAND...
     local name=$1 limit=$2 began=$SECONDS left=$((ALL_S - SECONDS))
@@ -25,22 +30,29 @@ part() { # part NAME SECONDS COMMAND...
     echo "== $name"
     if ((left < limit)); then limit=$left; fi
     if ((limit <= 0)); then echo "== $name: FAILED, no time is left"; failed+=("$name"); return; fi
-    if timeout --kill-after=20 "$limit" "$@"; then echo "== $name: done in $((SECONDS - began)) s"
+    if timeout --signal=INT --kill-after=20 "$limit" "$@"; then echo "== $name: done in $((SECONDS - began)) s"
     else echo "== $name: FAILED with status $? after $((SECONDS - began)) s"; failed+=("$name"); fi
 }
 
+# What fails is printed as it fails, and read from the XML file by machines.
+run_pytest() { # run_pytest NAME SECONDS ARGUMENTS...
+    local name=$1 limit=$2
+    shift 2
+    part "$name" "$limit" "$PYTHON" -m pytest -v -p no:cacheprovider --junitxml "$RESULTS/gpu_$name.xml" "$@"
+}
+
 run_tests() {
-    part tests 480 "$PYTHON" -m pytest -q -m "cuda and not slow" -p no:cacheprovider tests/gpu tests/accelerator \
-        tests/runtime/test_device.py
+    run_pytest tests 420 -m "cuda and not slow" tests/gpu tests/accelerator tests/runtime/test_device.py
 }
 
 run_families() {
-    part families 300 "$PYTHON" -m pytest -q -m "cuda and slow" -p no:cacheprovider tests/gpu tests/accelerator
+    run_pytest families 300 -m "cuda and slow" tests/gpu tests/accelerator
 }
 
-# The same tests on a device that is made up, whose streams are late: what the GPU is too quick to show.
+# The same tests on a device that is made up, whose streams are late: what the GPU, which is hidden, is too quick to show.
 run_accelerator() {
-    part accelerator 300 "$PYTHON" -m pytest -q -m "not slow" -p no:cacheprovider --accelerator=late tests/accelerator
+    CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' OUTSIZE_TEST_DEVICE=late:0 OUTSIZE_TEST_DEVICES=late:0,1 \
+        run_pytest accelerator 300 -m "not slow" --accelerator=late tests/accelerator
 }
 
 run_verify() {
@@ -51,17 +63,23 @@ run_verify() {
         "bf16 host memory.activations=offload" "bf16 host optimizer.masters=split --set optimizer.clip=unit"; do
         read -r dtype home more <<<"$options"
         # shellcheck disable=SC2086 # several words
-        part "verify $options" 150 bash -o pipefail -c '"$@" | tee -a "$0"' "$RESULTS/gpu_verify.jsonl" \
+        part "verify $options" 90 bash -o pipefail -c '"$@" | tee -a "$0"' "$RESULTS/gpu_verify.jsonl" \
             "$PYTHON" -m outsize verify --model "$work/model" --data "$work/tokens.npy" \
-            --steps 3 --tokens-per-step 4096 --seq-len 1024 --microbatches 4 --device cuda --device-memory 2GiB \
+            --steps 3 --tokens-per-step 4096 --seq-len 1024 --microbatches 4 --device "$DEVICE" --device-memory 2GiB \
             --home "$home" --seed 0 --run-dir "$work/run-${options//[^a-z0-9]/-}" \
             --set model.dtype="$dtype" --set data.format=tokens ${more:+--set $more} --json
     done
     rm -rf "$work"
 }
 
+# Once as users have it, and once with segments that memory of one stream can leave for another; the older name is for
+# torch below 2.9.
 run_step() {
-    part "8B step" 570 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS"
+    local tiny=(--device cuda:0) segments=expandable_segments:True
+    [[ $DEVICE == cuda ]] || tiny=(--tiny --device "$DEVICE" --device-memory 64MiB)
+    part "8B step" 330 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" "${tiny[@]}"
+    PYTORCH_ALLOC_CONF=$segments PYTORCH_CUDA_ALLOC_CONF=$segments part "8B step, expandable segments" 270 \
+        "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" --label expandable --steps 3 "${tiny[@]}"
 }
 
 run_probe() {
@@ -71,6 +89,8 @@ run_probe() {
     part "ways of feeding" 120 "$PYTHON" bench/bench_feed.py --output "$RESULTS/gpu_feed.json"
 }
 
-for name in "${@:-tests step probe verify families accelerator}"; do for each in $name; do "run_$each"; done; done
+for name in "${@:-tests verify step probe families accelerator}"; do
+    for each in $name; do "run_$each"; done
+done
 if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi
 echo "all done in $SECONDS s"
