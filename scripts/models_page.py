@@ -30,7 +30,8 @@ means bit for bit, *to rounding* within 1e-6: what all layers of a decoder take 
 Of models of several parts the list with the most parameters is streamed, and the other parts stay on the device. The
 refused ones call a layer several times, or out of turn. The tests train the language models as runs as well,
 over either home and in several microbatches.
-`outsize train` takes causal and masked language models, and by its [objectives](objectives.md) classifiers, models
+`outsize train` takes causal and masked language models ([which tokens are hidden](data.md#masked-language-models)), and
+by its [objectives](objectives.md) classifiers, models
 without a head and encoder-decoders; other kinds train by [`outsize.wrap`](wrap.md), in a loop of your own or under a
 trainer.
 

@@ -55,14 +55,14 @@ def save_model(model: nn.Module, directory: Path) -> Path:
     return directory
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and an end of text: no training, no files."""
+def make_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    """One token per byte, and an end of text: no training, no files; ``special`` tokens come last."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<eos>", *alphabet])}
+    vocabulary = {token: index for index, token in enumerate(["<eos>", *alphabet, *special.values()])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", **special)
 
 
 def make_model_dir(directory: Path, name: str = "llama", **changes: Any) -> Path:
@@ -74,7 +74,7 @@ def make_model_dir(directory: Path, name: str = "llama", **changes: Any) -> Path
     with torch.random.fork_rng():
         torch.manual_seed(0)
         save_model(factory.from_config(config, dtype=torch.float32), directory)
-    make_tokenizer().save_pretrained(directory)
+    make_tokenizer(**{"mask_token": "<mask>"} if zoo.is_masked(name) else {}).save_pretrained(directory)
     return directory
 
 

@@ -35,6 +35,14 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         }.items()
     },
     "data.group_by_length": ("true", [([], ONE), (["data.pack=none", DPO], ONE)]),
+    **{
+        f"data.{key}": (value, [([], Surroundings(masks=False)), ([DPO], ONE)])
+        for key, value in {
+            "mlm_probability": "0.3",
+            "mask_replace_prob": "0.5",
+            "random_replace_prob": "0.2",
+        }.items()
+    },
     "train.beta": ("0.2", [([], ONE), (["train.objective=reward"], ONE)]),
     "train.temperature": ("0.2", [([], ONE), ([DPO], ONE)]),
     "train.teacher": ("large", [([], ONE), ([DPO], ONE)]),

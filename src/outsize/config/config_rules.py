@@ -28,6 +28,7 @@ def contradictions(config: "Config") -> list[str]:
         _evaluation,
         _packing,
         _window,
+        _masking,
         _loss,
         _objective,
         _compile,
@@ -50,6 +51,17 @@ def _portions(config: "Config") -> list[str]:
             f"train.microbatches: {microbatches} microbatches need as many sequences, but "
             f"{config.tokens_per_step} tokens per step are {config.sequences_per_step} of {seq_len} tokens; "
             f"lower train.microbatches or raise train.tokens_per_step"
+        ]
+    return []
+
+
+def _masking(config: "Config") -> list[str]:
+    """A token that is to be predicted becomes the mask token, or any, or stays: shares of one."""
+    masked, random = config.data.mask_replace_prob, config.data.random_replace_prob
+    if masked + random > 1:
+        return [
+            f"data.random_replace_prob: {random:g} and data.mask_replace_prob, {masked:g}, are more than all; lower "
+            "one of them"
         ]
     return []
 

@@ -81,6 +81,25 @@ class DataConfig(SourceConfig):
         description="With pack none: documents of like length come into one step, whose sequences all end with the "
         "longest of them instead of at seq_len.",
     )
+    mlm_probability: float = Field(
+        default=0.15,
+        gt=0,
+        le=1,
+        description="Masked language models: share of the tokens that are to be predicted, drawn anew each time that a "
+        "sequence is trained on.",
+    )
+    mask_replace_prob: float = Field(
+        default=0.8,
+        ge=0,
+        le=1,
+        description="Share of those that become the mask token in what the model sees.",
+    )
+    random_replace_prob: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of those that become any token; the rest stay as they are.",
+    )
     window: int | None = Field(
         default=None,
         ge=1,

@@ -25,6 +25,7 @@ class Surroundings:
         chunks_loss: whether head and loss are computed in chunks.
         container: kind of the data's files: ``text``, ``json``, ``csv``, ``tsv``, ``parquet`` or ``tokens``.
         one_file: whether the data is a file and not a directory.
+        masks: whether the model is a masked language model.
         by_trainer: whether a trainer of another library trains, as it does for each `train.objective` but sft.
     """
 
@@ -36,6 +37,7 @@ class Surroundings:
     chunks_loss: bool | None = None
     container: str | None = None
     one_file: bool | None = None
+    masks: bool | None = None
     by_trainer: bool = False
 
 
@@ -107,6 +109,10 @@ _ALWAYS: Final[_Row] = ()
 _ALONE: Final[_Row] = (("a single process trains", _Case.is_alone),)
 _REPLICATED: Final[_Row] = (("parallel.mode is ddp", _Case.is_replicated),)
 _ONLY_DDP: Final[_Row] = (*_ALONE, ("parallel.mode is not ddp", lambda case: not case.is_replicated()))
+_MASKS: Final[_Row] = (
+    ("the model predicts the next token and not hidden ones", lambda case: case.around.masks is False),
+    ("train.objective predicts no hidden tokens", lambda case: not case.learns("sft")),
+)
 _FULL: Final[_Row] = (("train.method is full", lambda case: case.config.train.method == "full"),)
 _NO_STALL: Final[_Row] = (("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),)
 _STAGES: Final[_Row] = (
@@ -165,6 +171,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
         ("data.pack is not none", lambda case: case.config.data.pack != "none"),
         *_TRAINERS,
     ),
+    **dict.fromkeys(("data.mlm_probability", "data.mask_replace_prob", "data.random_replace_prob"), _MASKS),
     "data.prefetch": _TRAINERS,
     "data.workers": (
         ("data.prefetch has one batch made at a time", lambda case: case.config.data.prefetch == 1),

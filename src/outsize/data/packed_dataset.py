@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORED, Batch
 from outsize.data.detected import Detected
+from outsize.data.masking import Masker
 from outsize.data.permute import SeededPermutation
 from outsize.data.recycled import RecycledArrays
 from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
@@ -225,6 +226,7 @@ class PackedDataset:
         self._layout = layout
         self._seed = seed
         self._group: int | None = None
+        self._masker: Masker | None = None
         self._block: tuple[int, int, NDArray[np.int64]] | None = None
         self.found = [detected] if isinstance(detected, Detected) else list(detected)
         self.detected = self.found[0]
@@ -243,6 +245,11 @@ class PackedDataset:
     def grouped(self, num_sequences: int) -> Self:
         """Have batches of so many sequences hold those of like length from now on, and end with the longest of them."""
         self._group, self._block = num_sequences, None
+        return self
+
+    def masked(self, masker: Masker) -> Self:
+        """Have tokens of all batches hidden from now on, and predicted."""
+        self._masker = masker
         return self
 
     def describe(self, kept: KeptTokens | None = None) -> str:
@@ -297,14 +304,19 @@ class PackedDataset:
         first = step * num_sequences
         drawn = self._drawn(np.arange(first, first + num_sequences, dtype=np.int64))
         batch = self._layout.batch(*drawn)
+        if self._group is not None:
+            batch = batch.narrowed(max(2, int(self._layout.lengths(*drawn).max())))
         return (
-            batch if self._group is None else batch.narrowed(max(2, int(self._layout.lengths(*drawn).max())))
+            batch
+            if self._masker is None
+            else self._masker(batch, "trained", range(first, first + num_sequences))
         )
 
     def sequences(self, first: int, count: int) -> Batch:
         """Return ``count`` sequences from number ``first`` on, as they lie, for what is measured and not trained."""
         numbers = np.arange(first, first + count, dtype=np.int64)
-        return self._layout.batch(numbers, np.zeros_like(numbers))
+        batch = self._layout.batch(numbers, np.zeros_like(numbers))
+        return batch if self._masker is None else self._masker(batch, "measured", range(first, first + count))
 
     def epoch(self, step: int, num_sequences: int) -> float | None:
         """Return how many times the data was used before ``step``, e.g. 1.5; None where that is not known."""

@@ -187,6 +187,24 @@ def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
             f"{config.model_type} is an encoder-decoder, which outsize train takes for sft alone"
         )
     remote = getattr(config, "auto_map", None) or {}
+    tables = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+    own_code = {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(remote)
+    if not own_code and not any(config.model_type in table for table in tables):
+        raise ModelError(
+            f"{config.model_type} is not a language model that transformers can build as AutoModelForCausalLM"
+        )
+    auto = AutoModelForMaskedLM if is_masked(config) else AutoModelForCausalLM
+    return cast(Callable[..., nn.Module], auto.from_config)
+
+
+def is_masked(config: "PretrainedConfig") -> bool:
+    """Return whether what is built of a config without further words predicts hidden tokens, and not the next one."""
+    from transformers.models.auto import modeling_auto
+
+    remote = getattr(config, "auto_map", None) or {}
     causal = (
         config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         or "AutoModelForCausalLM" in remote
@@ -195,16 +213,10 @@ def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
         config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         or "AutoModelForMaskedLM" in remote
     )
-    if not causal and not masked:
-        raise ModelError(
-            f"{config.model_type} is not a language model that transformers can build as AutoModelForCausalLM"
-        )
     # Encoders that can also decode (BERT, RoBERTa, …) are in both tables; their config says which they are.
-    as_encoder = masked and not (
-        causal and (getattr(config, "is_decoder", False) or _is_named_causal(config))
-    )
-    auto = AutoModelForMaskedLM if as_encoder else AutoModelForCausalLM
-    return cast(Callable[..., nn.Module], auto.from_config)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    return masked and not (causal and (getattr(config, "is_decoder", False) or _is_named_causal(config)))
 
 
 def _class_of(auto: str) -> Any:

@@ -15,6 +15,7 @@ from outsize.config import Config
 from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
+from outsize.model.build import is_masked
 from outsize.objectives.objective_records import Classes, read_rows
 from outsize.objectives.preference_records import Row
 from outsize.objectives.recipes import RECIPES, Recipe
@@ -70,6 +71,11 @@ def prepare_data(
             f"the tokenizer in {files.directory} has neither a pad nor an EOS token; give it a pad_token"
         )
     if not recipe.fields:
+        if is_masked(files.hf_config):
+            raise ConfigError(
+                f"train.objective={objective} learns what a teacher says comes next, and a "
+                f"{files.hf_config.model_type} predicts hidden tokens; train it with train.objective=sft"
+            )
         return _packed(config, files, tokenizer, place, announce)
     rows = read_rows(config, objective, recipe, announce)
     measured = read_rows(config, objective, recipe, announce, measured=True) if config.eval.on else None

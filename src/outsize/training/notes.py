@@ -7,6 +7,7 @@ from outsize.config import Config, Surroundings
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.hardware.cpu import read_cpu
+from outsize.model.build import is_masked
 from outsize.session.job.prepare import Job
 
 
@@ -27,6 +28,7 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
         chunks_loss=prepared.chunk_tokens is not None,
         container=container,
         one_file=Path(config.data.path).is_file(),
+        masks=is_masked(prepared.hf_config),
     )
     lossy = prepared.plan.state.lossy
     rounded = [f"not bit-exact, since rounded by chance: {' and '.join(lossy)}"] if lossy else []

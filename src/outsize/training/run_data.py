@@ -13,10 +13,11 @@ from outsize.config import Config, SourceConfig
 from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.chat import ChatTemplate
 from outsize.data.loader_sweep import enough_workers, sweep_loader
+from outsize.data.masking import Masker
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
-from outsize.model.build import load_hf_config
+from outsize.model.build import is_masked, load_hf_config
 from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 
@@ -95,7 +96,10 @@ def _open(
         corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob).container == "tokens"
         for corpus in corpora
     ]
-    tokenizer = None if all(is_tokens) else load_tokenizer(model, config.model.trust_remote_code)
+    masks = is_masked(model.hf_config)
+    tokenizer = (
+        None if all(is_tokens) and not masks else load_tokenizer(model, config.model.trust_remote_code)
+    )
     text_config = model.hf_config.get_text_config()
     cache_dir = run_dir / "data"
     with needed_directory(cache_dir, "train.run_dir"):
@@ -114,7 +118,23 @@ def _open(
                 vocab_size=getattr(text_config, "vocab_size", None),
             ),
         )
-    return dataset.grouped(config.sequences_per_step) if config.data.is_grouped and not measured else dataset
+    if config.data.is_grouped and not measured:
+        dataset.grouped(config.sequences_per_step)
+    if not masks:
+        return dataset
+    with contextlib.ExitStack() as unless_used:
+        unless_used.enter_context(dataset)
+        masker = Masker(
+            tokenizer,
+            config.train.seed,
+            mlm_probability=config.data.mlm_probability,
+            mask_replace_prob=config.data.mask_replace_prob,
+            random_replace_prob=config.data.random_replace_prob,
+            vocab_size=getattr(text_config, "vocab_size", None),
+        )
+        unless_used.pop_all()
+    announce(masker.describe())
+    return dataset.masked(masker)
 
 
 def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:
