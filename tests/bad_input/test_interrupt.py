@@ -21,7 +21,9 @@ from outsize.training.interrupt import Interrupt
 from patience import PATIENCE_S
 
 SIX = {"steps": 6}
-BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+EACH = pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["SIGINT", "SIGTERM", "SIGHUP"]
+)
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def handlers_are_given_back() -> Any:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@BOTH
+@EACH
 def test_the_first_signal_finishes_the_step_and_saves(
     world: World, monkeypatch: pytest.MonkeyPatch, send: Callable[[int], None], number: int
 ) -> None:
@@ -75,7 +77,7 @@ def test_the_first_signal_finishes_the_step_and_saves(
     assert world.digest() == world.digest("through")
 
 
-@BOTH
+@EACH
 def test_the_second_signal_stops_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch, send: Callable[[int], None], number: int
 ) -> None:
@@ -112,7 +114,7 @@ def test_the_second_signal_while_saving_leaves_the_checkpoint_before(
     check_stopped(outcome.status, outcome.err, world.root / "run", "step-00000001")
 
 
-@BOTH
+@EACH
 def test_a_signal_before_the_first_step_leaves_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch, send: Callable[[int], None], number: int
 ) -> None:

@@ -81,7 +81,7 @@ def test_the_line_that_is_being_written_is_left_alone(tmp_path):
         ("[]\n", "line 1: not a step"),
         ("{\n", "line 1: not a step"),
         (
-            json.dumps({"schema": 1, "seconds": 1.0}) + "\n",
+            json.dumps({"schema": 1, "step": 1, "seconds": 1.0}) + "\n",
             "schema 1 of the heartbeat does not tell the time of each lane",
         ),
     ],

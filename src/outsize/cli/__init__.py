@@ -4,7 +4,6 @@
 """
 
 import os
-import sys
 from collections.abc import Sequence
 
 # How many turns threads of OpenMP spin before they sleep, for GOMP_SPINCOUNT. Several lanes compute at once: threads
@@ -16,18 +15,15 @@ SPIN_TURNS = "5000"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line ``arguments``, those of the process by default, and exit with its status.
 
-    Status 0: done; 1: `verify` found a difference; 2: a mistake that the message names; 3: a step stalled and
-    could not be given up; 130: interrupted before anything was saved, or twice.
+    Status 0: done; 1: `verify` found a difference, or the result could not be written to stdout; 2: a mistake that the
+    message names; 3: a step stalled and could not be given up; 130: interrupted before anything was saved, or twice.
     """
     from outsize.cli.app import app
+    from outsize.cli.text.streams import told
     from outsize.runtime.device.heap import use_one_arena
 
     use_one_arena()  # before a command starts its first thread
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # read by OpenMP when torch is loaded
-    try:
+    with told():
         app(arguments, prog_name="outsize")
-    except BrokenPipeError:
-        # Whoever read our output has gone (`outsize … | head`): the interpreter must not flush into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)

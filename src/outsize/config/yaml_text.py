@@ -23,6 +23,8 @@ _CORE: Final = {
     f"{_TAG}int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
     f"{_TAG}float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
+# Far more than any configuration has.
+_MOST_NODES = 100_000
 TakesText = Callable[[str, str], bool]
 
 
@@ -76,6 +78,7 @@ def parse_yaml(
         node = loader.get_single_node()
         if node is None:
             return None
+        _check_size(node, {})
         _leave_as_written(node, takes_text, at)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -89,6 +92,28 @@ def parse_yaml(
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def _check_size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many nodes there are below one, with aliases written out; some lines of these can stand for billions.
+
+    Raises:
+        ConstructorError: there are too many, or one stands for itself.
+    """
+    known = sizes.get(id(node))
+    if known == 0:
+        raise ConstructorError(None, None, "an alias stands for what it is a part of", node.start_mark)
+    if known is None:
+        sizes[id(node)] = 0  # not known yet
+        below = [node.value] if isinstance(node, yaml.ScalarNode) else list(node.value)
+        members = [each for entry in below for each in (entry if isinstance(entry, tuple) else (entry,))]
+        known = 1 + sum(_check_size(each, sizes) for each in members if isinstance(each, yaml.Node))
+        if known > _MOST_NODES:
+            raise ConstructorError(
+                None, None, f"more than {_MOST_NODES:,} values, with aliases written out", node.start_mark
+            )
+        sizes[id(node)] = known
+    return known
 
 
 def _leave_as_written(node: yaml.Node, takes_text: TakesText, at: tuple[str, ...]) -> None:

@@ -6,13 +6,16 @@ quarter of a step is it, the largest first. Without one compute has the step to 
 then the shorter ones; then compute. Only a run beside which nothing is wrong is told that nothing can be done.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from outsize.doctor.advice import Remedy
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import SEVERITIES, Finding, Rule, Seen
 from outsize.doctor.rules import RULES
+from outsize.telemetry.run_files import as_a_run
 
 # Share of a step from which it is what limits a run, whatever else is slow.
 _LONG = 0.25
@@ -60,7 +63,16 @@ def examine(facts: Facts, rules: Sequence[Rule] = RULES) -> Report:
 
     What costs or endangers something (``error``, ``warning``) comes before what is only worth knowing. Among them the
     bottleneck comes first, then the largest gain; those whose gain only a trial can tell follow, errors first.
+
+    Raises:
+        ConfigError: what was recorded of a run is not what a run records.
     """
+    where = contextlib.nullcontext() if facts.recorded is None else as_a_run(Path(facts.recorded.directory))
+    with where:
+        return _examined(facts, rules)
+
+
+def _examined(facts: Facts, rules: Sequence[Rule]) -> Report:
     findings, not_judged = _apply(rules, facts)
     limiting, _ = _apply([rule for rule in rules if rule.limits], Facts(recorded=facts.recorded))
     first = min((one for one in limiting if one.gain_share is not None), key=_likelihood, default=None)

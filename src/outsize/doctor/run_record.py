@@ -14,7 +14,6 @@ time in which the compute lane did nothing:
 From schema 4 on the run has followed every wait back to its cause itself (``waits_s``), and nothing is shared out.
 """
 
-import json
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,12 +22,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from outsize.errors import ConfigError
 from outsize.hardware.inventory import Inventory
 from outsize.telemetry.heartbeat_schema import READABLE
+from outsize.telemetry.run_files import as_a_run, read_mapping, step_of
 
 # The newest lines are judged: what the run is doing now.
 KEPT_LINES = 500
@@ -189,7 +188,8 @@ def read_run(directory: Path) -> RunRecord:
     Raises:
         ConfigError: there is no run, none of its steps has ended, or it is of a version that does not tell enough.
     """
-    return record_of(directory, _lines(directory / "heartbeat.jsonl"))
+    with as_a_run(directory):
+        return record_of(directory, _lines(directory / "heartbeat.jsonl"))
 
 
 def record_of(directory: Path, lines: Iterable[Mapping[str, Any]]) -> RunRecord:
@@ -233,39 +233,21 @@ def _inventory(about: Mapping[str, Any]) -> Inventory | None:
 
 
 def _lines(heartbeat: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the newest lines that are whole."""
-    try:
-        with heartbeat.open(encoding="utf-8") as file:
-            newest = deque(enumerate(file, 1), maxlen=KEPT_LINES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {heartbeat}: {error}; name the directory of a run") from error
-    if newest and not newest[-1][1].endswith("\n"):
-        newest.pop()  # being written
-    for number, text in list(newest)[-KEPT_LINES:]:
-        try:
-            line = json.loads(text)
-            float(line["seconds"]), line["schema"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"{heartbeat}, line {number}: not a step of a run; take that line out"
-            ) from error
-        yield line
-
-
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """Return what a JSON or YAML file of a run holds; empty where there is none.
+    """Yield the newest lines that tell of a step.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: it cannot be read, or none of its lines does.
     """
-    if not path.exists():
-        return {}
     try:
-        # JSON is YAML too, but its own reader is faster and stricter.
-        read = json.loads if path.suffix == ".json" else yaml.safe_load
-        found = read(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; without the file the rest is told") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: not what a run writes; without the file the rest is told")
-    return found
+        with heartbeat.open("rb") as file:
+            newest = deque(enumerate(file, 1), maxlen=KEPT_LINES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {heartbeat}: {error}; name the directory of a run") from error
+    if newest and not newest[-1][1].endswith(b"\n"):
+        newest.pop()  # being written
+    steps = [(number, step_of(line)) for number, line in list(newest)[-KEPT_LINES:]]
+    if steps and not any(step for _, step in steps):
+        raise ConfigError(
+            f"{heartbeat}, line {steps[0][0]}: not a step of a run, as all others; take them out"
+        )
+    yield from (step for _, step in steps if step is not None)

@@ -9,7 +9,6 @@
 
 import contextlib
 import importlib
-import json
 import math
 import sys
 import warnings
@@ -37,6 +36,7 @@ from outsize.runtime.device.device_group import device_names
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
 from outsize.session.torch_state import borrowed_torch
+from outsize.telemetry.run_files import step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress
@@ -326,24 +326,25 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None) -> None:
 def _result(run_dir: Path, first: int, told: dict[str, Any]) -> TrainResult:
     """Return what the steps after ``first`` came to, from their lines in the heartbeat."""
     path = run_dir / HEARTBEAT
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    steps = [line for line in {line["step"]: line for line in lines}.values() if line["step"] > first]
+    lines = [step_of(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    told_steps = {line["step"]: line for line in lines if line is not None}
+    steps = [line for line in told_steps.values() if line["step"] > first]
     seconds = sum(step["seconds"] for step in steps)
     stalled: dict[str, float] = {}
     for step in steps:
-        for lane, waited_s in step["stall_s"].items():
+        for lane, waited_s in step.get("stall_s", {}).items():
             stalled[lane] = stalled.get(lane, 0.0) + waited_s
     saved, chosen = latest(run_dir), best(run_dir)
-    final = [step for step in steps if step["loss"] is not None]
+    final = [step for step in steps if step.get("loss") is not None]
     return TrainResult(
         **{
             "loss": final[-1]["loss"] if final else math.nan,
-            "tokens_per_s": sum(step["tokens"] for step in steps) / seconds if seconds else 0.0,
+            "tokens_per_s": sum(step.get("tokens", 0) for step in steps) / seconds if seconds else 0.0,
             "peak_rss_bytes": peak_rss_bytes(),
             "stall_share": sum(stalled.values()) / seconds if seconds else 0.0,
             "stall_owner": max(stalled, key=lambda lane: stalled[lane], default=None),
-            "bytes_read": sum(step["bytes_read"] for step in steps),
-            "bytes_written": sum(step["bytes_written"] for step in steps),
+            "bytes_read": sum(step.get("bytes_read") or 0 for step in steps),
+            "bytes_written": sum(step.get("bytes_written") or 0 for step in steps),
             "run_dir": str(run_dir),
             "export_dir": None if saved is None else str(saved),
             "best_dir": None if chosen is None else str(chosen),

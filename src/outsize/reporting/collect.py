@@ -11,7 +11,7 @@ from typing import Any
 
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
-from outsize.doctor.run_record import RunRecord, read_mapping, record_of
+from outsize.doctor.run_record import RunRecord, record_of
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Timeline
 from outsize.planner.simulate.unit_latency import round_starts, unit_latencies
@@ -20,6 +20,7 @@ from outsize.reporting.chrome import lane_order
 from outsize.reporting.downsample import MOST_BUCKETS
 from outsize.reporting.history import COMPUTE, History
 from outsize.reporting.run_files import MOST_OPS, read_timeline
+from outsize.telemetry.run_files import as_a_run, read_mapping
 
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0
@@ -35,13 +36,18 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         history: of its heartbeat, read already; None reads it.
 
     Raises:
-        ConfigError: there is no run, or none of its steps has ended.
+        ConfigError: there is no run, none of its steps has ended, or its files are not what a run writes.
     """
-    if history is None:
-        history = History(directory)
-        history.advance()
-    if not history.steps:
-        raise ConfigError(f"{directory}: no step has ended yet; ask again later")
+    with as_a_run(directory):
+        if history is None:
+            history = History(directory)
+            history.advance()
+        if not history.steps:
+            raise ConfigError(f"{directory}: no step has ended yet; ask again later")
+        return _collected(directory, history)
+
+
+def _collected(directory: Path, history: History) -> dict[str, Any]:
     about, plan = read_mapping(directory / "run.json"), read_mapping(directory / "plan.json")
     config = read_mapping(directory / "config.yaml")
     recorded = _recorded(directory, history)
@@ -58,7 +64,7 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         "shares": series.shares(history),
         "waits": [] if recorded is None else _waits(recorded),
         "gpus": history.recent[-1].get("gpus", []) if history.recent else [],
-        "fallbacks": history.recent[-1].get("fallbacks", {}) if history.recent else {},
+        "fallbacks": _fallbacks(history),
         "verdict": {"bottleneck": None, "findings": []}
         if recorded is None
         else asdict(examine(Facts(recorded=recorded))),
@@ -66,6 +72,12 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
         "timeline": _timeline(read_timeline(directory / "timeline.json"), about, plan),
         "downsampled": len(history.steps) > 2 * MOST_BUCKETS,
     }
+
+
+def _fallbacks(history: History) -> dict[str, int]:
+    """What did not go as asked, by the newest line, and lines of the heartbeat that cannot be read."""
+    told = dict(history.recent[-1].get("fallbacks", {})) if history.recent else {}
+    return {**told, "broken_lines": history.num_broken} if history.num_broken else told
 
 
 def _recorded(directory: Path, history: History) -> RunRecord | None:

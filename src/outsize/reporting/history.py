@@ -4,7 +4,6 @@ A line is some kilobytes and a run may have 50,000 of them, so lines are not kep
 read. A step that was repeated after a crash counts once, as it ended the last time.
 """
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from outsize.doctor.run_record import KEPT_LINES
 from outsize.errors import ConfigError
+from outsize.telemetry.run_files import step_of
 
 HEARTBEAT = "heartbeat.jsonl"
 # Fields of a line that become columns as they are.
@@ -40,6 +40,7 @@ class History:
     """What a heartbeat holds so far.
 
     Attributes:
+        num_broken: lines that tell of no step: half ones, of a run that was cut off, or of something else.
         steps: numbers of the steps, ascending.
         columns: values by field; None where a line does not have it.
         shares: of each step, by what compute lanes did or waited for, 0 to 1; from schema 4 on.
@@ -50,7 +51,8 @@ class History:
     def __init__(self, directory: Path) -> None:
         self._path = directory / HEARTBEAT
         self._offset = 0
-        self._line_number = 0
+        self._first_broken = self._line_number = 0
+        self.num_broken = 0
         self.steps: list[int] = []
         self.columns: dict[str, list[float | None]] = {name: [] for name in FIELDS}
         self.shares: list[dict[str, float]] = []
@@ -61,7 +63,7 @@ class History:
         """Read what was added since the last call, and return how many steps that was.
 
         Raises:
-            ConfigError: there is no heartbeat, or what is in it are no steps.
+            ConfigError: there is no heartbeat, or what is in it are no steps, none of them.
         """
         try:
             with self._path.open("rb") as file:
@@ -77,8 +79,11 @@ class History:
                 break  # being written
             self._offset += len(line)
             self._line_number += 1
-            self._take(line)
-            count += 1
+            count += self._take(line)
+        if self.num_broken and not self.steps:
+            raise ConfigError(
+                f"{self._path}, line {self._first_broken}: not a step of a run, as all others; take them out"
+            )
         return count
 
     def was_replaced(self) -> bool:
@@ -89,14 +94,14 @@ class History:
         """Return the newest value of a column that is one."""
         return next((value for value in reversed(self.columns[name]) if value is not None), None)
 
-    def _take(self, line: bytes) -> None:
-        try:
-            step = json.loads(line)
-            number, seconds = int(step["step"]), float(step["seconds"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"{self._path}, line {self._line_number}: not a step of a run; take that line out"
-            ) from error
+    def _take(self, line: bytes) -> bool:
+        """Take a line apart; returns whether it tells of a step."""
+        step = step_of(line)
+        if step is None:
+            self.num_broken += 1
+            self._first_broken = self._first_broken or self._line_number
+            return False
+        number, seconds = step["step"], step["seconds"]
         while self.steps and self.steps[-1] >= number:
             self._drop()
         self.steps.append(number)
@@ -106,6 +111,7 @@ class History:
         self.shares.append(shares_of(step, seconds))
         self.tiers.append({name: tier["used_bytes"] for name, tier in step.get("tiers", {}).items()})
         self.recent.append(step)
+        return True
 
     def _drop(self) -> None:
         """Forget the newest step, which was repeated."""

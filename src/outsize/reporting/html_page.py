@@ -49,7 +49,7 @@ def make_page(data: dict[str, Any], *, live: bool = False) -> str:
     for part in rest:
         name, _, text = part.partition("}}")
         pieces += [filled[name], text]
-    return "".join(pieces)
+    return _sayable("".join(pieces))
 
 
 def write_page(path: Path, page: str) -> int:
@@ -69,4 +69,9 @@ def write_page(path: Path, page: str) -> int:
 
 def to_json(data: dict[str, Any]) -> str:
     """Return compact JSON, with null for what JSON cannot say: NaN and infinities."""
-    return json.dumps(without_nan(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return _sayable(json.dumps(without_nan(data), separators=(",", ":"), ensure_ascii=False, allow_nan=False))
+
+
+def _sayable(text: str) -> str:
+    """Put a question mark for what UTF-8 cannot say, such as half a pair of surrogates in a name."""
+    return text.encode("utf-8", "replace").decode("utf-8")

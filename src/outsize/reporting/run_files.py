@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from outsize.doctor.run_record import read_mapping
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.telemetry.run_files import read_mapping
 
 # Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.
 MOST_OPS = 30_000
@@ -34,7 +34,7 @@ def read_timeline(path: Path) -> Timeline | None:
             for e in events
             if e["ph"] == "X"
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{path}: not a timeline that outsize wrote; without the file the rest is told"
         ) from error

@@ -21,6 +21,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.steps import Measure
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.prealloc import explain
+from outsize.training.metrics.heartbeat import Telling
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -66,11 +67,19 @@ class Evaluations:
         dataset: what the model is measured on.
         run_dir: of the run.
         first: steps that were done before.
+        telling: counts lines that cannot be written.
     """
 
     def __init__(
-        self, config: Config, trainer: StreamedTrainer, dataset: PackedDataset, run_dir: Path, first: int
+        self,
+        config: Config,
+        trainer: StreamedTrainer,
+        dataset: PackedDataset,
+        run_dir: Path,
+        first: int,
+        telling: Telling,
     ) -> None:
+        self._telling = telling
         self._config = config
         self._trainer = trainer
         self._dataset = dataset
@@ -101,7 +110,7 @@ class Evaluations:
         """Measure the model after ``step`` steps, and keep what came of it.
 
         Raises:
-            OutsizeError: an op failed, or the line cannot be written.
+            OutsizeError: an op failed. A line that cannot be written is counted, and written with the next one.
         """
         began = time.monotonic()
         found: Measure = self._trainer.evaluate(self._batches())
@@ -113,14 +122,17 @@ class Evaluations:
             seconds=time.monotonic() - began,
         )
         self.records.append(record)
+        self._telling.tell("an evaluation", lambda: self._keep(record))
+        return record
+
+    def _keep(self, record: EvaluationRecord) -> None:
         path = self._run_dir / EVALUATIONS
         try:
             files.write_whole(path, "".join(json.dumps(asdict(each)) + "\n" for each in self.records))
             if self._config.eval.keep_best and self.best is record:
-                set_best(self._run_dir, name_of(step))
+                set_best(self._run_dir, name_of(record.step))
         except OSError as error:
             raise explain(error, f"write {path}") from error
-        return record
 
     def _batches(self) -> Iterator[Batch]:
         most = min(self._dataset.num_sequences, self._config.eval.sequences or self._dataset.num_sequences)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: while there are steps to save, the first asks the run to finish and save, the second stops it.
+"""Ctrl-C, SIGTERM, SIGHUP: while there are steps to save, the first asks the run to finish and save, the second stops.
 
 A signal is answered at once, though a step may take minutes: its handler puts an answer into a queue, and a thread that
 waits for it speaks. The handler may not speak itself, since what it interrupts may be writing to the same console.
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP comes when a terminal closes; under nohup it is ignored, and stays so.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """While entered, a signal raises KeyboardInterrupt, SIGTERM too: whatever is under way is undone on its way out.
+    """While entered, a signal raises KeyboardInterrupt: whatever is under way is undone on its way out.
 
     Where `finish` is set, the first signal only sets `requested`. Signal handlers belong to the main thread; in any
     other this does nothing.
@@ -43,7 +44,8 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             self._speaker = threading.Thread(target=self._speak, name="outsize-interrupt", daemon=True)
             self._speaker.start()
-            self._former = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._former = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *exception: object) -> None:

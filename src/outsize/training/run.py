@@ -39,7 +39,7 @@ from outsize.training.forecast import Forecast, forecast
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress, Run
 from outsize.training.metrics.flops import Peak, peak_of, slow_products, step_flops
-from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
+from outsize.training.metrics.heartbeat import Heartbeat, Telling, write_json, write_whole
 from outsize.training.metrics.profiling import StepProfiler
 from outsize.training.metrics.run_info import about, gpu_uuids
 from outsize.training.metrics.run_records import TrainResult
@@ -240,7 +240,8 @@ def _open(
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, asked, prepared, (flops, peak), placement)
-    heartbeat = stack.enter_context(Heartbeat(own_dir))
+    telling = Telling(announce)
+    heartbeat = stack.enter_context(Heartbeat(own_dir, telling))
     writers = stack.enter_context(_writers(config, ranks))
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
     sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
@@ -251,6 +252,7 @@ def _open(
         ranks,
         trainer,
         _accounts(trainer, sampler, flops, peak),
+        telling,
         heartbeat,
         writers,
         profiler,
@@ -260,7 +262,7 @@ def _open(
         progress if ranks.is_first else None,
         trainer.position,
         expected,
-        _evaluations(stack, config, trainer, ranks),
+        _evaluations(stack, config, trainer, ranks, telling),
     )
     aftermath.begun = True
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
@@ -288,7 +290,7 @@ def _writers(config: Config, ranks: Ranks) -> Writers:
 
 
 def _evaluations(
-    stack: contextlib.ExitStack, config: Config, trainer: Trainer, ranks: Ranks
+    stack: contextlib.ExitStack, config: Config, trainer: Trainer, ranks: Ranks, telling: Telling
 ) -> Evaluations | None:
     """Open what the model is measured on; None where it is not."""
     if not config.eval.on or not isinstance(trainer, StreamedTrainer):
@@ -296,7 +298,7 @@ def _evaluations(
     dataset = stack.enter_context(
         open_dataset(config, trainer.prepared, ranks.run_dir, ranks.announce, measured=True)
     )
-    return Evaluations(config, trainer, dataset, ranks.run_dir, trainer.position.step)
+    return Evaluations(config, trainer, dataset, ranks.run_dir, trainer.position.step, telling)
 
 
 def _watchdog(prepared: Job, ranks: Ranks, expected: Forecast | None) -> Watchdog:

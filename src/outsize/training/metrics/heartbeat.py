@@ -3,10 +3,13 @@
 import contextlib
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from outsize import files
+from outsize.errors import StorageError
 from outsize.storage.prealloc import explain
 from outsize.telemetry.heartbeat_schema import SCHEMA_VERSION
 from outsize.training.metrics.run_records import StepRecord
@@ -14,40 +17,78 @@ from outsize.training.metrics.run_records import StepRecord
 HEARTBEAT = "heartbeat.jsonl"
 
 
-class Heartbeat:
-    """Appends to the heartbeat of a run directory; a context manager.
+class Telling:
+    """Writes what tells of a run: whatever becomes of that does not end what trains.
 
-    Raises:
-        StorageError: the file cannot be written.
+    Args:
+        announce: told once of each kind of thing that could not be written.
+
+    Attributes:
+        num_failed: writes that failed so far.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / HEARTBEAT
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._told: set[str] = set()
+        self.num_failed = 0
+
+    def tell(self, what: str, write: Callable[[], object]) -> bool:
+        """Call ``write``, and count where it fails; returns whether it went well. ``what`` is its kind, for people."""
         try:
-            self._file: TextIO = files.open_text(self._path, "a")
+            write()
+        except (OSError, StorageError) as error:
+            self.num_failed += 1
+            if what not in self._told:
+                self._told.add(what)
+                self._announce(f"warning: {what} cannot be told, and the run goes on: {error}")
+            return False
+        return True
+
+
+class Heartbeat:
+    """Appends to the heartbeat of a run directory; a context manager. A half line that is there already is ended.
+
+    Args:
+        run_dir: of the run.
+        telling: counts lines that could not be written.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, run_dir: Path, telling: Telling) -> None:
+        self._path = run_dir / HEARTBEAT
+        self._telling = telling
+        try:
+            self._is_torn = _ends_within_a_line(self._path)
+            self._file = files.open_binary(self._path, "a", buffered=False)
         except OSError as error:
             raise explain(error, f"write {self._path}") from error
 
     def beat(self, record: StepRecord) -> None:
-        """Write one record, with the schema's version.
-
-        Raises:
-            StorageError: the line cannot be written.
-        """
+        """Write one record, with the schema's version; one that cannot be written is counted."""
         line: dict[str, Any] = {"schema": SCHEMA_VERSION, **record.to_dict()}
         # NaN and infinity are not JSON; a missing number is null.
         clean = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in line.items()
         }
+        text = json.dumps(clean, allow_nan=False) + "\n"
+        self._telling.tell("a line of the heartbeat", lambda: self._write(text.encode()))
+
+    def _write(self, line: bytes) -> None:
+        """Write a line; what is written of one that fails is ended before the next one."""
+        left = memoryview(b"\n" + line if self._is_torn else line)
+        self._is_torn = True
         try:
-            self._file.write(json.dumps(clean, allow_nan=False) + "\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise explain(error, f"write {self._path}") from error
+        self._is_torn = False
 
     def close(self) -> None:
-        """Close the file; idempotent. A line that could not be written has been reported already."""
+        """Close the file; idempotent."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -56,6 +97,16 @@ class Heartbeat:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether a file ends with half a line, as one that was cut off does."""
+    if not path.exists():
+        return False
+    with files.open_binary(path, "r") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def write_json(path: Path, content: Any) -> None:

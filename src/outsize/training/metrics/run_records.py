@@ -99,6 +99,7 @@ class TrainResult:
         stall_owner: lane that most of the waiting was for.
         export_dir: directory of the trained model in Hugging Face layout, where one was written.
         failed_saves: checkpoints on the way that could not be written; the run went on.
+        failed_writes: lines of the heartbeat and other files that tell of the run which could not be written.
         predicted_step_s: seconds of a step as predicted before the run; None where there was no prediction.
         measured_step_s: seconds of the first steps but one, which the prediction was compared with; None for fewer.
         expected_step_s: seconds of a step from the trace of those, or as predicted where there is no trace.
@@ -122,6 +123,7 @@ class TrainResult:
     stall_owner: str | None = None
     export_dir: str | None = None
     failed_saves: int = 0
+    failed_writes: int = 0
     predicted_step_s: float | None = None
     measured_step_s: float | None = None
     expected_step_s: float | None = None

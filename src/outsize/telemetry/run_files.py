@@ -1,0 +1,137 @@
+"""Files of a run directory as whoever tells of a run reads them, whatever a crash or somebody else has left there.
+
+A run that goes on may be writing them, one that was cut off may have left half a line, and a directory may be
+anybody's. What a file holds is checked here, once: a line of a heartbeat is a step with all of its fields of the right
+kind, or it is left out and counted. `as_a_run` is the boundary around what is made of them.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outsize.config.yaml_text import parse_yaml
+from outsize.errors import ConfigError, OutsizeError
+
+# Longer than anything that a run writes: a run of 50,000 steps keeps no file of these.
+_MOST_BYTES = 2**28
+# Beyond what a float tells apart there are no steps.
+_MOST_STEPS = 2**53
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ByName = dict[str, Amount]
+
+
+class _Tier(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    used_bytes: Amount
+    high_water_bytes: Amount | None = None
+    budget_bytes: Amount | None = None
+
+
+class _Host(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, Amount | None]
+
+    span_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    cpu_s_by_thread: ByName | None = None
+
+
+class _Step(BaseModel):
+    """What every reader takes for granted of a line of any version, where it has the field at all."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: int = Field(ge=1, le=_MOST_STEPS)
+    seconds: Amount
+    schema_version: int | None = Field(default=None, alias="schema")
+    time: Number | None = None
+    loss: Number | None = None
+    lr: Number | None = None
+    grad_norm: Number | None = None
+    tokens: Amount = 0
+    tokens_per_s: Number | None = None
+    mfu: Number | None = None
+    eval_loss: Number | None = None
+    skipped_steps: Amount | None = None
+    rss_bytes: Amount | None = None
+    peak_rss_bytes: Amount | None = None
+    bytes_up: Amount | None = None
+    bytes_down: Amount | None = None
+    bytes_read: Amount | None = None
+    bytes_written: Amount | None = None
+    data_s: Amount | None = None
+    between_s: Amount | None = None
+    cpu_s: Amount | None = None
+    busy_s: ByName = {}
+    stall_s: ByName = {}
+    idle_s: ByName = {}
+    waits_s: dict[str, dict[str, ByName]] = {}
+    wire_bytes: ByName = {}
+    logical_bytes: ByName = {}
+    tiers: dict[str, _Tier] = {}
+    device_bytes: ByName = {}
+    gpus: list[dict[str, Number | str | None]] = []
+    host: _Host | None = None
+    fallbacks: dict[str, int] = {}
+
+
+def step_of(line: bytes) -> Mapping[str, Any] | None:
+    """Return the step that a line of a heartbeat tells of; None of half a line, or of one that tells of none."""
+    try:
+        found = json.loads(line)
+        _Step.model_validate(found)
+    except (ValueError, RecursionError):
+        return None
+    return cast("Mapping[str, Any]", found)
+
+
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """Return what a JSON or YAML file of a run holds; empty where there is none, or one of no bytes.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        if not path.exists():
+            return {}
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"{path}: larger than what a run writes; without the file the rest is told")
+        text = path.read_text(encoding="utf-8")
+        if not text:
+            return {}  # what a loss of power left of a file of an older version
+        # JSON is YAML too, but its own reader is faster and stricter.
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            found = parse_yaml(text, str(path))
+            json.dumps(found)  # YAML has dates, sets and bytes, and a page none of them
+    except (OSError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; without the file the rest is told") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not what a run writes; without the file the rest is told")
+    return found
+
+
+@contextlib.contextmanager
+def as_a_run(directory: Path) -> Iterator[None]:
+    """Have whatever fails over the files of ``directory`` say that they are not what a run writes.
+
+    Raises:
+        ConfigError: anything but an error on purpose was raised.
+    """
+    try:
+        yield
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{directory}: its files are not what a run writes, or contradict each other "
+            f"({type(error).__name__}: {error}); without plan.json, run.json, prediction.json and timeline.json the "
+            "heartbeat alone is told"
+        ) from error

@@ -1,0 +1,69 @@
+"""Commands whose words do not arrive: a reader that goes away, a disk that is full."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from outsize.cli import main
+from outsize.cli.text.streams import Told, told
+from outsize.training.run import train
+from tiny import tiny_run
+
+
+def full() -> TextIO:
+    return Path("/dev/full").open("w", encoding="utf-8")
+
+
+def without_reader() -> TextIO:
+    read, write = os.pipe()
+    os.close(read)
+    return os.fdopen(write, "w")
+
+
+@pytest.mark.parametrize("made", [full, without_reader])
+def test_what_is_written_into_nothing_raises_nothing(made: Callable[[], TextIO]):
+    with made() as stream:
+        out = Told(stream)
+        for _ in range(3):
+            out.write("a line\n" * 2000)
+            out.flush()
+        assert (out.num_lost > 0) == (
+            made is full
+        )  # nobody waits for what a reader that has gone does not read
+        assert out.encoding == stream.encoding
+
+
+@pytest.mark.parametrize("made", [full, without_reader])
+def test_a_run_whose_words_do_not_arrive_goes_on(
+    made: Callable[[], TextIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with made() as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with told():
+            result = train(
+                tiny_run(tmp_path),
+                progress=lambda record: sys.stderr.write(f"{record}\n" * 9),
+                announce=lambda line: sys.stderr.write(f"{line}\n" * 9),
+            )
+        monkeypatch.undo()
+    assert (result.steps, result.failed_writes) == (3, 0)
+
+
+@pytest.mark.parametrize(("made", "status"), [(full, 1), (without_reader, 0)])
+def test_a_result_that_does_not_arrive_is_a_failure_unless_its_reader_has_gone(
+    made: Callable[[], TextIO],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    with made() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            main(["--version"])
+        monkeypatch.undo()
+    assert (ended.value.code or 0) == status
+    assert ("could not be written to stdout" in capsys.readouterr().err) == (status == 1)
