@@ -130,8 +130,8 @@ ARROWS = {
         "runtime",
         "storage",
     },
-    "doctor": GROUND | {"accelerators", "hardware", "telemetry.heartbeat_schema"},
-    "telemetry": GROUND | {"hardware"},
+    "doctor": GROUND | {"accelerators", "hardware", "telemetry"},
+    "telemetry": GROUND | {"config", "hardware"},
     "reporting": GROUND | {"doctor", "files", "loopback", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.errors import StorageError
-from outsize.telemetry.run_files import step_of
-from outsize.training.metrics.heartbeat import Heartbeat, Telling, write_json, write_whole
+from outsize.telemetry.run_reading import step_of
+from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
 from outsize.training.metrics.run_records import StepRecord
 
 
@@ -22,7 +22,7 @@ def lines(run_dir: Path) -> list[dict]:
 
 
 def test_a_beat_is_one_line_that_can_be_read_at_once(tmp_path: Path):
-    with Heartbeat(tmp_path, Telling(print)) as heartbeat:
+    with Heartbeat(tmp_path, print) as heartbeat:
         heartbeat.beat(record(1))
         (line,) = lines(tmp_path)  # before it is closed
         assert (line["step"], line["loss"], line["tokens_per_s"], line["schema"]) == (1, 2.5, 50.0, 4)
@@ -33,14 +33,14 @@ def test_a_beat_is_one_line_that_can_be_read_at_once(tmp_path: Path):
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path):
     for step in (1, 2):
-        with Heartbeat(tmp_path, Telling(print)) as heartbeat:
+        with Heartbeat(tmp_path, print) as heartbeat:
             heartbeat.beat(record(step))
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_does_not_know_are_null(value: float, tmp_path: Path):
-    with Heartbeat(tmp_path, Telling(print)) as heartbeat:
+    with Heartbeat(tmp_path, print) as heartbeat:
         heartbeat.beat(record(loss=value, grad_norm=value))
     (line,) = lines(tmp_path)
     assert line["loss"] is line["grad_norm"] is None
@@ -48,11 +48,11 @@ def test_numbers_that_json_does_not_know_are_null(value: float, tmp_path: Path):
 
 def test_a_directory_that_is_not_there_is_an_error_that_names_the_file(tmp_path: Path):
     with pytest.raises(StorageError, match=r"heartbeat\.jsonl"):
-        Heartbeat(tmp_path / "nowhere", Telling(print))
+        Heartbeat(tmp_path / "nowhere", print)
 
 
 def test_closing_twice_is_fine(tmp_path: Path):
-    heartbeat = Heartbeat(tmp_path, Telling(print))
+    heartbeat = Heartbeat(tmp_path, print)
     heartbeat.close()
     heartbeat.close()
 
@@ -77,8 +77,7 @@ def test_a_line_that_a_full_disk_does_not_take_is_counted_and_the_next_one_is_wh
     written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     said: list[str] = []
-    telling = Telling(said.append)
-    with Heartbeat(tmp_path, telling) as heartbeat:
+    with Heartbeat(tmp_path, said.append) as heartbeat:
         heartbeat.beat(record(1))
         write = heartbeat._file.write
         pieces = iter([written] * bool(written))
@@ -93,7 +92,7 @@ def test_a_line_that_a_full_disk_does_not_take_is_counted_and_the_next_one_is_wh
             heartbeat.beat(record(2))
             heartbeat.beat(record(3))
         heartbeat.beat(record(4))
-    assert telling.num_failed == 2
+    assert heartbeat.telling.num_failed == 2
     assert len(said) == 1
     assert "a line of the heartbeat cannot be told, and the run goes on: cannot write" in said[0]
     told = [step_of(line) for line in (tmp_path / "heartbeat.jsonl").read_bytes().splitlines()]
@@ -102,7 +101,7 @@ def test_a_line_that_a_full_disk_does_not_take_is_counted_and_the_next_one_is_wh
 
 def test_half_a_line_of_a_run_before_is_ended(tmp_path: Path):
     (tmp_path / "heartbeat.jsonl").write_text('{"step": 1, "seco')
-    with Heartbeat(tmp_path, Telling(print)) as heartbeat:
+    with Heartbeat(tmp_path, print) as heartbeat:
         heartbeat.beat(record(2))
     half, line = (tmp_path / "heartbeat.jsonl").read_bytes().splitlines()
     assert step_of(half) is None

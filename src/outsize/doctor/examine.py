@@ -15,7 +15,7 @@ from outsize.doctor.advice import Remedy
 from outsize.doctor.facts import Facts, LackingError
 from outsize.doctor.finding import SEVERITIES, Finding, Rule, Seen
 from outsize.doctor.rules import RULES
-from outsize.telemetry.run_files import as_a_run
+from outsize.telemetry.run_reading import as_a_run
 
 # Share of a step from which it is what limits a run, whatever else is slow.
 _LONG = 0.25

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from outsize.errors import ConfigError
 from outsize.hardware.inventory import Inventory
 from outsize.telemetry.heartbeat_schema import READABLE
-from outsize.telemetry.run_files import as_a_run, read_mapping, step_of
+from outsize.telemetry.run_reading import as_a_run, read_mapping, step_of
 
 # The newest lines are judged: what the run is doing now.
 KEPT_LINES = 500

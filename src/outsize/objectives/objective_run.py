@@ -36,7 +36,7 @@ from outsize.runtime.device.device_group import device_names
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
 from outsize.session.torch_state import borrowed_torch
-from outsize.telemetry.run_files import step_of
+from outsize.telemetry.run_reading import step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress

@@ -20,7 +20,7 @@ from outsize.reporting.chrome import lane_order
 from outsize.reporting.downsample import MOST_BUCKETS
 from outsize.reporting.history import COMPUTE, History
 from outsize.reporting.run_files import MOST_OPS, read_timeline
-from outsize.telemetry.run_files import as_a_run, read_mapping
+from outsize.telemetry.run_reading import as_a_run, read_mapping
 
 # Steps longer than so many medians were interrupted by something else.
 _TYPICAL = 2.0

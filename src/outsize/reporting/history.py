@@ -11,7 +11,7 @@ from typing import Any
 
 from outsize.doctor.run_record import KEPT_LINES
 from outsize.errors import ConfigError
-from outsize.telemetry.run_files import step_of
+from outsize.telemetry.run_reading import step_of
 
 HEARTBEAT = "heartbeat.jsonl"
 # Fields of a line that become columns as they are.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.telemetry.run_files import read_mapping
+from outsize.telemetry.run_reading import read_mapping
 
 # Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.
 MOST_OPS = 30_000

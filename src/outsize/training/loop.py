@@ -30,7 +30,7 @@ from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Evaluations
 from outsize.training.forecast import Forecast
 from outsize.training.interrupt import Interrupt
-from outsize.training.metrics.heartbeat import Heartbeat, Telling, write_whole
+from outsize.training.metrics.heartbeat import Heartbeat, write_whole
 from outsize.training.metrics.profiling import PROFILE, StepProfiler
 from outsize.training.metrics.run_records import StepRecord, TrainResult
 from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
@@ -53,7 +53,6 @@ class Run:
     ranks: Ranks
     trainer: Trainer
     accounts: Accounts
-    telling: Telling
     heartbeat: Heartbeat
     writers: Writers
     profiler: StepProfiler
@@ -177,7 +176,7 @@ class Run:
             stall_owner=max(stalled_s, key=lambda lane: stalled_s[lane], default=None),
             export_dir=None if saved is None else str(saved),
             failed_saves=self.saver.num_failed,
-            failed_writes=self.telling.num_failed,
+            failed_writes=self.heartbeat.telling.num_failed,
             num_steps=self.config.train.steps,
             stopped_early=self.stopped_early,
             best_dir=None if (chosen := best(self.ranks.run_dir)) is None else str(chosen),
@@ -217,7 +216,7 @@ class Run:
         failed = {
             "failed_saves": self.saver.num_failed,
             "failed_writers": self.writers.num_failed,
-            "failed_writes": self.telling.num_failed,
+            "failed_writes": self.heartbeat.telling.num_failed,
         }
         known = self.accounts.record(outcome, timeline, self.position.skipped, failed)
         record = replace(
@@ -229,7 +228,7 @@ class Run:
         self._unwritten = record, outcome
         if outcome.number in (TIMELINE_STEP, self.config.train.steps - 1):
             path, trace = self.ranks.own_dir / "timeline.json", to_chrome(timeline)
-            self.telling.tell("the timeline", lambda: write_whole(path, trace))
+            self.heartbeat.telling.tell("the timeline", lambda: write_whole(path, trace))
         self._foresee(outcome.window, timeline)
         if self.profiler.step_ended(self.trainer.settle):
             self.ranks.announce(
@@ -249,7 +248,7 @@ class Run:
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
                 self.ranks.announce(line)
-            self.telling.tell("the prediction", partial(self.forecast.write, self.ranks.own_dir))
+            self.heartbeat.telling.tell("the prediction", partial(self.forecast.write, self.ranks.own_dir))
 
 
 @contextlib.contextmanager

@@ -240,8 +240,7 @@ def _open(
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, asked, prepared, (flops, peak), placement)
-    telling = Telling(announce)
-    heartbeat = stack.enter_context(Heartbeat(own_dir, telling))
+    heartbeat = stack.enter_context(Heartbeat(own_dir, announce))
     writers = stack.enter_context(_writers(config, ranks))
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
     sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
@@ -252,7 +251,6 @@ def _open(
         ranks,
         trainer,
         _accounts(trainer, sampler, flops, peak),
-        telling,
         heartbeat,
         writers,
         profiler,
@@ -262,7 +260,7 @@ def _open(
         progress if ranks.is_first else None,
         trainer.position,
         expected,
-        _evaluations(stack, config, trainer, ranks, telling),
+        _evaluations(stack, config, trainer, ranks, heartbeat.telling),
     )
     aftermath.begun = True
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.

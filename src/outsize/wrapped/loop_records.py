@@ -36,7 +36,7 @@ from outsize.session.steps import StepOutcome
 from outsize.telemetry.nvml import GpuSampler
 from outsize.training.loop import TIMELINE_STEP
 from outsize.training.metrics.flops import peak_of
-from outsize.training.metrics.heartbeat import Heartbeat, Telling, write_json, write_whole
+from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
 from outsize.training.metrics.run_info import describe, gpu_uuids
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.metrics.step_metrics import Accounts
@@ -135,8 +135,7 @@ class LoopRecords:
         train = TrainConfig()
         with contextlib.ExitStack() as stack:
             stack.enter_context(claimed(run_dir, known.config if known else None))
-            self._telling = Telling(_log.warning)
-            self._heartbeat = stack.enter_context(Heartbeat(run_dir, self._telling))
+            self._heartbeat = stack.enter_context(Heartbeat(run_dir, _log.warning))
             stack.callback(self._write_line)
             self._watchdog = stack.enter_context(
                 Watchdog(
@@ -240,11 +239,11 @@ class LoopRecords:
         timeline = Timeline(tuple(sorted(events, key=lambda event: event.start_s)))
         self._watchdog.step_ended(outcome.seconds)
         self._write_line()
-        failed = {"failed_writes": self._telling.num_failed}
+        failed = {"failed_writes": self._heartbeat.telling.num_failed}
         self._unwritten = self._complete(accounts.record(outcome, timeline, 0, failed)), outcome
         if outcome.number - self._first == TIMELINE_STEP:
             path, trace = self._run_dir / "timeline.json", to_chrome(timeline)
-            self._telling.tell("the timeline", lambda: write_whole(path, trace))
+            self._heartbeat.telling.tell("the timeline", lambda: write_whole(path, trace))
         self._number, self._began_s = self._number + 1, ended_s
         self._forget()
 

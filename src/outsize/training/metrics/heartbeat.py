@@ -50,15 +50,18 @@ class Heartbeat:
 
     Args:
         run_dir: of the run.
-        telling: counts lines that could not be written.
+        announce: told once where a line cannot be written.
+
+    Attributes:
+        telling: counts those, and what else cannot be told of the run.
 
     Raises:
         StorageError: the file cannot be opened.
     """
 
-    def __init__(self, run_dir: Path, telling: Telling) -> None:
+    def __init__(self, run_dir: Path, announce: Callable[[str], None]) -> None:
         self._path = run_dir / HEARTBEAT
-        self._telling = telling
+        self.telling = Telling(announce)
         try:
             self._is_torn = _ends_within_a_line(self._path)
             self._file = files.open_binary(self._path, "a", buffered=False)
@@ -74,7 +77,7 @@ class Heartbeat:
             for key, value in line.items()
         }
         text = json.dumps(clean, allow_nan=False) + "\n"
-        self._telling.tell("a line of the heartbeat", lambda: self._write(text.encode()))
+        self.telling.tell("a line of the heartbeat", lambda: self._write(text.encode()))
 
     def _write(self, line: bytes) -> None:
         """Write a line; what is written of one that fails is ended before the next one."""
