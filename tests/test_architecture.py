@@ -131,7 +131,7 @@ ARROWS = {
         "storage",
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry"},
-    "telemetry": GROUND | {"config", "hardware"},
+    "telemetry": GROUND | {"config.yaml_text", "hardware"},
     "reporting": GROUND | {"doctor", "files", "loopback", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
