@@ -30,7 +30,8 @@ ARROWS = {
     "codecs": GROUND | {"choices", "native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"files", "model.sizes"},
-    "model": GROUND | {"accelerators", "checkpoint.files", "choices", "codecs", "model.sizes"},
+    "compat": set(),
+    "model": GROUND | {"accelerators", "checkpoint.files", "choices", "codecs", "compat", "model.sizes"},
     "optim": GROUND | {"codecs", "model.sizes.model_spec", "native"},
     "planner.program": GROUND | {"optim.optimizer_spec"},
     "planner.memory": GROUND

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         f"lora.{key}": (value, [([], ONE)])
         for key, value in {
             "r": "4",
+            "from": "adapters",
             "lora_alpha": "4",
             "lora_dropout": "0.1",
             "target_modules": "[up]",

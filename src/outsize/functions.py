@@ -98,7 +98,12 @@ def report(run_dir: str | Path, *others: str | Path, output: str | Path | None =
 
 
 def export(
-    run_dir: str | Path, out_dir: str | Path, *, merge: bool = False, trust_remote_code: bool = False
+    run_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    merge: bool = False,
+    trust_remote_code: bool = False,
+    base: str | None = None,
 ) -> Path:
     """Write the newest checkpoint of a run as a plain Hugging Face model, or as adapters of one; return its directory.
 
@@ -107,6 +112,7 @@ def export(
         out_dir: where to; must not exist, or be empty.
         merge: of a LoRA run, write the whole model with the adapters merged in.
         trust_remote_code: let code that comes with the model run while it is merged.
+        base: of a LoRA run, path or hub id of its model, where that is not where the run had it.
 
     Raises:
         CheckpointError: the run has no checkpoint, or there is nothing to merge.
@@ -115,7 +121,7 @@ def export(
     """
     from outsize.checkpoint.export import export as export_run
 
-    return export_run(run_dir, out_dir, merge=merge, trust_remote_code=trust_remote_code)
+    return export_run(run_dir, out_dir, merge=merge, trust_remote_code=trust_remote_code, base=base)
 
 
 def config_of(run: Run) -> Config:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from outsize import files
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
 from outsize.checkpoint.files.checkpoint_planes import Chunk, pieces
 from outsize.checkpoint.files.checkpoint_shards import copy_tokenizer
-from outsize.model.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters
+from outsize.model.adapters import Adapters
 from outsize.model.sizes.model_spec import UnitSpec
 
 

@@ -10,19 +10,26 @@ from outsize.checkpoint.files.checkpoint_shards import copy_named_templates
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.checkpoint.files.joined_shards import join_shards
 from outsize.checkpoint.trainer_checkpoint import KEPT
-from outsize.errors import CheckpointError
+from outsize.errors import CheckpointError, ConfigError
 
 
 def export(
-    run_dir: str | Path, out_dir: str | Path, *, merge: bool = False, trust_remote_code: bool = False
+    run_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    merge: bool = False,
+    trust_remote_code: bool = False,
+    base: str | None = None,
 ) -> Path:
     """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
 
     Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
-    its adapters merged in; ``trust_remote_code`` lets code that comes with that model run.
+    its adapters merged in; ``trust_remote_code`` lets code that comes with that model run, and ``base`` says where it
+    is, if not where the run had it.
 
     Raises:
         CheckpointError: the run has no checkpoint, or there is nothing to merge.
+        ConfigError: ``base`` without ``merge``.
         ModelError: the adapters cannot be merged.
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
     """
@@ -32,8 +39,10 @@ def export(
             f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
         )
     target = Path(out_dir)
+    if base is not None and not merge:
+        raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:
-        return merging.merge(source, target, trust_remote_code)
+        return merging.merge(source, target, trust_remote_code, base)
     with new_directory(target) as partial:
         shards = sorted(source.glob("model-*.safetensors"))
         taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}

@@ -12,24 +12,26 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_dir import STATE
 from outsize.checkpoint.checkpoint_state import read_state
-from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_WEIGHTS, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.errors import CheckpointError, ModelError
-from outsize.model.adapters import ADAPTER_WEIGHTS, Adapters, AdapterSource, put_in, stored_config
+from outsize.model.adapters import Adapters, AdapterSource, put_in
 from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
+from outsize.model.stored_adapters import find_adapters
 
 
-def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> Path:
+def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False, base: str | None = None) -> Path:
     """Write the model of ``checkpoint``, its adapters merged in, as a Hugging Face model of the run's dtype.
 
     Args:
         checkpoint: of a run with ``train.method=lora``.
         out_dir: where to; empty, or not there yet.
         trust_remote_code: whether code that comes with the model may run.
+        base: the model, where the one that the adapters name is not there.
 
     Raises:
         CheckpointError: it holds no adapters, or the model that they belong to is not where it was.
@@ -40,20 +42,21 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False) -> P
         raise CheckpointError(
             f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
         )
-    config = stored_config(checkpoint)
+    stored = find_adapters(str(checkpoint), base)
+    assert stored is not None
+    config, path = stored.config, stored.base
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ModelError(
             f"{checkpoint} holds adapters of a model for {config.task_type}; merge them with PEFT's merge_and_unload"
         )
-    path = config.base_model_name_or_path
     hf_config = unquantised(load_hf_config(path, trust_remote_code))
     dtype = _dtype_of(checkpoint, hf_config)
     plain = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
     reader = CheckpointReader(locate_checkpoint(path), plain)
     reader.load_buffers(plain)
     adapted = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
-    adapters = put_in(adapted, config, seed=0)
-    merged = _Merged(adapted, adapters, AdapterSource(reader, adapters, checkpoint))
+    adapters = put_in(adapted, config, seed=0, weights=stored.weights())
+    merged = _Merged(adapted, adapters, AdapterSource(reader, adapters))
     parts = split(plain, dtype)
     for name, places in parts.owners.items():
         merged.check(name, len(places))

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError, StorageError
-from outsize.model.adapters import ADAPTER_CONFIG
 
 CARD = "README.md"
 

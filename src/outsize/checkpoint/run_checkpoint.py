@@ -25,6 +25,7 @@ from outsize.checkpoint.checkpoint_state import (
     read_state,
     state_planes,
 )
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
 from outsize.checkpoint.files.checkpoint_planes import find_plane, pieces, read_plane
 from outsize.config import Config
@@ -110,6 +111,27 @@ def position_of(directory: Path) -> Position:
     return checkpoint_state.position_of(directory)
 
 
+def check_holds(directory: Path, config: Config) -> None:
+    """Check that a ``Trainer``'s checkpoint holds what ``config`` trains: a model, or adapters.
+
+    Raises:
+        ConfigError: it holds the other.
+    """
+    if not trainer_checkpoint.is_trainers(directory):
+        return
+    adapters, lora = (directory / ADAPTER_CONFIG).is_file(), config.train.method == "lora"
+    if adapters and not lora:
+        raise ConfigError(
+            f"{directory} is a Trainer's checkpoint of adapters, and train.method is {config.train.method}; resume "
+            "with train.method=lora, and the model that they adapt as model.path"
+        )
+    if lora and not adapters:
+        raise ConfigError(
+            f"{directory} is a Trainer's checkpoint of a whole model, without adapters; resume with train.method=full, "
+            "or begin adapters beside it with model.path"
+        )
+
+
 def check_same_method(directory: Path, config: Config) -> None:
     """Check that ``config`` trains what the run trained that wrote a checkpoint: the model, or adapters.
 
@@ -117,9 +139,10 @@ def check_same_method(directory: Path, config: Config) -> None:
         CheckpointError: the checkpoint's state cannot be read.
         ConfigError: it trains something else.
     """
-    foreign = trainer_checkpoint.is_trainers(directory)
-    # A Trainer's that holds adapters has no model beside them, and is refused for that.
-    run_state.check_same_method({} if foreign else read_state(directory), directory, config)
+    if not trainer_checkpoint.is_trainers(
+        directory
+    ):  # of those adapters say what they are, see `begun_adapters`
+        run_state.check_same_method(read_state(directory), directory, config)
 
 
 def check_same_run(directory: Path, config: Config, prepared: Job) -> None:

@@ -28,6 +28,10 @@ def export(
             "--trust-remote-code", help="With --merge: let Python code that comes with the model run."
         ),
     ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="MODEL", help="With --merge: the model, if it is not where it was."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
@@ -43,7 +47,9 @@ def export(
             )
         target = out_dir or run_dir / "export"
         hub = None if push is None else Hub(push, public=public)
-        written = exporter.export(run_dir, target, merge=merge, trust_remote_code=trust_remote_code)
+        written = exporter.export(
+            run_dir, target, merge=merge, trust_remote_code=trust_remote_code, base=base
+        )
         if hub is not None:
             hub.upload(written, run_dir)
         url = None if hub is None else hub.url

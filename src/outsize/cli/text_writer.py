@@ -22,6 +22,9 @@ class ModelOptions:
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model directory, hub id, run directory, or adapters.")
     ]
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="The model of adapters, if not as they say.")
+    ] = None
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto"
     device_memory: Annotated[
         str | None, typer.Option("--device-memory", help="Budget on the device, e.g. 64MiB or 20GiB.")
@@ -42,13 +45,14 @@ class TextWriter:
     def __init__(self, options: ModelOptions) -> None:
         import outsize
         from outsize.checkpoint.trained_model import servable
-        from outsize.model.adapters import base_model
+        from outsize.model.stored_adapters import find_adapters
         from outsize.wrapped.writing.text import check_model
 
         place = servable(options.model)
         with contextlib.ExitStack() as stack:
             self._model = outsize.load(
                 place,
+                base=options.base,
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
                 trainable=False,
@@ -59,7 +63,11 @@ class TextWriter:
             )
             stack.callback(self._close)
             check_model(self._model)
-            self._tokenizer = _tokenizer(base_model(place), options.trust_remote_code)
+            adapters = find_adapters(place, options.base)
+            places: list[str | Path] = [place]
+            if adapters is not None:
+                places = [adapters.directory, adapters.base]
+            self._tokenizer = _tokenizer(places, options.trust_remote_code)
             self._stack = stack.pop_all()
 
     def text_of(self, prompt: "str | list[dict[str, Any]]") -> str:
@@ -119,12 +127,15 @@ class TextWriter:
         self._stack.close()
 
 
-def _tokenizer(model: str, trust_remote_code: bool) -> Any:
+def _tokenizer(places: Sequence[str | Path], trust_remote_code: bool) -> Any:
+    """Return the tokenizer of the first of ``places`` that has one."""
     from transformers import AutoTokenizer
 
-    from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+    from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 
-    directory = locate_checkpoint(model)
+    *before, last = places
+    own = (Path(each) for each in before if has_tokenizer(Path(each)))
+    directory = next(own, None) or locate_checkpoint(last)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and its tokenizers raise a dozen kinds
@@ -132,6 +143,9 @@ def _tokenizer(model: str, trust_remote_code: bool) -> Any:
         raise ConfigError(
             f"{directory} has no tokenizer that transformers can read: {first_line}; put its files beside the weights"
         ) from error
+    template = next((path for each in before if (path := Path(each) / "chat_template.jinja").is_file()), None)
+    if template is not None:
+        tokenizer.chat_template = template.read_text(encoding="utf-8")  # beside adapters, perhaps alone
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

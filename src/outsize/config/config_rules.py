@@ -97,6 +97,11 @@ def refused_by_trainers(config: "Config", where: str) -> list[str]:
         values = getattr(config, section)
         if getattr(values, name) != type(values).model_fields[name].default:
             found.append(f"{key}: {where} it has no other value than by default; leave it out")
+    if config.lora.begins_with is not None:
+        found.append(
+            f"lora.from: {where} adapters begin anew; merge those that exist into the model (outsize export --merge, "
+            "or PEFT's merge_and_unload), and name that as model.path"
+        )
     if config.optimizer.clip == "unit":
         found.append(f"optimizer.clip: {where} it is global or none")
     if config.model.compile == "auto":

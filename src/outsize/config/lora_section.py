@@ -1,15 +1,29 @@
 """Section lora: the adapters of train.method=lora."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from outsize.choices import FrozenCodec
-from outsize.config.section import Fraction, Modules, Section
+from outsize.config.section import Fraction, Modules, PathText, Section
+
+# Keys that are not PEFT's.
+OWN_KEYS = frozenset({"from", "base_codec", "table_codec"})
+_FROM: Any = Field(
+    default=None,
+    description="Adapters that training begins with: a directory in PEFT's format, that of a run, or a hub id. All "
+    "keys of PEFT are those of these adapters, which need not be said again; only lora_dropout may be another. null "
+    "begins anew.",
+)
+
+if TYPE_CHECKING:
+    _Begun = Section
+else:  # a key that no class body can spell
+    _Begun = create_model("_Begun", __base__=Section, **{"from": (PathText | None, _FROM)})
 
 
-class LoraConfig(Section):
-    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's LoraConfig, but for the codecs.
+class LoraConfig(_Begun):
+    """Adapters of train.method=lora: keys, meanings and defaults are those of PEFT's, but for from and the codecs.
 
     Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
     """
@@ -72,3 +86,13 @@ class LoraConfig(Section):
     table_codec: FrozenCodec = Field(
         default="raw", description="The same for the embedding table and the head."
     )
+
+    @property
+    def begins_with(self) -> str | None:
+        """The key ``from``."""
+        given: str | None = getattr(self, "from")
+        return given
+
+    def for_peft(self) -> dict[str, Any]:
+        """Return the keys of PEFT with their values."""
+        return self.model_dump(exclude=set(OWN_KEYS))

@@ -249,7 +249,7 @@ NO_EFFECT: Final[Mapping[str, _Row]] = {
     **dict.fromkeys(("lora.exclude_modules", "lora.bias", "lora.use_rslora", "lora.modules_to_save"), _FULL),
     **dict.fromkeys(("lora.init_lora_weights", "lora.rank_pattern", "lora.alpha_pattern"), _FULL),
     **dict.fromkeys(("lora.layers_to_transform", "lora.layers_pattern", "lora.fan_in_fan_out"), _FULL),
-    **dict.fromkeys(("lora.base_codec", "lora.table_codec", "lora.target_parameters"), _FULL),
+    **dict.fromkeys(("lora.from", "lora.base_codec", "lora.table_codec", "lora.target_parameters"), _FULL),
     **{f"optimizer.{key}": row for key, row in _OPTIMIZER.items()},
     **dict.fromkeys(("memory.device", "memory.device_memory"), _ALWAYS),
     **dict.fromkeys(("memory.home", "memory.host_memory", "memory.activations"), _REPLICATED),

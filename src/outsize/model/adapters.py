@@ -11,22 +11,21 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from outsize.checkpoint.files.checkpoint_format import read_elements, read_header
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.frozen_params import Apart, frozen_part, matrices_and_tables
 from outsize.model.sizes.model_spec import PartKind
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT calls an adapter that nobody named, and what it puts into the names of the modules that it wraps.
 ADAPTER_NAME = "default"
-_PREFIX = "lora_"
-_AROUND = (".base_layer", f".modules_to_save.{ADAPTER_NAME}", ".original_module")
+AROUND_MODEL = "base_model.model."
+_TWICE = (".modules_to_save.", ".original_module.", ".token_adapter.")
+_AROUND = (".token_adapter", ".base_layer", f".modules_to_save.{ADAPTER_NAME}", ".original_module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +35,15 @@ class Adapters:
     Attributes:
         config: PEFT's `LoraConfig`.
         names: of each trained parameter, by its name in the model: its name in a file of adapters.
-        initial: what those begin with that are not weights of the model, by name in the model.
+        initial: what parameters begin with that are not read from the model's checkpoint, by name in the model.
+        base: of all other parameters, by name in the model: the name without adapters.
         around: PEFT's model around the model.
     """
 
     config: Any
     names: Mapping[str, str]
     initial: Mapping[str, Tensor]
+    base: Mapping[str, str]
     around: nn.Module
 
     def apart(self, model: nn.Module, dtype: str, base_codec: str = "raw", table_codec: str = "raw") -> Apart:
@@ -63,7 +64,7 @@ def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
 
     Args:
         settings: by PEFT's own names.
-        base: path or hub id of the model, for whoever loads the adapters.
+        base: path or hub id of the model, for whoever loads the adapters, from wherever.
         causal: whether the model predicts the next token.
 
     Raises:
@@ -78,67 +79,39 @@ def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     if given.get("target_parameters") is None:
         given.pop("target_parameters", None)  # which PEFT has had since 0.17
-    task = "CAUSAL_LM" if causal else None
+    task, path = "CAUSAL_LM" if causal else None, Path(base).expanduser()
+    base = str(path.resolve()) if path.exists() else base
     try:
         return peft.LoraConfig(**given, task_type=task, base_model_name_or_path=base)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"lora: {error}") from error
 
 
-def base_model(model: str) -> str:
-    """Return path or hub id of the model that adapters belong to; of what is no directory of adapters ``model``."""
-    path = Path(model).expanduser()
-    return str(stored_config(path).base_model_name_or_path) if (path / ADAPTER_CONFIG).is_file() else model
-
-
-def stored_config(directory: Path) -> Any:
-    """Return PEFT's configuration of the adapters in ``directory``, with which they can be put in.
-
-    Raises:
-        CheckpointError: there are none, or it cannot be read or names no model.
-        ConfigError: PEFT is not installed.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("adapters need PEFT; install it with: pip install peft") from error
-    if not (directory / ADAPTER_WEIGHTS).is_file():
-        raise CheckpointError(f"{directory} holds no adapters: {ADAPTER_WEIGHTS} is missing")
-    try:
-        config = peft.LoraConfig.from_pretrained(str(directory))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{directory / ADAPTER_CONFIG} cannot be read: {error}") from error
-    if not config.base_model_name_or_path:
-        raise CheckpointError(
-            f"{directory / ADAPTER_CONFIG} names no model (base_model_name_or_path); write there which one it adapts"
-        )
-    config.inference_mode = False
-    return config
-
-
-def put_in(model: nn.Module, config: Any, seed: int, *, trains: bool = True) -> Adapters:
+def put_in(
+    model: nn.Module,
+    config: Any,
+    seed: int,
+    *,
+    trains: bool = True,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Adapters:
     """Put the adapters of ``config`` into a skeleton, and freeze everything else.
 
     Args:
         model: its parameters on meta; changed in place, and so are the names of the parameters that PEFT wraps.
-        config: from `peft_config`.
+        config: from `peft_config`, or of stored adapters.
         seed: the adapters begin as after ``torch.manual_seed(seed); get_peft_model(model, config)``.
-        trains: whether they are going to train, which asks for fp32.
+        trains: whether they are going to train, which asks for fp32 and for names in a file of adapters.
+        weights: what they begin with in place of that, by name in a file of adapters.
 
     Raises:
         ConfigError: no module is meant, or one that cannot have an adapter.
+        CheckpointError: ``weights`` are those of other adapters.
     """
-    import peft
-    from peft.utils import get_peft_model_state_dict
-
-    _replace(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        try:
-            adapted = peft.get_peft_model(model, config)
-        except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
-            raise ConfigError(f"lora: {error}; {linear_layers(model)}") from error
+    shells = _empty_out(model, weights or {})
+    adapted = _adapted(model, config, seed)
+    if weights is not None:
+        _take(adapted, model, weights, shells)
     missed = [
         name for name in getattr(config, "target_parameters", None) or () if not _is_adapted(model, name)
     ]
@@ -147,13 +120,114 @@ def put_in(model: nn.Module, config: Any, seed: int, *, trains: bool = True) -> 
             f"lora.target_parameters: no parameter is called {missed[0]}; {expert_parameters(model)}"
         )
     _add_by_shadowing(model)
+    initial, base = _sources(model, shells, loaded=weights is not None)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    initial = {name: p.detach() for name, p in trained.items() if _PREFIX in name}
     if trains:
         _check(trained)
     _replace(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
+    return Adapters(config, _stored_names(adapted, trained) if trains else {}, initial, base, adapted)
+
+
+def _adapted(model: nn.Module, config: Any, seed: int) -> nn.Module:
+    """Return PEFT's model around ``model``, whose parameters have no bytes of their own."""
+    import peft
+
+    base = config.base_model_name_or_path
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        try:
+            adapted = cast(nn.Module, peft.get_peft_model(cast(Any, model), config))
+        except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            raise ConfigError(f"lora: {error}; {linear_layers(model)}") from error
+    config.base_model_name_or_path = base  # PEFT writes there where it thinks that the model came from
+    return adapted
+
+
+@dataclass(frozen=True, slots=True)
+class _Shell:
+    """A parameter of the model itself while PEFT works on it.
+
+    Attributes:
+        parameter: of no bytes, or of zeros where something stored may take its place.
+        name: in the model without adapters.
+        version: how often its values had been changed before PEFT worked on it.
+    """
+
+    parameter: nn.Parameter
+    name: str
+    version: int
+
+
+def _empty_out(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, _Shell]:
+    """Have parameters take no memory but those that ``weights`` may overwrite; return all, by identity."""
+    stored = {base_name(name.removeprefix(AROUND_MODEL)) for name in weights}
+    rewritten = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in stored}
+
+    def make(p: nn.Parameter) -> Tensor:
+        if id(p) in rewritten:
+            return torch.zeros(p.shape, dtype=p.dtype)
+        return torch.zeros((), dtype=p.dtype).expand(p.shape)
+
+    _replace(model, make)
+    return {id(p): _Shell(p, name, p._version) for name, p in model.named_parameters()}
+
+
+def _take(
+    adapted: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], shells: Mapping[int, _Shell]
+) -> None:
+    """Have adapters take stored weights, as PEFT loads them.
+
+    Raises:
+        CheckpointError: there are others, or fewer.
+    """
+    from peft import set_peft_model_state_dict
+
+    try:
+        result = set_peft_model_state_dict(adapted, dict(weights), ADAPTER_NAME)
+    except (KeyError, RuntimeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()]
+        raise CheckpointError(f"the stored weights do not fit the adapters: {lines[-1][:200]}") from error
+    lacking = set(result.missing_keys)  # what several modules share is stored under one of its names
+    taken = {id(p) for name, p in adapted.named_parameters(remove_duplicate=False) if name not in lacking}
+    missing = sorted(
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in shells and id(p) not in taken
+    )
+    # Where embeddings are saved beside modules that train whole, PEFT writes those twice, and reads one.
+    unknown = [key for key in result.unexpected_keys if not any(part in key for part in _TWICE)]
+    if missing or unknown:
+        what = f"{missing[0]} is missing" if missing else f"nothing here is called {unknown[0]}"
+        raise CheckpointError(f"the stored weights are of other adapters: {what}")
+
+
+def _sources(
+    model: nn.Module, shells: Mapping[int, _Shell], *, loaded: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what parameters begin with by name, and of those of the model itself their names there."""
+    initial, base = {}, {}
+    for name, p in model.named_parameters():
+        shell = shells.get(id(p))
+        if shell is not None and p._version == shell.version:
+            base[name] = shell.name
+        elif shell is None and not loaded and f".modules_to_save.{ADAPTER_NAME}" in name:
+            base[name] = base_name(name)  # a copy of a module
+        else:
+            initial[name] = p.detach()
+    return initial, base
+
+
+def _stored_names(adapted: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Return the name in a file of adapters of each parameter that trains.
+
+    Raises:
+        ConfigError: PEFT does not save one.
+    """
+    from peft.utils import get_peft_model_state_dict
+
     state = adapted.state_dict()
-    own = {id(value): name.removeprefix("base_model.model.") for name, value in state.items()}
+    own = {id(value): name.removeprefix(AROUND_MODEL) for name, value in state.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stored = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
@@ -161,7 +235,7 @@ def put_in(model: nn.Module, config: Any, seed: int, *, trains: bool = True) -> 
     missing = trained.keys() - names.keys()
     if missing:
         raise ConfigError(f"lora: PEFT trains {sorted(missing)[0]} and does not save it; leave it out")
-    return Adapters(config, {name: names[name] for name in trained}, initial, adapted)
+    return {name: names[name] for name in trained}
 
 
 def linear_layers(model: nn.Module) -> str:
@@ -217,41 +291,23 @@ def _add_by_shadowing(model: nn.Module) -> None:
 
 
 class AdapterSource:
-    """Weights of a model with adapters: the model's own from ``base``, the adapters' as they began, or from a file.
+    """Weights of a model with adapters: the model's own from ``base``, the adapters' as they begin.
 
     Args:
         base: of the model without adapters.
         adapters: of the model.
-        directory: of a checkpoint of adapters; None for how they began.
-
-    Raises:
-        CheckpointError: the file of adapters is not one, or of other adapters.
     """
 
-    def __init__(self, base: WeightSource, adapters: Adapters, directory: Path | None = None) -> None:
+    def __init__(self, base: WeightSource, adapters: Adapters) -> None:
         self._base = base
-        self._initial = adapters.initial
-        self._stored = {}
-        if directory is not None:
-            path = directory / ADAPTER_WEIGHTS
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly")
-            found = read_header(path)
-            if found.keys() != set(adapters.names.values()):
-                other = sorted(found.keys() ^ set(adapters.names.values()))[0]
-                raise CheckpointError(
-                    f"{path} is of other adapters ({other}); resume with the section lora that the run began with"
-                )
-            self._stored = {name: found[stored] for name, stored in adapters.names.items()}
+        self._adapters = adapters
 
     def read(self, name: str, start: int, stop: int, into: Tensor) -> None:
         """See `WeightSource.read`."""
-        if name in self._stored:
-            read_elements(self._stored[name], start, stop, into)
-        elif name in self._initial:
-            into.view(-1).copy_(self._initial[name].reshape(-1)[start:stop])
+        if name in self._adapters.initial:
+            into.view(-1).copy_(self._adapters.initial[name].reshape(-1)[start:stop])
         else:
-            self._base.read(base_name(name), start, stop, into)
+            self._base.read(self._adapters.base[name], start, stop, into)
 
 
 def base_name(name: str) -> str:

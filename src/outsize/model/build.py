@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.errors import CheckpointError, ModelError
 
@@ -62,7 +63,7 @@ def load_hf_config(
             f"{name}: no such file or directory; give a model directory, a config.json or a hub id"
         )
     else:
-        name = _download_config(name)
+        name = download_small_files(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
@@ -79,8 +80,12 @@ def load_hf_config(
     return cast("PretrainedConfig", config)
 
 
-def _download_config(hub_id: str) -> str:
+def download_small_files(hub_id: str, revision: str | None = None) -> str:
     """Return the local directory of a model of the hub, its small files there; transformers would retry for long.
+
+    Args:
+        hub_id: of the model.
+        revision: branch, tag or commit; None is the main one.
 
     Raises:
         ModelError: the hub hands out no such model.
@@ -88,7 +93,7 @@ def _download_config(hub_id: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(hub_id, allow_patterns=["*.json", "*.py"])
+        return snapshot_download(hub_id, revision=revision, allow_patterns=["*.json", "*.py"])
     except (
         Exception
     ) as error:  # the hub client raises a dozen kinds: no network, no such model, gated, bad name
@@ -170,6 +175,13 @@ def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "Pret
 def _require_json(path: Path) -> None:
     """Raise unless ``path`` is a file that holds JSON."""
     if not path.is_file():
+        adapters = path.parent / ADAPTER_CONFIG
+        if adapters.is_file():
+            raise CheckpointError(
+                f"{path.parent} holds adapters, and not the model that they adapt: to train them on, write that model "
+                f"as model.path, with train.method=lora and lora.from={path.parent}; outsize generate and outsize.load "
+                "take them as they are"
+            )
         raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
     try:
         json.loads(path.read_text(encoding="utf-8"))

@@ -131,7 +131,7 @@ def _opened(stack: ExitStack, name: str, settings: WrapSettings, built: Built) -
 
 
 def _adapters(config: Config, recipe: Recipe) -> Any:
-    settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
+    settings = config.lora.for_peft()
     made = peft_config(settings, config.model.path, causal=recipe.task == "CAUSAL_LM")
     made.task_type = recipe.task
     return made

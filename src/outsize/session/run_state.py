@@ -231,7 +231,7 @@ def check_same_method(state: Mapping[str, Any], where: object, config: Config) -
 
 
 def _lora(config: Config) -> dict[str, Any] | None:
-    return config.lora.model_dump(mode="json") if config.train.method == "lora" else None
+    return config.lora.model_dump(mode="json", exclude={"from"}) if config.train.method == "lora" else None
 
 
 def name_of(model: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outsize.checkpoint import run_checkpoint, trainer_checkpoint
+from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
 from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
 from outsize.checkpoint.home_file import newest_home, start, tell_costs
@@ -83,7 +84,8 @@ def foresee(
     with borrowed_torch(deterministic=False):
         resumed = run_checkpoint.find(config.train.resume, run_dir)
         config = as_before(config, run_dir, resumed, announce=announce)
-        prepared = prepare(config, run_dir, lambda _: None)
+        config, begun = with_begun_adapters(config, resumed, announce)
+        prepared = prepare(config, run_dir, lambda _: None, adapters_from=begun)
         for note in notes_of(config, prepared):
             announce(note)
         prepared, rates = decide(prepared, run_dir, announce)
@@ -138,6 +140,7 @@ def _train(
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
+    asked = asked.model_copy(update={"lora": config.lora})
     asked = _as_decided(asked, prepared)
     replicated = _is_replicated(config, ranks)
     record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
@@ -163,6 +166,9 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
+        run_checkpoint.check_holds(resumed, config)
+    config, begun = with_begun_adapters(config, resumed, announce if ranks.is_first else lambda _: None)
+    if resumed is not None:
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
     config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size, announce)
@@ -171,7 +177,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     if replicated:
         started = one_share(started, ranks.group.size)
     shared = None if replicated else ranks.group
-    prepared = prepare(started, own_dir, announce, adapters_from=resumed, group=shared)
+    prepared = prepare(started, own_dir, announce, adapters_from=begun, group=shared)
     if ranks.is_first:
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.runtime.device.allocator import begin_run
@@ -180,7 +181,8 @@ def _timed(config: Config, steps: int, directory: Path, stack: contextlib.ExitSt
     """Return the same; the home lies in ``directory``."""
     set_thresholds(heap=False)
     try:
-        prepared, _ = decide(prepare(config, directory, _nothing), directory, _nothing)
+        config, begun = with_begun_adapters(config)
+        prepared, _ = decide(prepare(config, directory, _nothing, adapters_from=begun), directory, _nothing)
     except InfeasiblePlanError as error:
         return ShortRun(tokens_per_step=config.tokens_per_step, memory_bytes={}, why_not=str(error))
     dataset = stack.enter_context(open_dataset(config, prepared, directory, _nothing))

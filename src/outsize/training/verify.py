@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.runtime.device.allocator import begin_run
@@ -44,7 +45,9 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
             )
         )
         set_thresholds(heap=False)
-        prepared, _ = decide(prepare(config, directory, announce), directory, announce)
+        config, begun = with_begun_adapters(config, None, announce)
+        prepared = prepare(config, directory, announce, adapters_from=begun)
+        prepared, _ = decide(prepared, directory, announce)
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))

@@ -15,7 +15,7 @@ from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
 from outsize.errors import ConfigError
-from outsize.model.adapters import AdapterSource, base_model, put_in, stored_config
+from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.compiled import compile_blocks, take_eager
@@ -23,6 +23,7 @@ from outsize.model.liger import check_plain, take_plain
 from outsize.model.products import error_of, take_native, take_products
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
+from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
 from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
@@ -100,6 +101,7 @@ def wrap(
 def load(  # noqa: D417 - most arguments are those of `wrap`
     path_or_hub_id: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     dtype: Dtype = "auto",
     attention: str = "auto",
     trust_remote_code: bool = False,
@@ -126,6 +128,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     Args:
         path_or_hub_id: a directory in Hugging Face layout, the id of a model on the hub, or, with ``trainable=False``,
             a directory of adapters in PEFT's format: they stand in the model that they name, and are not merged.
+        base: with adapters, the model that they stand in, where the one that they name is not there.
         dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
         attention: ``auto`` or a name that transformers knows.
         trust_remote_code: whether code that comes with the model may run.
@@ -148,10 +151,10 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         moments=state,
         blocks=BlockSettings(mlp_parts, compile, kernels, products),
     )
-    base, adapters = _with_adapters(os.fspath(path_or_hub_id), trainable)
+    name, adapters = _with_adapters(os.fspath(path_or_hub_id), base, trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
     built = Built(dtype, attention, trust_remote_code, "AutoModel" if head == "none" else None, frozen)
-    model = open_wrapped(base, settings, built, adapters)
+    model = open_wrapped(name, settings, built, adapters)
     if not trainable:
         model.eval()
     return _recorded(model, run_dir, _discard)
@@ -186,14 +189,16 @@ class Built:
     empty: bool = False
 
 
-def open_wrapped(name: str, settings: WrapSettings, built: Built, adapters: Path | None = None) -> nn.Module:
+def open_wrapped(
+    name: str, settings: WrapSettings, built: Built, adapters: StoredAdapters | None = None
+) -> nn.Module:
     """Return the model of a checkpoint, wrapped, or PEFT's model around it; see `load`.
 
     Args:
         name: path or hub id.
         settings: how it is streamed.
         built: how it is built.
-        adapters: directory of adapters to put in; None for none.
+        adapters: to put in; None for none.
 
     Raises:
         OutsizeError: as `load`.
@@ -204,7 +209,7 @@ def open_wrapped(name: str, settings: WrapSettings, built: Built, adapters: Path
     model = build_skeleton(config, dtype, built.attention, built.trust_remote_code, built.auto, built.frozen)
     source: WeightSource = _Stored(locate_checkpoint(name), model, may_lack=built.may_lack)
     if adapters is not None:
-        source = AdapterSource(source, put_in(model, stored_config(adapters), 0, trains=False), adapters)
+        _, source = load_in(model, adapters, source)
     for parameter in frozen_by(model, built.freeze, everything=built.frozen):
         parameter.requires_grad_(False)
     around = None
@@ -239,16 +244,20 @@ class _Stored(CheckpointReader):
             super().read(name, start, stop, into)
 
 
-def _with_adapters(name: str, trainable: bool) -> tuple[str, Path | None]:
-    """Return the model that is meant, and the directory of its adapters; None where it has none."""
-    base = base_model(name)
-    if base == name:
-        return base, None
+def _with_adapters(
+    name: str, base: str | os.PathLike[str] | None, trainable: bool
+) -> tuple[str, StoredAdapters | None]:
+    """Return the model that is meant, and its adapters; None where it has none."""
+    adapters = find_adapters(name, None if base is None else os.fspath(base))
+    if adapters is None:
+        if base is not None:
+            raise ConfigError(f"base: names the model of adapters, and {name} holds none; leave it out")
+        return name, None
     if trainable:
         raise ConfigError(
             "outsize.load takes adapters with trainable=False; to train them use PeftModel.from_pretrained, then wrap"
         )
-    return base, Path(name).expanduser()
+    return adapters.base, adapters
 
 
 def _from_memory(model: nn.Module) -> Fill:

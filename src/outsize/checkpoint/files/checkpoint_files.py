@@ -10,10 +10,25 @@ from outsize.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of adapters, in PEFT's format.
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def locate_checkpoint(path_or_hub_id: str | os.PathLike[str]) -> Path:
+# A directory with any of these holds a tokenizer.
+_OF_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the files of a tokenizer lie in ``directory``; those beside adapters go before their model's."""
+    return any((directory / name).is_file() for name in _OF_TOKENIZERS)
+
+
+def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Return the directory of a model: the one named, or the local copy of the hub's, downloaded if need be.
+
+    Args:
+        path_or_hub_id: which.
+        revision: branch, tag or commit on the hub; None is the main one.
 
     Raises:
         CheckpointError: neither a directory nor a model that the hub hands out.
@@ -26,8 +41,8 @@ def locate_checkpoint(path_or_hub_id: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
-        return Path(snapshot_download(os.fspath(path_or_hub_id), allow_patterns=patterns))
+        patterns = ["*.safetensors", "adapter_model.bin", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+        return Path(snapshot_download(os.fspath(path_or_hub_id), revision=revision, allow_patterns=patterns))
     except (
         Exception
     ) as error:  # the hub client raises a dozen kinds: no network, no such model, gated, bad name

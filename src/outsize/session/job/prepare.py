@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import torch_name
-from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.config import Config
-from outsize.errors import ConfigError, ModelError
+from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.group.group import Group
 from outsize.group.single import SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
@@ -24,6 +24,7 @@ from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.products import error_of, take_products
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, split
+from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.optim.decay_groups import RateGroup, decay_parameter_names, with_rates
@@ -136,7 +137,7 @@ def prepare(
         run_dir: its directory; nothing is written.
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
-        adapters_from: checkpoint that adapters come from; None for fresh ones.
+        adapters_from: directory that adapters come from, a checkpoint's, say; None for fresh ones.
         group: the ranks that share the steps; None for a single process.
 
     Raises:
@@ -318,14 +319,38 @@ def _sourced(
         source.load_buffers(model)
     if config.train.method != "lora":
         return directory, source, None
-    adapters = put_in(model, lora_of(config, model), config.train.seed)
-    return directory, AdapterSource(source, adapters, adapters_from), adapters
+    lora = lora_of(config, model)
+    if adapters_from is None:
+        adapters = put_in(model, lora, config.train.seed)
+    else:
+        adapters = _stored(model, lora, adapters_from)
+        if has_tokenizer(adapters_from):
+            directory = adapters_from
+    return directory, AdapterSource(source, adapters), adapters
+
+
+def _stored(model: nn.Module, lora: Any, directory: Path) -> Adapters:
+    """Put adapters that begin with those in ``directory`` into a skeleton."""
+    weights = read_weights(directory)
+    try:
+        adapters = put_in(model, lora, 0, weights=weights)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{directory}: {error}; go on with the section lora that they were made with, and with their model"
+        ) from error
+    more = sorted(weights.keys() - set(adapters.names.values()))
+    if more:
+        raise CheckpointError(
+            f"{directory} holds more than adapters that train ({more[0]}), which train.method=lora would not save "
+            "again; train them on with outsize.wrap around PEFT's model"
+        )
+    return adapters
 
 
 def lora_of(config: Config, model: nn.Module) -> Any:
     """Return PEFT's configuration of the adapters that ``config`` names."""
     causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    settings = config.lora.model_dump(exclude={"base_codec", "table_codec"})
+    settings = config.lora.for_peft()
     return peft_config(settings, config.model.path, causal)
 
 

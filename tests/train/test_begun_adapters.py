@@ -1,0 +1,306 @@
+"""A run that begins with adapters that exist, or goes on from a Trainer's checkpoint of adapters."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import outsize
+from outsize.checkpoint.checkpoint_dir import latest
+from outsize.config import Config, load_config
+from outsize.errors import CheckpointError, ConfigError, OutsizeError
+from outsize.session.job.prepare import prepare
+from outsize.training.run import train
+from outsize.training.run_data import open_dataset
+from outsize.training.verify import verify
+from support import make_model_dir, make_run
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BEFORE, STEPS, SEQUENCES = 2, 4, 4
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers": ("llama", LORA),
+    "a head and norms": ("llama", {**LORA, "modules_to_save": ["lm_head", "norm"]}),
+    "biases": ("qwen2", {"r": 4, "target_modules": ["q_proj"], "bias": "all"}),
+    "experts": (
+        "qwen3_moe",
+        {
+            "r": 2,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        },
+    ),
+    "a scale by the root": ("llama", {**LORA, "use_rslora": True, "rank_pattern": {"q_proj": 2}}),
+}
+
+
+class InOrder(Trainer):
+    """Takes the rows as they come."""
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+def run_of(directory: Path, name: str = "llama", lora: dict[str, Any] | None = None, **trains: Any) -> Config:
+    section = {"method": "lora", "steps": STEPS, "microbatches": 1, "loss": "model", **trains}
+    return make_run(directory, name, train=section, lora=lora or {})
+
+
+def rows_of(config: Config, directory: Path) -> list[dict[str, Tensor]]:
+    """The sequences of a run, in its order."""
+    full = config.model_copy(update={"train": config.train.model_copy(update={"method": "full"})})
+    prepared = prepare(full, directory, lambda _: None)
+    with open_dataset(full, prepared, directory, lambda _: None) as dataset:
+        batches = [dataset.batch(step, SEQUENCES) for step in range(STEPS)]
+    return [
+        {"input_ids": ids, "labels": labels}
+        for batch in batches
+        for ids, labels in zip(batch.input_ids.clone(), batch.labels.clone(), strict=True)
+    ]
+
+
+def adapted(config: Config, lora: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(config.model.path)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.02)
+    return model
+
+
+def trainers(config: Config, lora: dict[str, Any], directory: Path, steps: int, **more: Any) -> Any:
+    """Train with the Trainer; returns it."""
+    optimizer = config.optimizer
+    arguments = {
+        "output_dir": str(directory),
+        "max_steps": steps,
+        "per_device_train_batch_size": SEQUENCES,
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "lr_scheduler_type": "constant",
+        "save_steps": 1,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "optim": "adamw_torch_fused",
+    }
+    rows = rows_of(config, directory / "rows")
+    made = InOrder(
+        model=adapted(config, lora), args=TrainingArguments(**arguments), train_dataset=rows, **more
+    )
+    made.train()
+    return made
+
+
+def newest(config: Config) -> Path:
+    found = latest(Path(config.train.run_dir or ""))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("name", "lora"), KINDS.values(), ids=KINDS.keys())
+def test_adapters_of_the_trainer_go_on_as_with_the_trainer(name: str, lora: dict[str, Any], tmp_path: Path):
+    """Of 4 steps the Trainer makes all, or 2 and outsize the others: losses and adapters are the same."""
+    config = run_of(tmp_path, name)
+    whole = trainers(config, lora, tmp_path / "theirs", STEPS)
+    checkpoint = tmp_path / "theirs" / f"checkpoint-{BEFORE}"
+    losses: list[float] = []
+    resumed = run_of(tmp_path, name, resume=str(checkpoint))
+    train(resumed, progress=lambda record: losses.append(record.loss))
+    logged = [line["loss"] for line in whole.state.log_history if "loss" in line]
+    assert losses == pytest.approx(logged[BEFORE:], rel=1e-3)  # the Trainer rounds what it logs
+    ours = load_file(newest(resumed) / "adapter_model.safetensors")
+    theirs = load_file(tmp_path / "theirs" / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    # and from there as any other run, with its own checkpoint
+    again = run_of(
+        tmp_path,
+        name,
+        load_config(tmp_path / "run" / "config.yaml").lora.model_dump(),
+        steps=5,
+        resume="auto",
+    )
+    assert train(again).steps == 5
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, and adapters of it."""
+    directory = tmp_path_factory.mktemp("begun")
+    config = run_of(directory)
+    trainers(config, LORA, directory / "theirs", BEFORE)
+    adapted(config, LORA).save_pretrained(directory / "adapters")
+    return directory
+
+
+def test_a_checkpoint_of_adapters_does_not_go_on_with_the_whole_model(begun: Path, tmp_path: Path):
+    config = run_of(begun, method="full", resume=str(begun / "theirs"), run_dir=str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"Trainer's checkpoint of adapters.*train.method=lora"):
+        train(config)
+
+
+def test_a_run_begins_with_adapters_as_pefts_own_loop_does(begun: Path, tmp_path: Path):
+    config = run_of(begun, lora={"from": str(begun / "adapters")}, run_dir=str(tmp_path / "run"))
+    losses: list[float] = []
+    train(config, progress=lambda record: losses.append(record.loss))
+    base = AutoModelForCausalLM.from_pretrained(config.model.path)
+    model = peft.PeftModel.from_pretrained(base, begun / "adapters", is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    recipe = config.optimizer
+    optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
+    want, rows = [], rows_of(config, tmp_path / "rows")
+    for step in range(STEPS):
+        part = rows[step * SEQUENCES : (step + 1) * SEQUENCES]
+        loss = model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, recipe.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(float(loss.detach()))
+    assert losses == want
+    told = load_config(tmp_path / "run" / "config.yaml").lora
+    assert (told.r, told.lora_alpha, told.target_modules) == (4, 6, ("down_proj", "q_proj"))
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_such_a_run_goes_on_when_those_adapters_are_gone(home: str, begun: Path, tmp_path: Path):
+    shutil.copytree(begun / "adapters", tmp_path / "adapters")
+
+    def run(name: str, **trains: Any) -> Config:
+        made = run_of(
+            begun, lora={"from": str(tmp_path / "adapters")}, run_dir=str(tmp_path / name), **trains
+        )
+        return made.model_copy(update={"memory": made.memory.model_copy(update={"home": home})})
+
+    train(run("whole"))
+    train(run("cut", steps=2))
+    shutil.rmtree(tmp_path / "adapters")
+    assert train(run("cut", resume="auto")).steps == STEPS
+    one, other = (load_file(newest(run(name)) / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_run_begins_with_what_another_run_has_trained(begun: Path, tmp_path: Path):
+    first = run_of(begun, lora=LORA, run_dir=str(tmp_path / "first"))
+    train(first)
+    losses: list[float] = []
+    second = run_of(begun, lora={"from": str(tmp_path / "first")}, steps=1, run_dir=str(tmp_path / "second"))
+    train(second, progress=lambda record: losses.append(record.loss))
+    base = AutoModelForCausalLM.from_pretrained(first.model.path)
+    model = peft.PeftModel.from_pretrained(base, newest(first)).eval()
+    rows = rows_of(second, tmp_path / "rows")[:SEQUENCES]
+    assert losses == [model(**{k: torch.stack([row[k] for row in rows]) for k in rows[0]}).loss.item()]
+
+
+def test_verify_begins_with_adapters_too(begun: Path):
+    assert verify(run_of(begun, lora={"from": str(begun / "adapters")})).equal
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"r": 2}, r"lora.r: .*have 4, not 2"),
+        ({"target_modules": "all-linear"}, "lora.target_modules: .*down_proj"),
+    ],
+)
+def test_other_settings_than_those_of_the_adapters_are_refused(said: dict[str, Any], key: str, begun: Path):
+    with pytest.raises(ConfigError, match=key):
+        outsize.plan(run_of(begun, lora={"from": str(begun / "adapters"), **said}))
+
+
+def test_the_same_settings_in_other_words_and_another_dropout_are_taken(begun: Path):
+    said = {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.1}
+    assert outsize.plan(run_of(begun, lora={"from": str(begun / "adapters"), **said}))
+
+
+def changed(directory: Path, **entries: Any) -> None:
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def without_rank(directory: Path) -> None:
+    kept = load_file(directory / "adapter_model.safetensors")
+    save_file(dict(list(kept.items())[1:]), directory / "adapter_model.safetensors")
+
+
+def with_embedding(directory: Path) -> None:
+    kept = load_file(directory / "adapter_model.safetensors")
+    kept["base_model.model.model.embed_tokens.weight"] = torch.zeros(264, 32)
+    save_file(kept, directory / "adapter_model.safetensors")
+
+
+REFUSED = {
+    "dora": (lambda d: changed(d, use_dora=True), "use_dora.*outsize.wrap"),
+    "pissa": (lambda d: changed(d, init_lora_weights="pissa"), "init_lora_weights=pissa.*outsize.wrap"),
+    "tokens": (lambda d: changed(d, trainable_token_indices=[1]), "trainable_token_indices.*outsize.wrap"),
+    "another kind": (lambda d: changed(d, peft_type="LOHA"), "kind LOHA.*outsize.wrap"),
+    "a weight missing": (without_rank, "is missing"),
+    "embeddings as well": (with_embedding, "more than adapters that train .*embed_tokens"),
+    "nothing": (lambda d: (d / "adapter_config.json").unlink(), "lora.from: .* holds no adapters"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_trained_on_exactly_is_refused_before_anything_is_written(
+    change: Any, says: str, begun: Path, tmp_path: Path
+):
+    shutil.copytree(begun / "adapters", tmp_path / "adapters")
+    change(tmp_path / "adapters")
+    with pytest.raises(OutsizeError, match=says) as told:
+        train(run_of(begun, lora={"from": str(tmp_path / "adapters")}, run_dir=str(tmp_path / "run")))
+    assert "resume" not in str(told.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_of_another_model_than_is_trained_are_told(begun: Path, tmp_path: Path):
+    other = make_model_dir(tmp_path / "other", "llama")
+    config = run_of(begun, lora={"from": str(begun / "adapters")}, steps=1, run_dir=str(tmp_path / "run"))
+    moved = config.model_copy(update={"model": config.model.model_copy(update={"path": str(other)})})
+    said: list[str] = []
+    train(moved, announce=said.append)
+    assert [
+        line
+        for line in said
+        if re.search(r"note: .*holds adapters of .*model, and model.path is .*other", line)
+    ]
+
+
+def test_the_tokenizer_beside_adapters_is_the_one_of_the_run(begun: Path, tmp_path: Path):
+    shutil.copytree(begun / "adapters", tmp_path / "adapters")
+    tokenizer = AutoTokenizer.from_pretrained(run_of(begun).model.path)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "adapters")
+    config = run_of(begun, lora={"from": str(tmp_path / "adapters")}, steps=1, run_dir=str(tmp_path / "run"))
+    train(config)
+    assert AutoTokenizer.from_pretrained(newest(config)).chat_template == tokenizer.chat_template
+
+
+def test_adapters_name_their_model_from_wherever_they_are_loaded(
+    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(begun)
+    config = run_of(begun, lora=LORA, steps=1, run_dir=str(tmp_path / "run"))
+    train(config.model_copy(update={"model": config.model.model_copy(update={"path": "model"})}))
+    named = peft.PeftConfig.from_pretrained(newest(config)).base_model_name_or_path
+    assert named == str((begun / "model").resolve())
+    with pytest.raises(CheckpointError, match=r"holds adapters.*lora.from="):
+        outsize.plan(
+            run_of(begun).model_copy(
+                update={"model": config.model.model_copy(update={"path": str(newest(config))})}
+            )
+        )
