@@ -5,10 +5,12 @@ parts, which templates of models that also see read. A template that expects the
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+_PART = re.compile(r"""(['"])type\1: ?(['"])text\2""")
 
 
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -23,8 +25,10 @@ def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in form]
 
 
-def writes_twice(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a template has written arguments that are JSON text as a JSON string."""
+def is_misread(messages: Sequence[Message], text: str) -> bool:
+    """Return whether a template has written a form as what it is: JSON text as a string, parts as a list."""
+    if any(isinstance(message["content"], list) for message in messages) and _PART.search(text):
+        return True
     said = [_arguments(call) for message in messages for call in message.get("tool_calls") or ()]
     return any(
         isinstance(arguments, str)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outsize.data.chat.chat_forms import Message, forms, writes_twice
+from outsize.data.chat.chat_forms import Message, forms, is_misread
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
-from outsize.data.chat.reply_borders import Borders, Reading, header_of, read
+from outsize.data.chat.reply_borders import USERS, Borders, Reading, header_of, read
 from outsize.data.chat.reply_spans import Span
 from outsize.errors import ConfigError, DataError
 
@@ -157,17 +157,25 @@ class ChatTemplate:
         """Return the first form of a conversation that the template writes in full, rendered and read."""
         template = self._choose(tools, where)
         render = functools.partial(self._apply, template=template, tools=tools, where=where)
-        first: DataError | None = None
+        error: DataError | None = None
+        taken: tuple[list[Message], str, Reading | None] | None = None
         for form in forms(messages):
             try:
                 reading = read(form, render, template)
                 text = render(form) if reading is None else reading.text
                 self._check(form, text, reading, turns, where)
-                return form, text, reading
-            except DataError as error:
-                first = first or error
-        assert first is not None
-        raise first
+            except DataError as found:
+                error = error or found
+                continue
+            taken = taken or (form, text, reading)
+            if reading is None or USERS not in (what for _, what in reading.left_out()):
+                taken = form, text, reading
+                break
+        if taken is None:
+            assert error is not None
+            raise error
+        self._tell(taken[2], where)
+        return taken
 
     def _check(
         self,
@@ -177,10 +185,10 @@ class ChatTemplate:
         turns: Sequence[int] | None,
         where: str,
     ) -> None:
-        if writes_twice(form, text):
+        if is_misread(form, text):
             raise DataError(
-                f"{where}: the chat template writes the arguments of tool calls as a string within a string; they "
-                "have to be a JSON object"
+                f"{where}: the chat template writes arguments of tool calls as a string within a string, or contents "
+                "as a list; arguments have to be a JSON object, contents text"
             )
         if reading is None:
             return
@@ -190,7 +198,10 @@ class ChatTemplate:
                     f"{where}: message {turn + 1} cannot be trained: the chat template {what}; have the record as "
                     "the template writes it, or set data.template"
                 )
-        for turn, what in reading.left_out():
+
+    def _tell(self, reading: Reading | None, where: str) -> None:
+        """Say once what a template leaves out beside what is trained."""
+        for turn, what in reading.left_out() if reading is not None else ():
             if what not in self._said:
                 self._said.add(what)
                 logger.warning(

@@ -18,6 +18,7 @@ from outsize.data.chat.reply_spans import (
     Span,
     Veiled,
     align,
+    begin_of,
     code_of,
     common,
     kept_patterns,
@@ -28,6 +29,8 @@ from outsize.errors import DataError
 
 _THINKS = re.compile(r"<[^<>\s]*(?:think|thought)[^<>\s]*>|\[THINK\]|◁think▷|<\|channel\|?>", re.IGNORECASE)
 _ROLES = re.compile(r"(?<![^\W_])(?:assistant|user|system|human|model|gpt|bot)(?![^\W_])", re.IGNORECASE)
+_OF_ROLE = "messages of the role "
+USERS = _OF_ROLE + "user"
 _ASKED: list[Message] = [{"role": "user", "content": "x"}]
 _ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": "y"}]
 
@@ -79,7 +82,7 @@ class Reading:
             if any(self.veiled.num_words[code] for code in codes) and not any(
                 self.seen[code] for code in codes
             ):
-                yield i, f"messages of the role {message['role']}"
+                yield i, _OF_ROLE + message["role"]
 
 
 def read(messages: Sequence[Message], render: Render, template: str) -> Reading | None:
@@ -186,8 +189,7 @@ class Borders:
                 start = floor + self._shared(text[floor:start], shown, blocks[n - 1].message)
             if n == numbers[-1]:
                 shown = self._reading.veiled.messages
-            is_last = n + 1 == len(blocks) and turn + 1 == len(self._reading.messages)
-            spans.append((start, len(text) if is_last else self._end(turn, shown, text[end:ceiling]) + end))
+            spans.append((start, end + self._end(turn, shown, text[end:ceiling])))
         return spans
 
     def closing(self, messages: Sequence[Message], code: int, **options: bool) -> str | None:
@@ -244,6 +246,8 @@ class Borders:
     def _end(self, turn: int, shown: Sequence[Message], gap: str) -> int:
         """Return how many characters of a gap are the end of a reply."""
         until = shown[: turn + 1]
+        if turn + 1 == len(shown) and not until[-1].get("tool_calls"):
+            return len(gap)
         closings = [self.closing(until, turn)]
         # Some end in another way where nothing follows; asked for one more reply, they end it as they do within.
         asked = self.closing(until, turn, add_generation_prompt=True)
@@ -253,19 +257,23 @@ class Borders:
         length = max(lengths) if lengths else self._usual_length(gap)
         at = gap.find(self._header) if self._header else -1
         length = length if at < 0 else min(length, at)
-        if length and [message["role"] for message in shown[turn + 1 : turn + 2]] == ["tool"]:
-            # What opens the result of a tool may stand behind a call that has no result yet.
-            header = self._header_of_result(shown[: turn + 2], turn + 1)
-            length = min(length, gap.rindex(header)) if header and header in gap else length
+        if length and shown[turn].get(
+            "tool_calls"
+        ):  # what opens a result may stand behind a call that has none yet
+            length = min(length, begin_of(self._header_of_result(shown, turn), gap))
         return length
 
-    def _header_of_result(self, until: Sequence[Message], number: int) -> str:
+    def _header_of_result(self, shown: Sequence[Message], turn: int) -> str:
         """Return what stands in front of one more result of a tool; nothing where that is not known."""
-        code = min(i for i in range(number + 1) if i == number or self._is_alike(i, number))
-        closing = self.closing(until, code)
-        between = self.closing(
-            [*until, {**until[-1], "content": code_of(len(self._reading.messages), TEXT)}], code
-        )
+        number, call = len(shown), shown[turn]["tool_calls"][0]
+        result = {
+            "role": "tool",
+            "name": "x",
+            "tool_call_id": call.get("id") if isinstance(call, dict) else None,
+        }
+        first, second = ({**result, "content": code_of(number + n, TEXT)} for n in (0, 1))
+        closing = self.closing([*shown[: turn + 1], first], number)
+        between = self.closing([*shown[: turn + 1], first, second], number)
         return "" if closing is None or between is None else between[common(between, closing) :]
 
     def _usual_length(self, gap: str) -> int:
@@ -291,7 +299,7 @@ class Borders:
         ]
         gap = text[before : after.start if after else len(text)]
         if not self._header or gap.count(self._header) != len(among):
-            raise DataError("writes nothing by which an empty reply is told")
+            raise DataError("gives nothing to tell it by; it is empty, or the template decides by its words")
         at = 0
         for _ in range(among.index(turn) + 1):
             at = gap.index(self._header, at) + len(self._header)

@@ -225,3 +225,11 @@ def common(one: str, other: str) -> int:
             break
         length = a.end()
     return length
+
+
+def begin_of(header: str, gap: str) -> int:
+    """Return where a header begins in what stands between words, or, cut off, at the end of that; else its length."""
+    if header and (at := gap.rfind(header)) >= 0:
+        return at
+    cut = (header[: lexeme.end()] for lexeme in _LEXEME.finditer(header))
+    return len(gap) - max((len(part) for part in cut if part.strip() and gap.endswith(part)), default=0)

@@ -1,0 +1,174 @@
+"""Which template a conversation is written with, in which form, and how a conversation is refused."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from data.chat.families import MARKED, chatml, without_marks
+from data.chat.shapes import TEXT_CALL, TOOLS, Message, call, result, said, system, user
+from outsize.data.chat import ChatTemplate
+from outsize.data.encode import Encoder
+from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.documents import DocumentReader
+from outsize.data.reading.formats import Document
+from outsize.errors import DataError
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+WITH_TOOLS = "{% if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}" + PLAIN
+
+
+def trained(tokenizer, messages: list[Message], tools: list[Message] | None = None) -> str:
+    turns = tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    text, spans = ChatTemplate(tokenizer).render(messages, turns, tools, "f:7")
+    return "|".join(text[start:end] for start, end in spans)
+
+
+def test_tools_are_written_by_the_template_for_them(make):
+    tokenizer = make({"default": PLAIN, "tool_use": WITH_TOOLS})
+    messages = [user("q"), said("a")]
+    for tools in (None, TOOLS):
+        theirs = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert ChatTemplate(tokenizer).render(messages, (1,), tools, "f:7")[0] == theirs
+
+
+def test_named_templates_without_a_default_are_refused_by_name(make):
+    tokenizer = make({"rag": PLAIN, "tool_use": WITH_TOOLS})
+    with pytest.raises(
+        DataError, match=r"f:7: the tokenizer has the chat templates rag, tool_use .* data.template"
+    ):
+        trained(tokenizer, [user("q"), said("a")])
+    assert trained(tokenizer, [user("q"), said("a")], TOOLS) == "a</s>"
+    text, _ = ChatTemplate(tokenizer, "rag").render([user("q"), said("a")], (1,), TOOLS, "f:7")
+    assert text == "<user>q</s><assistant>a</s>"
+
+
+def test_every_named_template_is_part_of_what_identifies_tokens(make):
+    def fingerprint(tool_use):
+        tokenizer = make({"default": PLAIN, "tool_use": tool_use})
+        return Encoder(tokenizer, eos=True, masked=True).fingerprint()
+
+    assert fingerprint(PLAIN) != fingerprint(WITH_TOOLS)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_arguments_are_an_object_or_text_whichever_the_template_reads(make, marked):
+    reads_objects = MARKED["mistral v7"]  # would write a JSON string within JSON
+    reads_text = chatml().replace(
+        "(f.arguments if f.arguments is string else f.arguments | tojson)", "f.arguments"
+    )
+    as_object, as_text = call(at="AARG1"), TEXT_CALL
+    for template in (reads_objects, reads_text):
+        tokenizer = make(template if marked else without_marks(template), bos_token="<s>")
+        one, other = (
+            trained(tokenizer, [user("q"), said("", tool_calls=[each])]) for each in (as_object, as_text)
+        )
+        assert one == other
+        assert '{"at": "AARG1"}' in one
+
+
+def test_contents_are_parts_under_a_template_that_reads_parts(make):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+        "</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = make(template)
+    assert trained(tokenizer, [user("q"), said("a")]) == "a</s>"
+    assert ChatTemplate(tokenizer).open([user("q")]) == "<user>q</s><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (PLAIN, [user("q"), said("", tool_calls=[call(at="x")])], "message 2 .* leaves out the tool calls"),
+        (PLAIN.replace("m.content", "m.content + m.content"), [user("q"), said("a")], "message 2 .* twice"),
+        (
+            PLAIN.replace("m.content", "m.content[:2]"),
+            [user("q"), said("abc")],
+            "message 2 .* a part of the text",
+        ),
+        (PLAIN.replace("m.content", "m.content | length"), [user("q"), said("abc")], "leaves out the text"),
+        (
+            PLAIN.replace("m.content", "m.content | md5"),
+            [user("q"), said("abc")],
+            "refuses this conversation",
+        ),
+        (
+            "{% for m in messages %}{% if m.content == 'abc' %}!{% endif %}{{ m.content }}{% endfor %}",
+            [user("q"), said("abc")],
+            "decides by its words",
+        ),
+        (
+            without_marks(MARKED["glm 4"]),
+            [user("q"), said("text", tool_calls=[call(at="x")]), result("r")],
+            "message 2 .* leaves out the text",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_what_the_template_does(make, template, messages, reason):
+    with pytest.raises(DataError, match=f"^f:7: .*{reason}"):
+        trained(make(template), messages)
+
+
+def test_marks_around_the_words_of_another_are_refused(make):
+    template = "{% for m in messages %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+    with pytest.raises(
+        DataError, match=r"marks message 1 with {% generation %}, which is one of the role user"
+    ):
+        trained(make(template), [user("question"), said("answer")])
+
+
+def test_what_a_template_leaves_out_beside_replies_is_told_once(make, caplog):
+    template = without_marks(MARKED["deepseek r1"]).replace("{% else %}{{ m.content }}", "")
+    chat = ChatTemplate(make(template, bos_token="<s>"))
+    messages = [system("be brief"), user("q"), said("<think>why</think>a")]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            text, ((start, end),) = chat.render(messages, (2,), None, "f:7")
+    assert text[start:end] == "a<｜end▁of▁sentence｜>"
+    said_of = [record.getMessage() for record in caplog.records]
+    assert len(said_of) == 2
+    assert "leaves out messages of the role system (here message 1)" in said_of[0]
+    assert "leaves out the reasoning of replies (here message 3)" in said_of[1]
+
+
+def test_marks_that_end_in_white_space_do_not_run_on(make):
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+    )
+    text, spans = ChatTemplate(make(template)).render(
+        [user("q"), said("a"), user("r"), said("b")], (1, 3), None, "f:7"
+    )
+    assert [text[start:end] for start, end in spans] == ["a\n", "b\n"]
+
+
+def test_words_that_look_like_sentinels_are_words(make):
+    tokenizer = make(chatml().replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    rare = "".join(map(chr, range(0x20000, 0x20040)))
+    assert (
+        trained(tokenizer, [user(f"{rare} q"), said(f"a 𠮷 {rare[::-1]}")])
+        == f"a 𠮷 {rare[::-1]}<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("in_parquet", [True, False])
+def test_a_null_in_a_struct_of_parquet_is_no_field_and_one_in_json_is(make, tmp_path: Path, in_parquet):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = [call(at="AARG1", unit=None), call(2, at=None, unit="AARG2")]
+    record = {"messages": [user("q"), said("", tool_calls=calls), result("r"), said("done")], "tools": TOOLS}
+    if in_parquet:
+        path = tmp_path / "chat.parquet"
+        parquet.write_table(arrow.Table.from_pylist([record]), path)
+    else:
+        path = tmp_path / "chat.jsonl"
+        path.write_text(json.dumps(record) + "\n")
+    reader = DocumentReader(find_sources(path), None, Corpus(path=path))
+    reader.detect()
+    (document,) = reader.documents()
+    assert isinstance(document, Document)
+    text, _ = ChatTemplate(make(chatml())).render(document.messages, document.turns, document.tools, "f:7")
+    assert ("null" in text) == (not in_parquet)
+    assert '"at": "AARG1"' in text
