@@ -1,4 +1,4 @@
-"""A probed machine as the planner reads machines: `hardware.spec.Machine`, every rate measured."""
+"""A probed machine as the planner reads machines: `hardware.machine_spec.Machine`, every rate measured."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -51,7 +51,7 @@ class PlaneAdamW:
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
     ) -> None:
-        """Update in torch ops, see `outsize.optim.update.Rule`; where not ``exact``, with a division less."""
+        """Update in torch ops, see `outsize.optim.update.UpdateRule`; where not ``exact``, with a division less."""
         exp_avg, exp_avg_sq = moments
         weight_decay = self.weight_decay * update.decay
         if exact:
@@ -81,7 +81,7 @@ class PlaneAdamW:
         master.mul_(1.0 - update.lr * weight_decay).add_((exp_avg * step).div_(root))
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-        """Step with the C kernel, see `outsize.optim.update.Rule`."""
+        """Step with the C kernel, see `outsize.optim.update.UpdateRule`."""
         return step_native(self, update, planes, gradient)
 
 

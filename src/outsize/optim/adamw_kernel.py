@@ -25,7 +25,7 @@ STATES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 class Settings(Protocol):
-    """What the kernel asks of `outsize.optim.adamw.AdamW`."""
+    """What the kernel asks of `outsize.optim.adamw.PlaneAdamW`."""
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -57,7 +57,7 @@ class _Arguments(ctypes.Structure):
 
 
 def step_native(settings: Settings, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-    """Step planes; return how many elements, from the first on, have been stepped. See `Rule.step_native`."""
+    """Step planes; return how many elements, from the first on, have been stepped. See `UpdateRule.step_native`."""
     count = planes.numel
     if planes.moments == "fp32":
         count -= count % VECTOR

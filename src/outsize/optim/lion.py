@@ -39,7 +39,7 @@ class Lion:
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
     ) -> None:
-        """Update in torch ops, see `outsize.optim.update.Rule`."""
+        """Update in torch ops, see `outsize.optim.update.UpdateRule`."""
         (momentum,) = moments
         share, kept = self.betas
         direction = torch.mul(momentum, share).add_(gradient * (1.0 - share)).sign_()
@@ -49,5 +49,5 @@ class Lion:
         momentum.mul_(kept).add_(gradient.mul_(1.0 - kept))
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-        """Step with the C kernel, see `outsize.optim.update.Rule`."""
+        """Step with the C kernel, see `outsize.optim.update.UpdateRule`."""
         return step_lion(self.betas, self.weight_decay, update, planes, gradient)

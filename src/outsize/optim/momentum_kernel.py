@@ -49,7 +49,7 @@ class Sgd:
 
 
 def step_sgd(settings: Sgd, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-    """Step planes; return how many elements, from the first on, have been stepped. See `Rule.step_native`."""
+    """Step planes; return how many elements, from the first on, have been stepped. See `UpdateRule.step_native`."""
     count, form = planes.numel, _UNFUSED
     if planes.moments == "fp32":
         count -= count % VECTOR
@@ -66,7 +66,7 @@ def step_sgd(settings: Sgd, update: Update, planes: StatePlanes, gradient: Tenso
 def step_lion(
     betas: tuple[float, float], weight_decay: float, update: Update, planes: StatePlanes, gradient: Tensor
 ) -> int:
-    """Step planes; return how many elements have been stepped: all. See `Rule.step_native`."""
+    """Step planes; return how many elements have been stepped: all. See `UpdateRule.step_native`."""
     share, kept = betas
     _call(
         planes,

@@ -47,7 +47,7 @@ class SGD:
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
     ) -> None:
-        """Update in torch ops, see `outsize.optim.update.Rule`; where not ``exact``, one operation after the other."""
+        """Update in torch ops, see `outsize.optim.update.UpdateRule`; where not ``exact``, one operation after the other."""
         if not exact:
             self._update_plainly(update, master, gradient, *moments)
             return
@@ -75,7 +75,7 @@ class SGD:
         master.add_(along * -update.lr)
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-        """Step with the C kernel, see `outsize.optim.update.Rule`."""
+        """Step with the C kernel, see `outsize.optim.update.UpdateRule`."""
         settings = Sgd(
             momentum=self.momentum,
             dampening=self.dampening,

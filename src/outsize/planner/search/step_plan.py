@@ -87,7 +87,7 @@ class Plan:
         memory: bytes by tier and class.
         budgets: what they had to fit.
         transport: codecs on the link.
-        offload_rooms: what waits below the device of what forwards kept, see `memory.offload_rooms`.
+        offload_rooms: what waits below the device of what forwards kept, see `memory_table.offload_rooms`.
         wire: codecs between nodes.
         state: how a trained unit lies at home.
         home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.

@@ -53,7 +53,7 @@ class YieldTrial:
     """Notes what a forward returns on its way; for one forward.
 
     Args:
-        ops: operations that have run, appended to by whoever sees them, as of `shortcut.Trial`.
+        ops: operations that have run, appended to by whoever sees them, as of `short_recompute.Trial`.
     """
 
     def __init__(self, ops: list[Any]) -> None:
