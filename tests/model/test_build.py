@@ -72,6 +72,36 @@ def test_large_parameters_are_never_allocated():
     assert sum(p.numel() for p in skeleton.parameters()) > 6e10
 
 
+def test_experts_that_are_made_of_zeros_are_never_allocated():
+    """Those of Llama 4 are; here they would take some 300 TB."""
+    from transformers import Llama4TextConfig
+
+    sizes = {"num_local_experts": 2**14, "hidden_size": 2**16, "intermediate_size": 2**15, "vocab_size": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = build_skeleton(Llama4TextConfig(**sizes, **layers, interleave_moe_layer_step=1))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.model.layers[0].feed_forward.experts.gate_up_proj.numel() == 2**14 * 2**16 * 2**16
+
+
+def test_buffers_of_equal_elements_can_be_written_to(monkeypatch: pytest.MonkeyPatch):
+    from transformers import LlamaForCausalLM
+
+    made = LlamaForCausalLM.__init__
+
+    def with_buffers(self, config):
+        made(self, config)
+        for name, value in (("zeros", torch.zeros(2048, 1024)), ("sevens", torch.full((2048, 1024), 7.0))):
+            self.register_buffer(name, value)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_buffers)
+    model = build_skeleton(
+        LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    )
+    assert torch.equal(model.sevens, torch.full((2048, 1024), 7.0))
+    model.zeros[0] += 1
+    assert model.zeros.sum() == 1024
+
+
 def test_an_8b_model_builds_in_a_few_megabytes():
     script = """
 import resource

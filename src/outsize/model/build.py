@@ -145,17 +145,30 @@ def build_skeleton(
         with quiet_torchao(), _parameters_on_meta():
             model: nn.Module = factory(config, **options)
     except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
-        known = (
-            f"transformers has {auto} for other architectures"
-            if auto
-            else "attention=eager works for every one"
-        )
+        if auto is not None:
+            advice = f"; transformers has {auto} for other architectures"
+        else:
+            advice = "; attention=eager works" if _can_be_built(factory, config, options) else ""
         raise ModelError(
-            f"cannot build a {config.model_type} model with attention={attention!r}: {error}; {known}"
+            f"cannot build a {config.model_type} model with attention={attention!r}: {error}{advice}"
         ) from error
     _finish(model, DTYPES[dtype])
     logger.info("%s: attention %s", type(model).__name__, cast(Any, model).config._attn_implementation)
     return model.train()
+
+
+def _can_be_built(
+    factory: Callable[..., nn.Module], config: "PretrainedConfig", options: dict[str, Any]
+) -> bool:
+    """Return whether a model that could not be built as asked can be built with eager attention."""
+    if options.get("attn_implementation") == "eager":
+        return False
+    try:
+        with quiet_torchao(), _parameters_on_meta():
+            factory(config, **{**options, "attn_implementation": "eager"})
+    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError):
+        return False
+    return True
 
 
 def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "PretrainedConfig":
@@ -267,8 +280,16 @@ def _is_named_causal(config: "PretrainedConfig") -> bool:
 _DRAWS = ("normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
 
 
+# Factories whose elements are all alike: one element stands for all of them until something is written.
+_UNIFORM = (torch.zeros, torch.ones, torch.full)
+
+
 class _WithoutContents(TorchFunctionMode):
-    """Makes large tensors that have no contents yet on the meta device, and draws no contents for tensors there."""
+    """Makes large tensors without memory, and draws no contents for tensors on the meta device.
+
+    Those that have no contents yet go on the meta device. Those whose elements are all alike are one element that is
+    expanded: whether they become a parameter, which goes on the meta device, or a buffer is known later.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -281,6 +302,13 @@ class _WithoutContents(TorchFunctionMode):
         if func is torch.empty and kwargs.get("device") is None:
             empty = func(*args, **{**kwargs, "device": "meta"})
             return empty if empty.numel() >= _LARGE_ELEMENTS else func(*args, **kwargs)
+        if func in _UNIFORM and not {"device", "out", "requires_grad"} & kwargs.keys():
+            shape = func(*args, **{**kwargs, "device": "meta"})
+            if shape.numel() >= _LARGE_ELEMENTS:
+                value = 1.0 if func is torch.ones else 0.0
+                if func is torch.full:
+                    value = args[1] if len(args) > 1 else kwargs["fill_value"]
+                return torch.full((), value, dtype=shape.dtype).expand(shape.shape)
         return func(*args, **kwargs)
 
 
@@ -319,6 +347,7 @@ def _finish(model: nn.Module, dtype: torch.dtype) -> None:
             raise ModelError(
                 f"buffer {name} was not computed when the model was built; this model is not supported"
             )
-        if buffer.is_floating_point() and any(part in name for part in keep_fp32):
+        final = buffer.float() if buffer.is_floating_point() and any(p in name for p in keep_fp32) else buffer
+        if (final := final.contiguous()) is not buffer:
             owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = buffer.float()
+            model.get_submodule(owner)._buffers[leaf] = final

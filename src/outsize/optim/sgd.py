@@ -47,7 +47,7 @@ class SGD:
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
     ) -> None:
-        """Update in torch ops, see `outsize.optim.update.UpdateRule`; where not ``exact``, one operation after the other."""
+        """Update in torch ops, see `update.UpdateRule`; where not ``exact``, one operation after the other."""
         if not exact:
             self._update_plainly(update, master, gradient, *moments)
             return

@@ -260,7 +260,7 @@ def _timed_size(rows: int, length: int, most: int) -> tuple[int, int]:
 def _flops(prepared: Job, rows: int, length: int) -> tuple[float, ...]:
     """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
     spec = prepared.split.spec
-    with contextlib.suppress(ModelError, AttributeError):
+    with contextlib.suppress(ModelError):
         flops = forward_flops(shape_of(prepared.split), rows, length)
         if len(flops) == spec.num_streamed:
             return flops

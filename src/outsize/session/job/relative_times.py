@@ -31,14 +31,17 @@ def shape_of(parts: Split) -> Shape:
     Raises:
         ModelError: its family's config does not.
     """
-    shape = read_shape(parts.model.config.to_dict())  # type: ignore[union-attr,operator]
+    to_dict = getattr(getattr(parts.model, "config", None), "to_dict", None)
+    if to_dict is None:
+        raise ModelError(f"{type(parts.model).__name__} has no config that tells its sizes")
+    shape = read_shape(to_dict())
     return replace(shape, mlp_parts=parts_of(parts))
 
 
 def forward_times(parts: Split, rows: int = 1, length: int = SAMPLE_TOKENS) -> tuple[float, ...]:
     """How long the forwards of units take beside each other: by their operations, or by their parameters."""
     count = parts.spec.num_streamed
-    with contextlib.suppress(ModelError, AttributeError):
+    with contextlib.suppress(ModelError):
         flops = forward_flops(shape_of(parts), rows, length)
         if len(flops) == count:
             return flops
@@ -56,7 +59,7 @@ def recompute_times(
 ) -> tuple[float, ...]:
     """The same of recomputes, of which some end early."""
     times = forward_times(parts, rows, length)
-    with contextlib.suppress(ModelError, AttributeError):
+    with contextlib.suppress(ModelError):
         flops = recompute_flops(shape_of(parts), rows, length)
         if len(flops) == len(times):
             return tuple(flops[u] if u in measured.needed else s for u, s in enumerate(times))

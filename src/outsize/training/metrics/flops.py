@@ -53,7 +53,7 @@ def step_flops(prepared: Job) -> float | None:
     try:
         shape = read_shape(prepared.hf_config.to_dict())
         forward = sum(forward_flops(shape, prepared.num_sequences, config.data.seq_len))
-    except (ModelError, AttributeError):
+    except ModelError:
         return None
     return (2 + spec.num_trainable / spec.num_parameters) * forward
 
