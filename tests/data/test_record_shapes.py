@@ -202,6 +202,35 @@ def test_a_turn_that_calls_a_function_is_a_call_of_the_assistant(read, value, sp
             read(WAYS[way](turns_with_text))
 
 
+def test_calls_and_functions_as_openai_had_them_before_tools_are_calls_and_tools(read):
+    call = {"name": "look", "arguments": json.dumps(CALL["arguments"])}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "function_call": call}]
+    turns.append({"role": "function", "name": "look", "content": "sunny"})
+    functions = [TOOLS[0]["function"]]
+    assert read({"messages": turns, "functions": functions}) == (
+        f"[tools {json.dumps(TOOLS)}][user]q[assistant]{CALLED}.[tool]sunny",
+        f"{CALLED}.",
+        [],
+    )
+
+
+def test_a_text_file_that_holds_records_says_so(tmp_path):
+    path = tmp_path / "chats.txt"
+    for body, is_told in (
+        (json.dumps(ALPACA) + "\n", True),
+        ("[\n{}\n]", True),
+        ("{ a set }\n", False),
+        ("text\n{}", False),
+    ):
+        path.write_text(body)
+        for chosen in ("auto", "text"):
+            reader = DocumentReader(find_sources(path), None, Corpus(path=path, format=chosen))
+            assert len(list(reader.documents())) == 1
+            assert ["set data.format" in note for note in reader.notes()] == [True] * (
+                is_told and chosen == "auto"
+            )
+
+
 TEXTS = {
     "text": {"text": "right"},
     "prompt and completion": {"prompt": "q", "completion": "right"},

@@ -137,7 +137,7 @@ def _row(
     read: set[str] = set(names)
     if is_chat:
         values, read_too = messages_row(record, answers, roles, where, alone=objective == "reward")
-        read |= read_too - ({"tools"} - set(recipe.optional))
+        read |= read_too - (set() if "tools" in recipe.optional else {"tools", "functions"})
     else:
         values = texts_row(record, answers, where) if recipe.by_trl else {}
         read -= {"tools", "chat_template_kwargs"}

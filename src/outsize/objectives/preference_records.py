@@ -78,7 +78,7 @@ def messages_row(
     Raises:
         DataError: a field is of the wrong kind, an answer is empty, or does not begin where the prompt ends.
     """
-    read = {*answers, "tools", system_field(record) or ""}
+    read = {*answers, "tools", "functions", system_field(record) or ""}
     held = next((name for name in CONVERSATIONS if record.get(name)), None)
     given = {
         name: as_messages(record, name, "assistant", where, roles) for name in answers if record.get(name)

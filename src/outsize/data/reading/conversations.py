@@ -91,6 +91,8 @@ def read_tools(record: Record, where: str) -> list[Any] | None:
         DataError: they are no list.
     """
     tools = from_json_text(record.get("tools") or None, "tools", where)
+    if not tools and isinstance(record.get("functions"), list):  # OpenAI's, before tools
+        tools = [{"type": "function", "function": function} for function in record["functions"]]
     tools = [tools] if isinstance(tools, dict) else tools
     if tools is not None and not isinstance(tools, list):
         raise DataError(
@@ -150,6 +152,8 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
     name, value = turn.get(speaker), turn.get(said)
     if isinstance(name, str) and name.lower() in _CALLS and name not in roles:
         return {"role": "assistant", "content": "", **rest, "tool_calls": _calls(value, where)}
+    if isinstance(rest.get("function_call"), dict) and not rest.get("tool_calls"):  # OpenAI's, before tools
+        rest = {**rest, "tool_calls": _calls(rest.pop("function_call"), where)}
     role = _role(name, speaker, where, roles)
     if by_value and not isinstance(value, str):
         raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")

@@ -1,5 +1,6 @@
 """From files to documents: the first record decides the format, every further one has to agree."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class DocumentReader:
     num_empty: int = 0
     bytes_read: int = 0
     _unused: Counter[str] = field(default_factory=Counter)
+    _of_records: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_skipped_files = self.sources.num_skipped
@@ -87,6 +89,7 @@ class DocumentReader:
         self.num_files = self.num_empty = self.bytes_read = 0
         self.bad = Tolerance(self.corpus.max_bad_records)
         self._unused.clear()
+        self._of_records.clear()
         return self._texts() if self._is_plain_text() else self._structured()
 
     def forgive(self, error: DataError) -> None:
@@ -96,6 +99,11 @@ class DocumentReader:
     def notes(self) -> list[str]:
         """Return what of the files and records read so far was not used."""
         notes = [] if self.sources.note is None else [self.sources.note]
+        if self._of_records:
+            notes.append(
+                f"{self._of_records[0]} begins with a JSON object and is read as text, as {len(self._of_records):,} "
+                "files are; for its records name it .jsonl, or set data.format"
+            )
         if self._unused:
             counts = (f"{name} ({count:,} records)" for name, count in self._unused.most_common())
             notes.append(f"in the records and not used: {', '.join(counts)}")
@@ -113,6 +121,8 @@ class DocumentReader:
             self.num_files += 1
             pieces = cut_pieces(decode_chunks(read_chunks(file.path, self._count), file.path))
             for piece in pieces:
+                if piece.opens and self.corpus.format == "auto" and _begins_with_record(piece.text):
+                    self._of_records.append(file.path)
                 where = f"{file.path}:{piece.line}"
                 yield Document(where, piece.text, opens=piece.opens, closes=piece.closes)
 
@@ -152,6 +162,20 @@ class DocumentReader:
 
     def _count(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
+
+
+def _begins_with_record(text: str) -> bool:
+    """Return whether the first line of a text is an object of JSON, or begins an array of them."""
+    line = text.lstrip().partition("\n")[0].strip()
+    if not line.startswith(("{", "[")):
+        return False
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return line in ("[", "[{")
+    return isinstance(value, dict) or (
+        isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    )
 
 
 def _is_text(path: Path) -> bool:

@@ -133,7 +133,7 @@ def _unread(record: Record, format_name: FormatName, document: Document, text_fi
     """Return the fields of a record that hold something, are not read, and are not plainly about the record."""
     read: set[str] = {text_field} if format_name == "text" else set(_REQUIRED_FIELDS[format_name])
     if document.messages is not None:
-        read |= {"tools", system_field(record) or ""}
+        read |= {"tools", "functions", system_field(record) or ""}
     if format_name == "alpaca":
         read |= {"input", "history"}
     return unread_fields(record, read)
