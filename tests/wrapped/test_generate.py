@@ -291,3 +291,43 @@ def test_adapters_of_peft_write_as_well(device: str, home: str):
     want = write(adapted())
     with wrapped(adapted(), device=device, home=home, device_memory=260_000) as model:
         assert torch.equal(write(model), want)
+
+
+def ids_of(rows: int, length: int) -> dict[str, Tensor]:
+    ids = zoo.batch("llama", num_sequences=rows, seq_len=length)["input_ids"]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize(("device", "home"), STREAMED)
+@pytest.mark.parametrize(
+    "sizes", [((1, 1), (1, 40)), ((1, 40), (1, 1)), ((2, 3), (1, 40), (4, 9), (1, 2), (2, 44))], ids=str
+)
+def test_prompts_of_any_size_come_in_any_order(device: str, home: str, sizes: tuple[tuple[int, int], ...]):
+    """What a small forward took says little of a large one."""
+    resident = plain()
+    with wrapped(frozen(), device=device, home=home, device_memory=260_000) as model:
+        for rows, length in sizes:
+            asked = {**ids_of(rows, length), "max_new_tokens": 4, "eos_token_id": None}
+            assert torch.equal(write(model, **asked), write(resident, **asked))
+
+
+@pytest.mark.parametrize(("device", "budget"), [("cpu", 150_000), ("emulated:1", 130_000)])
+def test_a_cache_that_will_outgrow_the_device_is_refused_before_the_first_token(device: str, budget: int):
+    """With the number of tokens that has room, which then runs to its end."""
+    steps: list[Tensor] = []
+
+    def watch(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        steps.append(ids)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    asked = {**ids_of(1, 4), "eos_token_id": None, "stopping_criteria": [watch]}
+    with wrapped(frozen(), device=device, home="disk", device_memory=budget) as model:
+        with pytest.raises(InfeasiblePlanError, match="lower max_new_tokens to") as refusal:
+            write(model, **asked, max_new_tokens=4000)
+        assert steps == []
+        assert refusal.value.short_by["device"] > 0
+        fits = int(str(refusal.value).partition("max_new_tokens to ")[2].partition(",")[0])
+        with pytest.raises(InfeasiblePlanError, match=f"max_new_tokens to {fits},"):
+            write(model, **asked, max_new_tokens=fits + 1)
+        if device == "cpu":
+            assert write(model, **asked, max_new_tokens=fits).shape == (1, 4 + fits)

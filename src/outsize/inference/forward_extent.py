@@ -29,6 +29,21 @@ class ForwardExtent:
         return self.rows >= other.rows and self.length >= other.length
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How far a generation goes on.
+
+    Attributes:
+        rows: texts at once, each beam one.
+        length: tokens of the longest, prompt and new ones.
+        num_new: of them, at most so many are new.
+    """
+
+    rows: int
+    length: int
+    num_new: int
+
+
 class Workspace:
     """The most bytes that a unit needs while it computes, known for the largest forward so far."""
 
@@ -43,6 +58,11 @@ class Workspace:
     def known_bytes(self) -> int:
         """What the largest forward so far took; 0 before the first."""
         return self._known_bytes
+
+    @property
+    def measured_bytes(self) -> int:
+        """What the forward that runs took so far, where it is larger than any before; else 0."""
+        return 0 if self._measuring is None else self._bytes
 
     def begin(self, extent: ForwardExtent) -> bool:
         """A forward of that size begins; returns whether it is larger than any before, and measured therefore."""

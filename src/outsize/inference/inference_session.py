@@ -9,8 +9,11 @@ The story of a pass:
 
 The first pass holds nothing but slots, and measures what computing takes. Units stay in what is left from the second
 pass on, the rest of the model and the cache of keys and values counted; as the cache grows, units give way to it one
-after the other. A byte of weights and a byte of cache are both read once per token, so it makes no difference to the
-link which of them stays; and a unit gives way without anything to write back.
+after the other. A later pass that is larger than any before holds what is left beside an estimate, or nothing but slots
+where that leaves nothing; only what was measured is a reason to refuse it, after the first unit that takes too much.
+And before the first token is chosen, the cache of all tokens to come has to have a place.
+A byte of weights and a byte of cache are both read once per token, so it makes no difference to the link which of them
+stays; and a unit gives way without anything to write back.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +29,8 @@ from torch import Tensor
 from outsize.errors import InfeasiblePlanError
 from outsize.inference.caller import Caller
 from outsize.inference.experts import ExpertCache, find_experts, without
-from outsize.inference.forward_extent import Workspace, extent_of, ordinary
-from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, layers_of
+from outsize.inference.forward_extent import Growth, Workspace, extent_of, ordinary
+from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, grown_bytes, layers_of
 from outsize.inference.loader import Loader
 from outsize.inference.rows import Table, is_table
 from outsize.inference.source import Source
@@ -35,6 +39,7 @@ from outsize.model.walk import Boundaries
 from outsize.planner.search.forward_plan import Scan, plan_scan
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
+from outsize.units import format_bytes
 
 # Room that is kept free for a cache to grow into, as a share of it, so that units do not give way at every token.
 CACHE_AHEAD = 8
@@ -131,6 +136,8 @@ class InferenceSession:
         self._workspace = Workspace(dtype)
         self._cache: weakref.ref[Any] | None = None
         self._hosted: weakref.WeakKeyDictionary[Any, HostedCache] = weakref.WeakKeyDictionary()
+        self._has_room: weakref.WeakSet[Any] = weakref.WeakSet()  # caches that may grow as far as they are to
+        self._growth: Growth | None = None
         self._cache_bytes = self._cache_moved = self._num_passes = self._depth = 0
         self._bound: dict[int, int] = {}
         self._at = self._last
@@ -149,9 +156,16 @@ class InferenceSession:
             self._end = weakref.finalize(self, stack.pop_all().close)
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Have the model's own forward compute here while the context lasts."""
+    def active(self, growth: Growth | None = None) -> Iterator[None]:
+        """Have the model's own forward compute here while the context lasts.
+
+        Args:
+            growth: how far a generation goes on, whose cache has to have room before its first token; None where
+                nobody knows.
+        """
         self._depth += 1
+        if self._depth == 1:
+            self._growth = growth
         try:
             if self._depth == 1:
                 self._boundaries.outside = self._unit
@@ -207,9 +221,14 @@ class InferenceSession:
                 output = self._run(unit, real, args, kwargs, weights[0])
             finally:
                 self._loader.give_back(unit)
+        if measured := self._workspace.measured_bytes:
+            plan_scan(
+                self._unit_bytes, self._room_bytes - measured, prefetch=self._prefetch
+            )  # or it is refused
         if unit == self._last:
             self._workspace.end()
             self._num_passes += 1
+            self._check_growth()
         return output
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -217,14 +236,20 @@ class InferenceSession:
         extent = extent_of(args, kwargs)
         first = not self._workspace.known_bytes
         expected = self._workspace.expected_bytes(extent)
-        self._workspace.begin(extent)
+        is_larger = self._workspace.begin(extent)
         cache = self._cache() if self._cache is not None else None
         self._cache_bytes = cache_bytes(cache, cache in self._hosted) if cache is not None else 0
         self._cache = None
         if first:
             return
         room = self._room_bytes - expected
-        scan = self._plan(cache, room)
+        try:
+            scan = self._plan(cache, room, may_host=not is_larger)
+        except InfeasiblePlanError:
+            if not is_larger:
+                raise
+            room = self._room_bytes
+            scan = self._plan(cache, room, sparing=True)
         self._experts.shrink(max(room - 2 * self._cache_bytes - scan.device_bytes, 0))
         if scan != self._scan:
             self._binder.close()
@@ -234,18 +259,61 @@ class InferenceSession:
             with ordinary():
                 self._loader.follow(scan)
 
-    def _plan(self, cache: Any, room_bytes: int) -> Scan:
+    def _plan(self, cache: Any, room_bytes: int, *, may_host: bool = True, sparing: bool = False) -> Scan:
         """Units give way to the cache; a cache that leaves no room for slots goes to the host, for good."""
-        cached = self._cache_bytes + self._cache_bytes // CACHE_AHEAD
+        held = self._cache_bytes
+        plan = partial(plan_scan, self._unit_bytes, prefetch=self._prefetch, sparing=sparing)
         if cache is None or cache not in self._hosted:
-            try:
-                return plan_scan(self._unit_bytes, room_bytes - cached, prefetch=self._prefetch)
-            except InfeasiblePlanError:
-                if cache is None or self._device.name == "cpu":
-                    raise
+            for cached in (held + held // CACHE_AHEAD, held):
+                with contextlib.suppress(InfeasiblePlanError):
+                    return plan(room_bytes - cached)
+            if cache is None or self._device.name == "cpu" or not may_host:
+                return plan(room_bytes - held)
             self._hosted[cache] = HostedCache(self._device, self._split.modules)
-        share = cached * LAYERS_ABOVE // max(sum(1 for _ in layers_of(cache)), 1)
-        return plan_scan(self._unit_bytes, room_bytes - share, prefetch=self._prefetch)
+        return plan(room_bytes - _above(cache, held + held // CACHE_AHEAD))
+
+    def _check_growth(self) -> None:
+        """Refuse a generation whose cache will have no room, with the number of tokens that have.
+
+        Raises:
+            InfeasiblePlanError: it has none.
+        """
+        growth, cache = self._growth, self._cache() if self._cache is not None else None
+        if growth is None or cache is None or cache in self._has_room:
+            return
+        self._has_room.add(cache)
+        if self._shortage(cache, growth.rows, growth.length) is None:
+            return
+        least, most = 0, growth.length
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (
+                (middle, most) if self._shortage(cache, growth.rows, middle) is None else (least, middle)
+            )
+        shortage = self._shortage(cache, growth.rows, growth.length)
+        left = least - (growth.length - growth.num_new)
+        advice = f"lower max_new_tokens to {left}" if left > 0 else "shorten the prompt"
+        raise InfeasiblePlanError(
+            f"keys and values of {growth.rows} x {growth.length} tokens ({growth.num_new} of each new) take "
+            f"{format_bytes(grown_bytes(cache, growth.rows, growth.length))}, and beside the forward and a unit there "
+            f"is room for {least} tokens; {advice}, take fewer texts at once, or raise device_memory",
+            shortage.short_by if shortage is not None else {},
+        )
+
+    def _shortage(self, cache: Any, rows: int, length: int) -> InfeasiblePlanError | None:
+        """Return what is short for a cache of that size, which may rest on the host where there is another memory."""
+        grown = grown_bytes(cache, rows, length)
+        if self._device.name != "cpu":
+            grown = _above(cache, grown + grown // CACHE_AHEAD)
+        try:
+            plan_scan(
+                self._unit_bytes,
+                self._room_bytes - self._workspace.known_bytes - grown,
+                prefetch=self._prefetch,
+            )
+        except InfeasiblePlanError as error:
+            return error
+        return None
 
     def _run(self, unit: int, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor) -> Any:
         """Run a unit, with its part of a cache that rests on the host."""
@@ -267,3 +335,8 @@ class InferenceSession:
     def _bind_rest(self) -> None:
         if self._rest is not None:
             self._binder.bind(self._rest, *self._source.planes(self._rest.index, self._rest_memory))
+
+
+def _above(cache: Any, num_bytes: int) -> int:
+    """Bytes on the device of a cache that rests on the host."""
+    return num_bytes * LAYERS_ABOVE // max(sum(1 for _ in layers_of(cache)), 1)

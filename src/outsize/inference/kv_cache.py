@@ -49,6 +49,22 @@ def cache_bytes(cache: Any, hosted: bool = False) -> int:
     return sum(storages.values())
 
 
+def grown_bytes(cache: Any, rows: int, length: int) -> int:
+    """Bytes that a cache will hold of ``rows`` of ``length`` tokens; windows that are full and states do not grow."""
+    parts = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
+    total = sum(tensor.nbytes for layer in getattr(parts[1], "layers", ()) for _, tensor in _tensors(layer))
+    for layer in getattr(parts[0], "layers", ()):
+        most = getattr(layer, "get_max_length", lambda: -1)()
+        for name, tensor in _tensors(layer):
+            num_bytes = tensor.nbytes
+            if name in GROWING and tensor.dim() >= 2:
+                num_bytes = num_bytes * max(rows, len(tensor)) // len(tensor)
+                now = tensor.shape[-2]
+                num_bytes = num_bytes // now * max(now, length if most <= 0 else min(length, most))
+            total += num_bytes
+    return total
+
+
 class HostedCache:
     """A cache whose layers rest in host memory; each comes up for the unit that uses it, and its news go down after it.
 

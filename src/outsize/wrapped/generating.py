@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from outsize.errors import CheckpointError
+from outsize.inference.forward_extent import Growth
 
 if TYPE_CHECKING:
     from outsize.wrapped.runner import Runner
@@ -22,11 +23,33 @@ def generation(kind: type[nn.Module], runner_of: Callable[[nn.Module], "Runner"]
     @wraps(own)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runner = runner_of(self)
-        with torch.no_grad(), runner.inferring():
+        with torch.no_grad(), runner.inferring(_growth(self, args, kwargs)):
             args, kwargs = on_device((args, kwargs), runner.device)
             return own(self, *args, **kwargs)
 
     return generate
+
+
+def _growth(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Growth | None:
+    """Return how far a generation goes on at most; None where it keeps no keys and values of what it writes."""
+    given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+    prompt = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
+    configs = [
+        c for c in (kwargs.get("generation_config"), cast(Any, model).generation_config) if c is not None
+    ]
+
+    def said(name: str) -> Any:
+        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in values if value is not None), None)
+
+    if prompt is None or said("use_cache") is False or getattr(model.config, "is_encoder_decoder", False):
+        return None
+    most = said("max_length")
+    num_new = said("max_new_tokens") or (most - prompt.shape[1] if most else None)
+    if num_new is None or num_new < 1:
+        return None
+    rows = len(prompt) * max(said("num_beams") or 1, said("num_return_sequences") or 1)
+    return Growth(rows, prompt.shape[1] + num_new, num_new)
 
 
 def take_generation_config(model: nn.Module, directory: Path) -> None:

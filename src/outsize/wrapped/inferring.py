@@ -16,7 +16,7 @@ from torch import nn
 
 from outsize.accelerators import is_accelerator
 from outsize.hardware.machine_spec import CUBLAS_BYTES
-from outsize.inference.forward_extent import ordinary
+from outsize.inference.forward_extent import Growth, ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
 from outsize.runtime.device.device import Device
@@ -49,8 +49,11 @@ class Inferring(Planned):
         return not training and not any(p.requires_grad for p in model.parameters())
 
     @contextlib.contextmanager
-    def inferring(self) -> Iterator[None]:
+    def inferring(self, growth: Growth | None = None) -> Iterator[None]:
         """Have forwards of the model, in this thread, run without a backward to come.
+
+        Args:
+            growth: how far a generation goes on; what the outermost of several says holds.
 
         Raises:
             ConfigError: the model has been unwrapped.
@@ -62,7 +65,7 @@ class Inferring(Planned):
                 model = self._check()
                 self.settle()
                 if not self._rests_where_it_computes():
-                    stack.enter_context(self._open_scan(model).active())
+                    stack.enter_context(self._open_scan(model).active(growth))
             self._depth += 1
             try:
                 yield

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError, DataError, ModelError
+from outsize.inference.forward_extent import Growth
 from outsize.inference.inference_session import InferenceStatistics
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
@@ -117,8 +118,14 @@ def write(
     num_passes, started = 0, time.perf_counter()
     before = _moved(model)
     asked = {"max_new_tokens": max_new_tokens, "stopping_criteria": stopping_criteria, **choice}
-    with settled_in(model, settled):
-        for ids in (encoded[start : start + batch_size] for start in range(0, len(encoded), batch_size)):
+    beams = settled.num_beams or 1
+    sizes = [
+        Growth(beams * len(ids), max(map(len, ids)) + max_new_tokens, max_new_tokens)
+        for ids in _batches(encoded, batch_size)
+    ]
+    largest = max(sizes, key=lambda growth: growth.rows * growth.length, default=None)
+    with settled_in(model, settled), torch.no_grad(), runner_of(model).inferring(largest):
+        for ids in _batches(encoded, batch_size):
             streams = batch_size == 1 and settled.num_beams in (None, 1)
             rows, count = _rows(model, tokenizer, ids, on_text if streams else None, settled, asked)
             num_passes += count
@@ -130,6 +137,10 @@ def write(
                 on_written(one)
     seconds = time.perf_counter() - started
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
+
+
+def _batches(rows: Sequence[list[int]], size: int) -> list[Sequence[list[int]]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _rows(
