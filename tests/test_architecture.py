@@ -264,7 +264,7 @@ ARROWS = {
         "telemetry",
         "training",
     },
-    "wrapped.writing": GROUND | {"inference", "planner.search", "wrapped"},
+    "wrapped.writing": GROUND | {"inference", "model.sizes", "planner.search", "wrapped"},
     "objectives": GROUND
     | {
         "accelerators",

@@ -1,12 +1,13 @@
 """Text, its tokenizer, and labels of which none is trained."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import zoo
 from bad_input.world import WEIGHTS, World, run_well
@@ -37,12 +38,22 @@ def reading_model(world: World) -> Path:
     return model
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(world: World) -> None:
+def test_a_token_without_a_row_is_refused_where_a_text_uses_it_and_only_there(world: World) -> None:
     model = world.own_model()
-    write_tokenizer(model, zoo.VOCAB_SIZE + 1)
-    (world.root / "text.txt").write_text("some words " * 100)
-    sections = {"model": {"path": str(model)}, "data": {"path": str(world.root / "text.txt")}}
-    world.fails(DataError, "the tokenizer has 98 tokens, the model's embedding 97 rows", **sections)
+    write_tokenizer(model, zoo.VOCAB_SIZE)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.pad_token = "<image>"  # it fills rows up, where no one looks
+    tokenizer.save_pretrained(model)
+    (world.root / "text.jsonl").write_text('{"text": "some words, and some more"}\n' * 100)
+    data = {"path": str(world.root / "text.jsonl"), "pack": "none"}
+    sections = {"model": {"path": str(model)}, "data": data}
+    run_well(world, **sections)
+    (world.root / "text.jsonl").write_text('{"text": "some words"}\n' * 7 + '{"text": "an <image>"}\n')
+    name = (
+        f"text.jsonl, document 8: token id {zoo.VOCAB_SIZE} ('<image>') is outside the {zoo.VOCAB_SIZE} rows"
+    )
+    world.fails(DataError, re.escape(name), **sections)
 
 
 @pytest.mark.parametrize(

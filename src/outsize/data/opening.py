@@ -86,7 +86,7 @@ def open_data(
         StorageError: the cache cannot be written.
     """
     corpora = _as_corpora(source)
-    _check_limits(tokenizer, corpora, seq_len, limits)
+    _check_limits(corpora, seq_len, limits)
     if window is not None:
         _check_is_one_stream(corpora, pack)
     first_tokens = None if window is None else window * seq_len
@@ -97,8 +97,10 @@ def open_data(
         for corpus in corpora:
             store, detected = making.open(corpus)
             unless_used.callback(store.close)
-            _check_ids(detected.max_token_id, limits.vocab_size)
-            layout = _laid_out(store, pack, seq_len, detected.num_trained_tokens, _pad_id(tokenizer))
+            _check_ids(detected.max_token_id, limits.vocab_size, tokenizer)
+            layout = _laid_out(
+                store, pack, seq_len, detected.num_trained_tokens, _pad_id(tokenizer, limits.vocab_size)
+            )
             layouts.append(_part_of(layout, corpus, seed))
             found.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
@@ -217,10 +219,13 @@ class _Making:
             def detect() -> Detected:
                 return _detect(reader, writer, encoder, tokenizer)
 
+            num_documents = 0
             for encoded_batch in _encoded_ahead(encoder, reader):
                 for encoded in encoded_batch:
                     writer.append(encoded)
-                _check_ids(writer.max_token_id, self.vocab_size)
+                    where = f"{reader.corpus.path}, document {num_documents + 1}: "
+                    _check_ids(writer.max_token_id, self.vocab_size, tokenizer, where)
+                    num_documents += encoded.closes
                 if self.progress is not None:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
                 told(directory, writer, detect)
@@ -231,9 +236,7 @@ class _Making:
         return found
 
 
-def _check_limits(
-    tokenizer: "PreTrainedTokenizerBase | None", corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits
-) -> None:
+def _check_limits(corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits) -> None:
     unknown = next((corpus.format for corpus in corpora if corpus.format not in FORMATS), None)
     if unknown is not None:
         raise ConfigError(f"unknown data format {unknown!r}; known are {', '.join(FORMATS)}")
@@ -245,17 +248,25 @@ def _check_limits(
         raise ConfigError(
             f"seq_len {seq_len} is longer than the {limits.max_positions} positions of the model; lower seq_len"
         )
-    if limits.vocab_size is not None and tokenizer is not None and len(tokenizer) > limits.vocab_size:
-        raise DataError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {limits.vocab_size} rows; "
-            "use the tokenizer of the model, or a model with a larger embedding"
-        )
 
 
-def _check_ids(max_token_id: int, vocab_size: int | None) -> None:
-    """Check the ids themselves: a tokenizer may number its tokens with gaps."""
-    if vocab_size is not None and max_token_id >= vocab_size:
-        raise DataError(f"token id {max_token_id} is outside the {vocab_size} rows of the model's embedding")
+def _check_ids(
+    max_token_id: int, vocab_size: int | None, tokenizer: "PreTrainedTokenizerBase | None", where: str = ""
+) -> None:
+    """Check the ids themselves: a tokenizer may number its tokens with gaps, and know some that have no row.
+
+    Raises:
+        DataError: one has no row.
+    """
+    if vocab_size is None or max_token_id < vocab_size:
+        return
+    name = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(max_token_id)!r})"
+    advice = (
+        "" if tokenizer is None else "; use the tokenizer of the model, or a model with a larger embedding"
+    )
+    raise DataError(
+        f"{where}token id {max_token_id}{name} is outside the {vocab_size} rows of the model's embedding{advice}"
+    )
 
 
 def _size_of(tokenizer: "PreTrainedTokenizerBase | None") -> int:
@@ -357,9 +368,9 @@ def _detect_tokens(
     )
 
 
-def _pad_id(tokenizer: "PreTrainedTokenizerBase | None") -> int:
+def _pad_id(tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int | None) -> int:
     """Return the id that fills padded rows; any will do, it is masked and no target."""
     for token_id in () if tokenizer is None else (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
+        if token_id is not None and (vocab_size is None or token_id < vocab_size):
             return int(token_id)
     return 0

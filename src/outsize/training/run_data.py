@@ -18,6 +18,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.model.build import is_masked, load_hf_config
+from outsize.model.sizes.positions import num_positions
 from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 
@@ -114,7 +115,7 @@ def _open(
             window=None if measured else config.data.window,
             progress=_tokenising(announce),
             limits=ModelLimits(
-                max_positions=getattr(text_config, "max_position_embeddings", None),
+                max_positions=num_positions(text_config.to_dict()),
                 vocab_size=getattr(text_config, "vocab_size", None),
             ),
         )

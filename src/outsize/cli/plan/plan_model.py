@@ -15,6 +15,7 @@ from outsize.model.sizes.lora_from_config import (
     with_frozen,
 )
 from outsize.model.sizes.model_spec import ModelSpec, Workload
+from outsize.model.sizes.positions import num_positions
 from outsize.model.sizes.spec_from_config import FAMILIES, read_shape, spec_from_config
 from outsize.model.sizes.workload import count_workload
 
@@ -73,8 +74,8 @@ class AskedModel:
     def positions(self) -> int | None:
         """Tokens of the longest sequence; None for no limit."""
         if self._described is None:
-            return self._given.get("max_position_embeddings")
-        return getattr(self._described.config, "max_position_embeddings", None)
+            return num_positions(self._given)
+        return num_positions(self._described.config.to_dict())
 
     @property
     def tells_sizes(self) -> bool:

@@ -23,6 +23,7 @@ from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.products import error_of, take_products
 from outsize.model.sizes.model_spec import ModelSpec
+from outsize.model.sizes.positions import num_positions
 from outsize.model.split import Split, split
 from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled_mlp import take_in_parts
@@ -397,7 +398,7 @@ def check_length(config: Config, hf_config: Any) -> None:
     Raises:
         ConfigError: they are longer than the model takes.
     """
-    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    limit = num_positions(hf_config.get_text_config().to_dict())
     if limit is not None and config.data.seq_len > limit:
         raise ConfigError(
             f"data.seq_len: {config.data.seq_len} is longer than the {limit} positions of the model; lower it"

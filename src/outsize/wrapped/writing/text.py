@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from outsize.errors import ConfigError, DataError, ModelError
 from outsize.inference.forward_extent import Growth
 from outsize.inference.inference_session import InferenceStatistics
+from outsize.model.sizes.positions import num_positions
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.detokenizer import Detokenizer, text_of
@@ -198,8 +199,7 @@ def check_model(model: nn.Module) -> None:
 
 def positions_of(model: nn.Module) -> int | None:
     """Return how many tokens a model takes; None where nothing limits them."""
-    found: int | None = getattr(cast(Any, model).config.get_text_config(), "max_position_embeddings", None)
-    return found
+    return num_positions(cast(Any, model).config.get_text_config().to_dict())
 
 
 class _Progress:
