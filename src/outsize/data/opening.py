@@ -81,16 +81,15 @@ def open_data(
 
     Raises:
         ConfigError: a value that cannot be, e.g. ``seq_len`` above ``max_positions``.
-        DataError: data that is empty, malformed, or does not fit the model; with file and line where there is
-            one.
+        DataError: data that is empty, malformed, or does not fit the model; with file and line where there is one.
         StorageError: the cache cannot be written.
     """
     corpora = _as_corpora(source)
     _check_limits(corpora, seq_len, limits)
     if window is not None:
         _check_is_one_stream(corpora, pack)
-    first_tokens = None if window is None else window * seq_len
-    making = _Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first_tokens)
+    first = None if window is None else window * seq_len
+    making = _Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
         found: list[Detected] = []
@@ -98,9 +97,8 @@ def open_data(
             store, detected = making.open(corpus)
             unless_used.callback(store.close)
             _check_ids(detected.max_token_id, limits.vocab_size, tokenizer)
-            layout = _laid_out(
-                store, pack, seq_len, detected.num_trained_tokens, _pad_id(tokenizer, limits.vocab_size)
-            )
+            pad_id = _pad_id(tokenizer, limits.vocab_size)
+            layout = _laid_out(store, pack, seq_len, detected.num_trained_tokens, pad_id)
             layouts.append(_part_of(layout, corpus, seed))
             found.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
