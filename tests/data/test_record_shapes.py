@@ -272,6 +272,34 @@ def test_records_under_other_names_are_refused_with_what_to_write(read, record, 
         assert read(record, columns=columns)[1] == "a"
 
 
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ({"role": "user", "content": "a", "value": "b"}, "has 'content' and 'value', and they differ"),
+        ({"role": "user", "from": "gpt", "value": "b"}, "has 'role' and 'from', and they differ"),
+        ({"role": "user", "text": "a"}, "a message of the user has no 'content', found 'role', 'text'"),
+        ({"from": "human", "text": "a"}, "a message of the user has no 'content', found 'from', 'text'"),
+    ],
+)
+def test_a_message_whose_words_are_not_known_is_refused(read, turn, words):
+    with pytest.raises(DataError, match=words):
+        read({"messages": [turn, {"role": "assistant", "content": "a"}]})
+
+
+def test_a_message_may_have_both_names_of_a_field_where_one_is_empty_as_in_parquet(read):
+    turns = [
+        {"role": None, "from": "human", "content": None, "value": "q"},
+        {"role": "assistant", "from": None, "content": "a", "value": None},
+    ]
+    assert read({"messages": turns})[0] == "[user]q[assistant]a."
+
+
+def test_a_history_may_be_json_text_and_a_blank_system_prompt_is_none(read):
+    record = {**ALPACA, "history": '[["q", "a"]]', "system": " "}
+    assert read(record)[0] == "[user]q[assistant]a.[user]i[assistant]o."
+    assert read({**ALPACA, "history": "[]", "system": " "}) == read(ALPACA)
+
+
 def test_a_conversation_printed_by_python_is_refused_with_what_to_do(read):
     with pytest.raises(DataError, match=r"field 'messages' is a text, and not one of JSON.*json.dumps"):
         read({"messages": str(messages(ASKED))})

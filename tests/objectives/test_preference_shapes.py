@@ -126,6 +126,7 @@ KTO = {
         "kto_tag": True,
     },
     "a completion that begins with the prompt": {"completion": [user("q"), said("a")], "label": "true"},
+    "Alpaca": {"instruction": "q", "output": "a", "kto_tag": True},
     "texts with a message": {"prompt": "q", "completion": said("a"), "label": 1},
 }
 
@@ -177,6 +178,11 @@ def test_calls_and_tools_become_the_tokens_that_trl_makes_of_the_same_records(re
     assert '"look"' in tokenizer.decode(ours[0]["prompt_ids"])
 
 
+def test_no_tools_are_none_however_they_are_written(read):
+    for tools in ("[]", "null", "", [], None):
+        assert read("dpo", {**PAIR, "tools": tools}) == ([PAIR], [])
+
+
 def test_orpo_says_that_it_offers_no_tools(read):
     assert read("orpo", {**PAIR, "tools": TOOLS})[1] == [
         next(
@@ -210,6 +216,14 @@ def test_fields_that_nothing_reads_are_told_with_their_count(read, objective: st
         (
             {"question": "q", "chosen": "a", "rejected": "b"},
             r"'question' would be left out.*\{prompt: question\}",
+        ),
+        (
+            {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
+            r"'question' would be left out.*\{prompt: question\}",
+        ),
+        (
+            {"messages": [user("q"), said("a")], "chosen": [said("a")], "rejected": [said("b")]},
+            "'messages' ends with a message of the assistant",
         ),
         ({**PAIR, "chosen": [said("good", weight=0)]}, "a mark that it is not to be trained"),
         ({**PAIR, "chosen": [said("good", train_detail=[])]}, "a message has train_detail"),

@@ -122,8 +122,12 @@ def _row(
 ) -> tuple[Row, list[str]]:
     """Return what a trainer takes of a record, and the fields that nothing reads."""
     roles, as_chat = how
-    if objective == "kto" and "label" not in record and "kto_tag" in record:  # as in LLaMA-Factory
-        record = {"label": record["kto_tag"], **{n: value for n, value in record.items() if n != "kto_tag"}}
+    if objective == "kto":  # as in LLaMA-Factory
+        theirs = {"kto_tag": "label", **({"output": "completion"} if "instruction" in record else {})}
+        record = {
+            theirs.get(name, name) if theirs.get(name) not in record else name: v
+            for name, v in record.items()
+        }
     answers = tuple(name for name in recipe.fields if name not in ("prompt", "label"))
     is_chat = recipe.by_trl and (as_chat or has_messages(record, answers))
     implied = {"prompt", *(answers[:1] if len(answers) == 1 else ())} if is_chat else set()
@@ -141,7 +145,7 @@ def _row(
     else:
         values = texts_row(record, answers, where) if recipe.by_trl else {}
         read -= {"tools", "chat_template_kwargs"}
-    for name in set(names) & read & set(record) - set(values):
+    for name in (set(names) & read & set(record)) - {*values, "tools"}:
         values[name] = _value(record.get(name), name, objective, where)
     row = {name: values[name] for name in names if name in values and name in read}
     if is_chat and "prompt" in values:

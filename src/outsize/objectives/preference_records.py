@@ -25,7 +25,7 @@ from outsize.errors import DataError
 Row = dict[str, Any]
 CONVERSATIONS = ("messages", "conversations")
 _ALPACA = ("instruction", "input", "history")
-# Names of a prompt that nothing reads: without it the answers would be answers to nothing.
+# Names of a prompt that nothing reads.
 _OTHER_PROMPTS = ("question", "query", "input", "problem", "context")
 
 
@@ -48,12 +48,7 @@ def texts_row(record: Record, answers: Sequence[str], where: str) -> Row:
         DataError: one is no text, an answer is empty, or the prompt has another name.
     """
     prompt = record.get("prompt")
-    other = next((name for name in _OTHER_PROMPTS if prompt is None and record.get(name)), None)
-    if other is not None:
-        raise DataError(
-            f"{where}: {listed(answers)} are texts without a prompt, and field {other!r} would be left out; set "
-            f"data.columns: {{prompt: {other}}}"
-        )
+    _check_prompt_is_read(record, answers, where)
     row = {"prompt": prompt, **{name: record[name] for name in answers}}
     for name, value in row.items():
         if not isinstance(value, str) and (name != "prompt" or value is not None):
@@ -65,6 +60,18 @@ def texts_row(record: Record, answers: Sequence[str], where: str) -> Row:
                 f"{where}: field {name!r} is empty; leave such records out, or raise data.max_bad_records"
             )
     return {name: value for name, value in row.items() if value is not None}
+
+
+def _check_prompt_is_read(record: Record, answers: Sequence[str], where: str) -> None:
+    """Refuse texts that are answers to nothing, since their prompt has a name that nothing reads."""
+    if record.get("prompt") is not None or not all(isinstance(record.get(name), str) for name in answers):
+        return
+    other = next((name for name in _OTHER_PROMPTS if record.get(name)), None)
+    if other is not None:
+        raise DataError(
+            f"{where}: {listed(answers)} are texts without a prompt, and field {other!r} would be left out; set "
+            f"data.columns: {{prompt: {other}}}"
+        )
 
 
 def messages_row(
@@ -92,15 +99,22 @@ def messages_row(
         read.add(held)
         if not given:
             prompt, given = prompt[:-1], {answers[0]: prompt[-1:]}
+        elif prompt[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: field {held!r} ends with a message of the assistant, and the answers come after it; leave "
+                "that message out, or name the prompt 'prompt'"
+            )
     elif record.get("instruction"):
         prompt = alpaca_prompt(record, where)
         read.update(_ALPACA)
+    if not prompt:
+        _check_prompt_is_read(record, answers, where)
+    if not prompt and not alone:
+        prompt, given = _split_off(given, where)
     if prompt:
         prompt = with_system(prompt, record, where)
     else:
         given = {name: with_system(messages, record, where) for name, messages in given.items()}
-    if not prompt and not alone:
-        prompt, given = _split_off(given, where)
     row = {name: _answer(given.get(name, []), prompt, name, where) for name in answers}
     if prompt:
         row = {"prompt": prompt, **row}

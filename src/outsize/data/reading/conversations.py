@@ -80,8 +80,13 @@ def with_system(messages: list[Message], record: Record, where: str) -> list[Mes
 
 
 def system_field(record: Record) -> str | None:
-    """Return the name of the field with a system prompt; None where there is none, or it is empty."""
-    return next((name for name in SYSTEM_FIELDS if record.get(name)), None)
+    """Return the name of the field with a system prompt; None where there is none, or it is blank."""
+    return next((name for name in SYSTEM_FIELDS if not is_blank(record.get(name))), None)
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a value says nothing."""
+    return not value.strip() if isinstance(value, str) else value is None or value in ([], {})
 
 
 def read_tools(record: Record, where: str) -> list[Any] | None:
@@ -146,18 +151,29 @@ def listed(names: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def _message(turn: Message, where: str, roles: Roles) -> Message:
-    by_value = "from" in turn and "role" not in turn
-    speaker, said = ("from", "value") if by_value else ("role", "content")
-    rest = {name: value for name, value in turn.items() if name not in (speaker, said)}
-    name, value = turn.get(speaker), turn.get(said)
+    speaker, name = _one_of(turn, ("role", "from"), where)
+    said, value = _one_of(turn, ("content", "value"), where)
+    rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
     if isinstance(name, str) and name.lower() in _CALLS and name not in roles:
         return {"role": "assistant", "content": "", **rest, "tool_calls": _calls(value, where)}
     if isinstance(rest.get("function_call"), dict) and not rest.get("tool_calls"):  # OpenAI's, before tools
         rest = {**rest, "tool_calls": _calls(rest.pop("function_call"), where)}
     role = _role(name, speaker, where, roles)
-    if by_value and not isinstance(value, str):
+    if said == "value" and not isinstance(value, str):
         raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
+    if said not in turn and not rest.get("tool_calls"):
+        raise DataError(f"{where}: a message of the {role} has no 'content', found {listed(turn)}")
     return {**rest, "role": role, "content": _flat_content(value, where, "content")}
+
+
+def _one_of(turn: Message, names: tuple[str, str], where: str) -> tuple[str, Any]:
+    """Return the name and value of the one of two fields that says something; of neither, the one that is there."""
+    first, second = names
+    said = [name for name in names if turn.get(name) is not None]
+    if len(said) == 2 and turn[first] != turn[second]:
+        raise DataError(f"{where}: a message has {first!r} and {second!r}, and they differ; keep one of them")
+    name = said[0] if said else second if second in turn and first not in turn else first
+    return name, turn.get(name)
 
 
 def _calls(value: Any, where: str) -> list[Message]:

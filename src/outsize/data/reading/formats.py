@@ -8,6 +8,8 @@ from outsize.data.reading.conversations import (
     PARTIAL_FLAGS,
     Message,
     as_messages,
+    from_json_text,
+    is_blank,
     listed,
     pop_trained,
     read_messages,
@@ -141,13 +143,10 @@ def _unread(record: Record, format_name: FormatName, document: Document, text_fi
 
 def unread_fields(record: Record, read: set[str]) -> list[str]:
     """Return the fields of a record that hold something, beside those that are ``read`` and such as are about it."""
-    empty: tuple[Any, ...] = (None, "", [], {})
     return [
         name
         for name, value in record.items()
-        if name not in read
-        and name.lower() not in _ABOUT_RECORDS
-        and not any(value is e or value == e for e in empty)
+        if name not in read and name.lower() not in _ABOUT_RECORDS and not is_blank(value)
     ]
 
 
@@ -171,7 +170,7 @@ def _alpaca(record: Record, where: str, corpus: Corpus) -> Document:
     if not isinstance(context, str):
         raise DataError(f"{where}: field 'input' must be a string, found {type(context).__name__}")
     output = _string(record, "output", where)
-    if system_field(record) or record.get("history"):
+    if system_field(record) or from_json_text(record.get("history"), "history", where):
         asked = alpaca_prompt(record, where)
         return _conversation(
             [*asked, {"role": "assistant", "content": output}], record, where, corpus.train_on
@@ -198,7 +197,7 @@ def alpaca_prompt(record: Record, where: str) -> list[Message]:
         DataError: history is no list of pairs of texts, or another field is no text.
     """
     messages: list[Message] = []
-    for pair in record.get("history") or ():
+    for pair in from_json_text(record.get("history"), "history", where) or ():
         if not (
             isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         ):
