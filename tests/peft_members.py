@@ -62,7 +62,7 @@ class Member:
             given.setdefault("r", 4)
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            model = peft.get_peft_model(self._plain(base), config_class(**given))
+            model = peft.get_peft_model(self.plain(base), config_class(**given))
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.requires_grad:
@@ -71,14 +71,15 @@ class Member:
 
     def loaded(self, base: Path, directory: Path) -> Any:
         """PEFT's model of that directory."""
-        return peft.PeftModel.from_pretrained(self._plain(base), directory).eval()
+        return peft.PeftModel.from_pretrained(self.plain(base), directory).eval()
 
     def logits(self, base: Path, directory: Path) -> Tensor:
         """Logits of PEFT's own model of that directory."""
         with torch.no_grad():
             return self.loaded(base, directory)(input_ids=IDS).logits
 
-    def _plain(self, base: Path) -> Any:
+    def plain(self, base: Path) -> Any:
+        """The model, changed as its user changes it."""
         model = AutoModelForCausalLM.from_pretrained(base)
         self.change(model)
         return model

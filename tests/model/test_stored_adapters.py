@@ -10,9 +10,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import outsize
 from outsize.errors import CheckpointError, ConfigError, ModelError, OutsizeError
+from outsize.model.adapters import base_name
 from outsize.wrapped.module import runner_of
 from peft_members import IDS, KINDS, SETTINGS, UNBUILT, WAYS, Member
 from support import make_model_dir
@@ -39,7 +41,7 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
-def logits_of(directory: Path, **options: Any) -> torch.Tensor:
+def logits_of(directory: Path | str, **options: Any) -> torch.Tensor:
     model = outsize.load(directory, trainable=False, **{**ROOM, **options})
     try:
         with torch.no_grad():
@@ -62,13 +64,41 @@ def test_what_peft_loads_has_its_logits_or_is_refused_by_name(
     assert torch.equal(logits_of(tmp_path / "adapters"), member.logits(base, tmp_path / "adapters"))
 
 
-@pytest.mark.parametrize("name", ["VERA llama", "begun pissa", "some tokens", "resized", "experts"])
+@pytest.mark.parametrize(
+    "name", ["VERA llama", "SHIRA llama", "begun pissa", "some tokens", "resized", "experts"]
+)
 def test_logits_are_the_same_in_a_small_memory_over_a_disk(
     name: str, base_of: Callable[[str], Path], tmp_path: Path
 ):
     member = MEMBERS[name]
     member.save(base_of(member.model), tmp_path / "adapters")
     assert torch.equal(logits_of(tmp_path / "adapters", **SMALL_ROOM), logits_of(tmp_path / "adapters"))
+
+
+@pytest.mark.parametrize(
+    "name", ["ADALORA llama", "OFT llama", "begun pissa", "experts", "head and embedding"]
+)
+def test_logits_are_pefts_in_bf16_too(name: str, base_of: Callable[[str], Path], tmp_path: Path):
+    member = MEMBERS[name]
+    base = base_of(member.model)
+    member.save(base, tmp_path / "adapters")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").eval()(input_ids=IDS).logits
+    assert torch.equal(logits_of(tmp_path / "adapters", dtype="bf16"), want)
+
+
+@pytest.mark.parametrize("name", ["LORA llama", "OFT llama", "HRA llama", "LOKR llama", "GLORA llama"])
+def test_a_codec_of_the_model_leaves_adapters_as_they_are(
+    name: str, base_of: Callable[[str], Path], tmp_path: Path
+):
+    member = MEMBERS[name]
+    member.save(base_of(member.model), tmp_path / "adapters")
+    model = outsize.load(tmp_path / "adapters", trainable=False, base_codec="nf4", **ROOM)
+    encoded = {base_name(name) for name in model.quantisation_errors()}
+    assert encoded
+    assert encoded <= dict(member.plain(base_of(member.model)).named_parameters()).keys()
+    runner_of(model).close()
 
 
 @pytest.mark.parametrize("name", ["LORA llama", "ADAPTION_PROMPT llama", "VBLORA gpt2", "resized, tied"])
@@ -191,6 +221,19 @@ def test_a_base_in_the_hubs_cache_is_taken_at_the_revision_that_adapters_name(
     change(plain, base_model_name_or_path="some/other", revision=None)
     with pytest.raises(CheckpointError, match=r"adapter_config.json names some/other.*--base"):
         logits_of(plain)
+
+
+def test_adapters_in_the_hubs_cache_are_found_by_their_id(
+    plain: Path, base_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache = tmp_path / "cache" / "models--some--adapters"
+    change(plain, base_model_name_or_path=str(base_of("llama")))
+    shutil.copytree(plain, cache / "snapshots" / ("0" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert torch.equal(logits_of("some/adapters"), logits_of(plain))
 
 
 def test_training_names_what_to_write_for_a_directory_of_adapters(plain: Path, tmp_path: Path):

@@ -182,18 +182,21 @@ def _take(
         CheckpointError: there are others, or fewer.
     """
     from peft import set_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     try:
         result = set_peft_model_state_dict(adapted, dict(weights), ADAPTER_NAME)
     except (KeyError, RuntimeError, ValueError) as error:
         lines = [line.strip() for line in str(error).strip().splitlines()]
         raise CheckpointError(f"the stored weights do not fit the adapters: {lines[-1][:200]}") from error
+    # What has not the prefix of its kind is no weight, such as the count of ranks that AdaLoRA keeps for itself.
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(cast(Any, adapted).peft_config[ADAPTER_NAME].peft_type, "")
     lacking = set(result.missing_keys)  # what several modules share is stored under one of its names
     taken = {id(p) for name, p in adapted.named_parameters(remove_duplicate=False) if name not in lacking}
     missing = sorted(
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and id(p) not in shells and id(p) not in taken
+        if prefix in name and id(p) not in shells and id(p) not in taken
     )
     # Where embeddings are saved beside modules that train whole, PEFT writes those twice, and reads one.
     unknown = [key for key in result.unexpected_keys if not any(part in key for part in _TWICE)]

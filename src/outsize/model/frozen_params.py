@@ -41,7 +41,8 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
     small, or count for more than they weigh.
     """
     ends = [end_of(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
-    named = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+    adapters = _of_adapters(model)
+    named = {name: p for name, p in model.named_parameters() if id(p) not in adapters}
     inside = {id(p) for module in ends if module is not None for p in module.parameters() if p.dim() == 2}
     plain = {
         id(p)
@@ -54,6 +55,16 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
     tables = frozenset(name for name, p in named.items() if id(p) in inside)
     matrices = frozenset(name for name in in_blocks & named.keys() if id(named[name]) not in plain)
     return matrices - tables, tables
+
+
+def _of_adapters(model: nn.Module) -> set[int]:
+    """Return the parameters of adapters, by identity: what PEFT's layers have beside those they stand around."""
+    found: set[int] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            found.update({id(p) for p in module.parameters()} - {id(p) for p in base.parameters()})
+    return found
 
 
 def dtype_and_parts(model: nn.Module, base_codec: str = "raw", table_codec: str = "raw") -> tuple[str, Apart]:

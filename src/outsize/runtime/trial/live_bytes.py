@@ -71,7 +71,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.ops is not None:
             self.ops.append(func)
         for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
+            # A sparse tensor has no memory of its own: it holds two tensors that do, which were made before it.
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._follow(leaf.untyped_storage())
         return out
 
