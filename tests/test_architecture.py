@@ -317,6 +317,7 @@ ARROWS = {
         "reporting",
         "runtime.device.heap",
         "session",
+        "storage.prealloc",
         "training",
         "wrapped",
     },

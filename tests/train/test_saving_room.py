@@ -64,3 +64,31 @@ def test_a_second_checkpoint_that_does_not_fit_is_said(
     with_free(monkeypatch, needed + 1)
     train(config, announce=said.append)
     assert len([line for line in said if "a second one does not fit beside the first" in line]) == 1
+
+
+@pytest.mark.parametrize("same_disk", [True, False])
+def test_a_home_on_the_same_disk_is_counted_before_the_run_begins(
+    same_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path if same_disk else Path("/dev/shm")
+    config = make_run(tmp_path, memory={"home": "disk", "store_dir": str(store)})
+    prepared = prepare(config, tmp_path / "run", lambda _: None)
+    with_free(monkeypatch, checkpoint_bytes(prepared) + prepared.plan.total_bytes("disk") - 1)
+    if same_disk:
+        with pytest.raises(
+            StorageError, match=r"and its home and activations, which come before it, .*store_dir on"
+        ):
+            train(config)
+        assert not (tmp_path / "run" / "heartbeat.jsonl").exists()
+    else:
+        train(config)
+
+
+def test_a_home_that_is_there_takes_its_room_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_run(tmp_path, memory={"home": "disk"})
+    prepared = prepare(config, tmp_path / "run", lambda _: None)
+    home = tmp_path / "run/store/home.bin"
+    home.parent.mkdir(parents=True)
+    home.write_bytes(b"x" * prepared.plan.total_bytes("disk"))
+    with_free(monkeypatch, checkpoint_bytes(prepared))
+    saving_room.check_room(prepared, config.train, tmp_path / "run", home, lambda _: None)

@@ -126,6 +126,20 @@ def test_to_abort_is_to_give_the_step_up_and_where_that_ends_nothing_the_process
     assert "outsize: StalledError: step 1: nothing has ended" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        (True, "Go on with --resume auto;"),
+        (False, "Nothing is saved yet, --resume auto starts with step 1 again;"),
+    ],
+)
+def test_a_stall_says_whether_there_is_something_to_go_on_from(saved: bool, told: str, tmp_path: Path):
+    kennel = Kennel(tmp_path, "abort")
+    kennel.dog.saved = lambda: saved
+    kennel.look(20)
+    assert told in str(kennel.engine.given_up[0])
+
+
 LANES = ("compute:w0", "up:w0", "down:w0", "peer:w0-w1", "host", "read", "write", "read:units", "write:units")
 LANES += ("net:reduce", "net:gather", "store", "commit")
 

@@ -112,14 +112,14 @@ def take_place(staging: Path, directory: Path) -> None:
 
 def remove_litter(checkpoints: Path) -> None:
     """Remove what a process left that was killed while it saved or removed a checkpoint; an empty directory too."""
-    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if _LITTER.fullmatch(path.name) and not path.is_symlink():
-            if path.is_dir():
-                files.system().remove_tree(path)
-            else:
-                with contextlib.suppress(OSError):
-                    files.system().unlink(path)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # what cannot be removed stays, and hides no error
+        for path in list(checkpoints.iterdir()):
+            if _LITTER.fullmatch(path.name) and not path.is_symlink():
+                if path.is_dir():
+                    files.system().remove_tree(path)
+                else:
+                    with contextlib.suppress(OSError):
+                        files.system().unlink(path)
         files.system().rmdir(checkpoints)
 
 

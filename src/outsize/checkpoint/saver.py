@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_dir import name_of
 from outsize.checkpoint.saving import Saving
 from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
@@ -17,6 +17,8 @@ from outsize.session.run_state import Position
 # A home that does not commit is lost in a crash, and with it the work since the last checkpoint. At 1 GB/s a model of 4
 # billion parameters takes 48 s to save: in half an hour 2.7 %, were nothing computed beside.
 DEFAULT_MINUTES = 30.0
+# The first one comes sooner: what begins may be watched, and be cut off, and is to have something to go on from.
+FIRST_MINUTES = 5.0
 
 
 class Stores(Protocol):
@@ -93,12 +95,19 @@ class Saver:
         if minutes is None:
             minutes = 0.0 if commits else DEFAULT_MINUTES
         self._interval_s = minutes * 60 or float("inf")
+        by_default = config.save_minutes is None and not commits and saved_step < 0
+        self._next_s = FIRST_MINUTES * 60 if by_default else self._interval_s
         self._state_of = state_of
         self._announce = announce
         self._saved_step = saved_step
         self._clock = clock
         self._started_s = clock()
         self._under_way: tuple[Saving, StoreHandle] | None = None
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return self._saved_step >= 0
 
     def between_steps(self, position: Position, wanted: bool = False) -> None:
         """Report a checkpoint that is complete, and start one that is due, or ``wanted``.
@@ -110,9 +119,7 @@ class Saver:
         every = self._config.save_every
         counted = bool(every) and position.step % every == 0
         due = (
-            wanted
-            or counted
-            or (self._under_way is None and self._clock() - self._started_s >= self._interval_s)
+            wanted or counted or (self._under_way is None and self._clock() - self._started_s >= self._next_s)
         )
         if self._is_due(due):
             # One that is still under way has had the time of all the steps since: the disk is slower than they.
@@ -173,7 +180,7 @@ class Saver:
         return due if self._decide is None else self._decide(due)
 
     def _start(self, position: Position) -> None:
-        self._started_s = self._clock()
+        self._started_s, self._next_s = self._clock(), self._interval_s
         state, limit = self._state_of(position), self._config.save_total_limit
         engine = self._trainer.engine
         saving = Saving(
@@ -202,6 +209,10 @@ class Saver:
             self._announce(f"saved {saving.path}")
         elif saving.error is not None:
             self.num_failed += 1
-            kept = latest(self._run_dir)
-            stands = f"the newest checkpoint is still {kept.name}" if kept else "there is no checkpoint yet"
+            kept = self._saved_step
+            stands = (
+                f"the newest checkpoint is still {name_of(kept)}"
+                if kept >= 0
+                else "there is no checkpoint yet"
+            )
             self._announce(f"warning: {saving.error}; the run goes on, {stands}")

@@ -16,6 +16,7 @@ what was written of it; the run goes on, says so, and tries again when the next 
 is it an error.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -235,7 +236,8 @@ class Saving:
         self.cancelled = True
         self._num_left = -1
         if self._writer is not None:
-            self._writer.close()
+            with contextlib.suppress(OSError):
+                self._writer.close()
             self._writer = None
         remove_litter(self._checkpoints)
 

@@ -13,9 +13,13 @@ def servable(model: str) -> str:
         CheckpointError: a run has no checkpoint.
     """
     path = Path(model).expanduser()
-    if not (path / CHECKPOINTS).is_dir():
+    is_run = (path / "heartbeat.jsonl").is_file() and not (path / "config.json").is_file()
+    if not is_run and not (path / CHECKPOINTS).is_dir():
         return model
     found = best(path) or latest(path)
     if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint yet; name a model, or a run that has saved one")
+        raise CheckpointError(
+            f"{path} is a run that has not saved yet: Ctrl-C ends it after a step and saves, and train.save_every and "
+            "save_minutes say when else; name a model, or a run that has saved one"
+        )
     return str(found)

@@ -34,8 +34,11 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         _write_any_text()
+        from outsize.storage.prealloc import storage_errors
+
         try:
-            return super().invoke(ctx)
+            with storage_errors():
+                return super().invoke(ctx)
         except OutsizeError as error:
             typer.echo(f"{_speaker()}: {type(error).__name__}: {error}", err=True)
             sys.exit(2)

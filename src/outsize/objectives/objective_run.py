@@ -36,6 +36,7 @@ from outsize.runtime.device.device_group import device_names
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
 from outsize.session.torch_state import borrowed_torch
+from outsize.storage.prealloc import storage_errors
 from outsize.telemetry.run_reading import step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.interrupt import Interrupt
@@ -63,7 +64,7 @@ def train(
     """
     objective = objective_of(config)
     assert objective is not None
-    with Interrupt(announce) as interrupt:
+    with storage_errors(), Interrupt(announce) as interrupt:
         interrupt.doing = "records were read and models opened"
         return _train(config, objective, interrupt, progress, announce)
 

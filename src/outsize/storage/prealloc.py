@@ -1,11 +1,12 @@
 """Making a file of fixed size, or none: creation, lock, allocation, direct I/O, and errors that help."""
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 from outsize import files
@@ -30,10 +31,43 @@ _REMEDY = {
 }
 
 
+# What says that a disk, a file system or a share fails, and not that a file is another than was thought.
+_OF_DISKS = frozenset(
+    {
+        *(
+            errno.EIO,
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EROFS,
+            errno.ENODEV,
+            errno.ENXIO,
+            errno.EMFILE,
+            errno.ENFILE,
+        ),
+        *(errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO, errno.EUCLEAN),
+    }
+)
+
+
 def explain(error: OSError, action: str) -> StorageError:
     """Return the `StorageError` for ``error``; ``action`` is what failed, e.g. ``"create x"``."""
     remedy = _REMEDY.get(error.errno or 0)
     return StorageError(f"cannot {action}: {error.strerror or error}" + (f"; {remedy}" if remedy else ""))
+
+
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Have what a disk or its file system fails with be a `StorageError`, whichever call it was; other errors stay.
+
+    Raises:
+        StorageError: the body raised such an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OF_DISKS:
+            raise
+        raise explain(error, f"use {error.filename}" if error.filename else "use a disk") from error
 
 
 def preallocate(path: Path, num_bytes: int) -> int:
@@ -59,9 +93,10 @@ def preallocate(path: Path, num_bytes: int) -> int:
         # Before direct I/O is switched on: where the file system cannot allocate, libc writes single bytes.
         files.system().allocate(descriptor, num_bytes)
     except BaseException as error:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error is the one to tell
             files.system().unlink(path)
-        files.system().close(descriptor)
+        with contextlib.suppress(OSError):
+            files.system().close(descriptor)
         if isinstance(error, OSError):
             raise explain(error, f"allocate {format_bytes(num_bytes)} for {path}") from error
         raise

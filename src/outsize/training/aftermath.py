@@ -53,7 +53,7 @@ class Aftermath:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is not None and self.begun:
-            with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
+            with contextlib.suppress(OutsizeError, OSError):  # the run ends with the error that it failed of
                 self._announce(f"the run failed: {self.next_start()}")
 
     def next_start(self) -> str:

@@ -76,6 +76,10 @@ class Run:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
         self.epoch_after = partial(dataset.epoch, num_sequences=self.config.sequences_per_step)
+        commits, first = self.prepared.plan.layout.commits, self.position.step
+        self.watchdog.saved = lambda: (
+            self.saver.has_saved or first > 0 or (commits and self.position.step > 0)
+        )
         self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
             device = self.prepared.machine.device
@@ -107,7 +111,7 @@ class Run:
             ends = f"the run ends after step {self.position.step + 1}, {about}, and saves"
         try:
             return f"{ends}. A second one stops it at once: {self.next_start()}"
-        except OutsizeError:  # what is saved cannot be read just now
+        except (OutsizeError, OSError):  # what is saved cannot be read just now
             return f"{ends}. A second one stops it at once"
 
     def _train(self, batches: Iterator[Batch], interrupt: Interrupt) -> None:

@@ -30,6 +30,7 @@ from outsize.session.numa_binding import bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
+from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
@@ -110,7 +111,7 @@ def train(
     use_one_arena()  # before there is a thread
     place = launched()
     asked, config = config, own_share(config, place)
-    with contextlib.ExitStack() as stack:
+    with storage_errors(), contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(announce))
         ranks = stack.enter_context(together(config, place, announce))
         if ranks.restarted:
@@ -155,7 +156,7 @@ def _train(
     if (done := _done(config, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     _check_goes_on(config, dataset, resumed, record, ranks)
-    check_room(prepared, config.train, run_dir, announce)
+    check_room(prepared, config.train, run_dir, home_file(config.memory, own_dir), announce)
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)

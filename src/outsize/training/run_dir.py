@@ -164,7 +164,7 @@ def _lock(descriptor: int, run_dir: Path, key: str) -> None:
 def _remove_partial(run_dir: Path) -> None:
     """Remove what a process left that was killed while it wrote a file of the run; the directory is locked."""
     for path in run_dir.iterdir():
-        if _PARTIAL.fullmatch(path.name) and not path.is_dir():
+        if _PARTIAL.fullmatch(path.name) and not path.is_symlink() and path.is_file():
             with contextlib.suppress(OSError):
                 files.system().unlink(path)
 

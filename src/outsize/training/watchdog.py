@@ -92,6 +92,7 @@ class Watchdog:
 
     Attributes:
         doing: what is watched where that is no step; empty for a step.
+        saved: whether there is something to go on from, asked without a disk.
         setting: what says ``floor_s``; empty where nobody can.
         tick_s: seconds between two looks.
         grace_s: seconds that a run has to end after it was given up.
@@ -126,6 +127,7 @@ class Watchdog:
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._links_are_disk = links_are_disk
         self.doing = ""
+        self.saved: Callable[[], bool] = lambda: True
         self.setting = "train.stall_floor_s="
         self._step = 0
         self._reported = -1
@@ -225,8 +227,13 @@ class Watchdog:
         reporter.start()
         reporter.join(REPORT_S)
         if self._action == "abort":
+            goes_on = (
+                "Go on with --resume auto"
+                if self.saved()
+                else "Nothing is saved yet, --resume auto starts with step 1 again"
+            )
             error = StalledError(
-                f"{message}. Go on with --resume auto; train.stall_floor_s and train.on_stall say what a stall is"
+                f"{message}. {goes_on}; train.stall_floor_s and train.on_stall say what a stall is"
             )
             # On a thread of its own, too: a call into a driver or a network that hangs may hang itself.
             giver = threading.Thread(

@@ -148,9 +148,9 @@ def _check_budgets(memory: MemoryConfig, device: str, ram: HostMemory, store_dir
     elif memory.device_memory and count_of(kind_of(device)):
         totals = (module_of(name).mem_get_info(index_of(name))[1] // names.count(name) for name in names)
         most["device_memory"] = (min(totals), f"memory on {device}")
-    disk_bytes = shutil.disk_usage(_existing(store_dir)).total if memory.disk_memory else 0
+    disk_bytes = shutil.disk_usage(existing(store_dir)).total if memory.disk_memory else 0
     if disk_bytes and memory.home != "host":  # what is no disk at all is refused where it is written to
-        most["disk_memory"] = (disk_bytes, f"disk at {_existing(store_dir)}")
+        most["disk_memory"] = (disk_bytes, f"disk at {existing(store_dir)}")
     for key, (least, what) in most.items():
         budget = getattr(memory, key)
         if budget and least is not None and budget > least:
@@ -173,9 +173,9 @@ def home_file(memory: MemoryConfig, run_dir: Path) -> Path:
 
 def _free_disk_bytes(path: Path) -> int:
     """What is free for a home at ``path``, and what an earlier one there takes already."""
-    return shutil.disk_usage(_existing(path)).free + (path.stat().st_blocks * 512 if path.is_file() else 0)
+    return shutil.disk_usage(existing(path)).free + (path.stat().st_blocks * 512 if path.is_file() else 0)
 
 
-def _existing(path: Path) -> Path:
-    """Return ``path``, or what of the way to it there is."""
+def existing(path: Path) -> Path:
+    """Return ``path``, or what of the way to it there is already."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())

@@ -1,0 +1,72 @@
+"""A disk that fails, whichever call it is that says so: an error of ours, and always the first one."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from outsize import files
+from outsize.checkpoint.checkpoint_dir import CHECKPOINTS
+from outsize.checkpoint.trained_model import servable
+from outsize.errors import CheckpointError, StorageError
+from outsize.storage.prealloc import preallocate, storage_errors
+from outsize.training.run import train
+from tiny import tiny_run
+
+
+def fail(path: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+@pytest.mark.parametrize("name", [CHECKPOINTS, "home.bin", "config.yaml", "machine.json", "heartbeat.jsonl"])
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_look_at_a_disk_that_fails_is_a_storage_error(
+    name: str, resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`Path.exists`, `is_dir` and `is_file` raise what is no sign of a file that is not there."""
+    config = tiny_run(tmp_path, train={"resume": resume})
+    stat = Path.stat
+
+    def failing(self: Path, **how: bool) -> os.stat_result:
+        if name in self.parts:
+            fail(self)
+        return stat(self, **how)
+
+    monkeypatch.setattr(Path, "stat", failing)
+    try:
+        train(config)
+    except StorageError as error:
+        assert "Input/output error; the device reports a fault" in str(error)  # noqa: PT017 - or none is looked at
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EROFS])
+def test_only_what_disks_say_is_a_storage_error(number: int):
+    with pytest.raises(StorageError, match="cannot use /a/file"), storage_errors():
+        raise OSError(number, os.strerror(number), "/a/file")
+    with pytest.raises(FileNotFoundError), storage_errors():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/a/file")
+
+
+def test_no_clean_up_hides_the_first_error(tmp_path: Path):
+    class Failing(files.System):
+        def truncate(self, descriptor: int, num_bytes: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def unlink(self, path: Path) -> None:
+            fail(path)
+
+        def close(self, descriptor: int) -> None:
+            super().close(descriptor)
+            fail(descriptor)
+
+    with files.replaced(Failing()), pytest.raises(StorageError, match="No space left"):
+        preallocate(tmp_path / "home.bin", 4096)
+
+
+def test_a_run_that_has_not_saved_says_so(tmp_path: Path):
+    (tmp_path / "heartbeat.jsonl").write_text("{}\n")
+    with pytest.raises(
+        CheckpointError, match="a run that has not saved yet: Ctrl-C ends it after a step and saves"
+    ):
+        servable(str(tmp_path))
