@@ -1,5 +1,7 @@
 """Where a reply begins and ends between the words of two messages, and whether all of the reply is there."""
 
+import contextlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -53,6 +55,11 @@ class Reading:
     blocks: list[Block]
     seen: Counter[str]
 
+    def has_words(self, number: int) -> bool:
+        """Return whether a message has sentinels: its own, or those of an equal one."""
+        alike = (i for i, message in enumerate(self.messages) if message == self.messages[number])
+        return any(self.veiled.num_words[code_of(i, kind)] for i in alike for kind in KINDS)
+
     def lost(self) -> Iterator[tuple[int, str]]:
         """Yield the replies that the template does not write as they are, and what becomes of them."""
         for i, message in enumerate(self.messages):
@@ -92,9 +99,9 @@ def read(messages: Sequence[Message], render: Render, template: str) -> Reading 
         DataError: the template refuses the conversation.
     """
     text = render(messages)
-    tags, named = kept_patterns(template)
-    for kept, inserts in ((tags, True), (named, True), (named, False)):
-        veiled = veil(messages, kept, inserts=inserts)
+    roles = {message["role"] for message in messages}
+    for kept, into in itertools.product(kept_patterns(template), (roles, ("assistant",), ())):
+        veiled = veil(messages, kept, into)
         try:
             aligned = align(text, render(veiled.messages), _num_names(veiled, render))
         except DataError:
@@ -210,16 +217,27 @@ class Borders:
         text = self._reading.text
         gap = text[floor:begin]
         for header in (self._header, self._header.rstrip()):
-            if header and (at := gap.rfind(header)) >= 0:
-                return floor + at + len(header)
-        if before is None:
-            start = floor + common(gap, self._opening())
-        else:
-            last = max(i for i in range(turn) if i == before or self._is_alike(i, before))
-            start = floor + self._shared(gap, self._reading.veiled.messages[: last + 1], before)
+            num = gap.count(header) if header else 0
+            if num == 1:
+                return floor + gap.index(header) + len(header)
+            if num:  # one of them is the header, what the reply or the message before it says is none
+                return floor + gap.index(header, self._end_before(gap, before, turn)) + len(header)
+        start = floor + self._end_before(gap, before, turn)
         if role := _ROLES.search(text[start:begin].partition("{")[0]):
             raise DataError(f"writes a header into it that its generation prompt does not have ({role[0]!r})")
         return start
+
+    def _end_before(self, gap: str, before: int | None, turn: int) -> int:
+        """Return how many characters of a gap are not the reply's, nor its header."""
+        if before is None:
+            first, end = 0, common(gap, self._opening())
+        else:
+            first = max(i for i in range(turn) if i == before or self._is_alike(i, before))
+            end = self._shared(gap, self._reading.veiled.messages[: first + 1], before)
+        for number in range(first + (before is not None), turn):
+            if not self._reading.has_words(number):
+                raise DataError(f"gives nothing to tell message {number + 1} by, which is before it")
+        return end
 
     def _is_alike(self, one: int, other: int) -> bool:
         messages = self._reading.messages
@@ -278,7 +296,7 @@ class Borders:
 
     def _usual_length(self, gap: str) -> int:
         """Return how much of a gap is the end that replies have elsewhere."""
-        messages = veil(_ANSWERED, kept_patterns("")[0], inserts=True).messages
+        messages = veil(_ANSWERED, kept_patterns("")[0], ()).messages
         closing = self.closing(messages, 1) or ""
         if not closing.strip() or not gap.startswith(closing.rstrip()):
             raise DataError("cannot render the conversation up to its end")
@@ -303,14 +321,23 @@ class Borders:
         at = 0
         for _ in range(among.index(turn) + 1):
             at = gap.index(self._header, at) + len(self._header)
-        begin, ceiling = before + at, len(text)
         if turn + 1 == len(messages):
-            return begin, ceiling
-        try:
-            closing = self._render(self._reading.veiled.messages[: turn + 1]).rpartition(self._header)[2]
-        except DataError as error:
-            raise DataError("cannot render the conversation up to its end") from error
-        return begin, begin + common(gap[at:].partition(self._header)[0], closing)
+            return before + at, len(text)
+        rest = gap[at:].partition(self._header)[0]
+        # What the reply has thought is not there, or it would have words.
+        until = [
+            *self._reading.veiled.messages[:turn],
+            {"role": "assistant", "content": messages[turn]["content"]},
+        ]
+        lengths = [0]
+        for options in ({}, {"add_generation_prompt": True}):
+            with contextlib.suppress(DataError):
+                pieces = self._render(until, **options).split(self._header)
+                closing = pieces[-2 if options else -1]
+                lengths.append(len(closing) if rest.startswith(closing) else 0)
+        if rest.strip() and not max(lengths):
+            raise DataError("does not end it, which is empty, as it ends it elsewhere")
+        return before + at, before + at + max(lengths)
 
 
 def _behind(shown: str, number: int) -> str | None:

@@ -14,7 +14,7 @@ A template is a program: it moves, drops, trims and repeats. So nothing is searc
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -81,13 +81,13 @@ def message_of(code: str) -> tuple[int, int]:
     return divmod(ord(code) - _FIRST_CODE, len(KINDS))
 
 
-def veil(messages: Sequence[Message], kept: re.Pattern[str], *, inserts: bool) -> Veiled:
+def veil(messages: Sequence[Message], kept: re.Pattern[str], into: Collection[str]) -> Veiled:
     """Put sentinels in the place of words.
 
     Args:
         messages: a conversation, contents text.
         kept: what stays as it is, the whole of it a group.
-        inserts: put a sentinel into a reply without words, so that its place is seen.
+        into: roles of whose messages those without words get a sentinel, so that their places are seen.
     """
     veiled = Veiled()
     for i, message in enumerate(messages):
@@ -95,8 +95,14 @@ def veil(messages: Sequence[Message], kept: re.Pattern[str], *, inserts: bool) -
         first = (
             i if message["role"] == "assistant" else next(j for j, m in enumerate(messages) if m == message)
         )
-        veiled.messages.append(_Veil(veiled, first, kept).message(message, inserts))
+        veiled.messages.append(_Veil(veiled, first, kept).message(message, message["role"] in into))
     return veiled
+
+
+def has_text(content: Any) -> bool:
+    """Return whether a content is more than white space."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return any(part["text"].strip() for part in parts)
 
 
 @dataclass
@@ -110,14 +116,16 @@ class _Veil:
     def message(self, message: Message, inserts: bool) -> Message:
         made = {**message, "content": self._content(message["content"])}
         if message["role"] != "assistant":
-            return made
+            written = self.veiled.num_words
+            wordless = not any(written[code_of(self.number, kind)] for kind in (TEXT, REASONING))
+            return {**made, "content": self._inserted(made["content"])} if inserts and wordless else made
         thoughts = [name for name in REASONING_FIELDS if isinstance(message.get(name), str)]
         for name in thoughts:
             made[name] = self._words(message[name], REASONING, counts=name == thoughts[0])
-        if calls := message.get("tool_calls"):
-            made["tool_calls"] = [self._call(call) for call in calls]
-        seen = (self.veiled.num_words[code_of(self.number, kind)] for kind in (TEXT, CALL, NAME))
-        if inserts and not any(seen):
+        if message.get("tool_calls"):
+            made["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        text, *calls = (self.veiled.num_words[code_of(self.number, kind)] for kind in (TEXT, CALL, NAME))
+        if inserts and not text and (has_text(message["content"]) or not any(calls)):
             made["content"] = self._inserted(made["content"])
         return made
 
@@ -130,6 +138,7 @@ class _Veil:
 
     def _inserted(self, content: Any) -> Any:
         code = code_of(self.number, INSERTED)
+        self.veiled.num_words[code] += 1
         if isinstance(content, list):
             return [*content[:-1], {**content[-1], "text": content[-1]["text"] + code}]
         return content + code
