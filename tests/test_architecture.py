@@ -21,6 +21,7 @@ ARROWS = {
     "units": set(),
     "files": set(),
     "choices": set(),
+    "spin": set(),
     "loopback": {"errors"},
     "accelerators": {"errors"},
     "config": GROUND | {"accelerators", "choices"},
@@ -245,6 +246,7 @@ ARROWS = {
         "runtime",
         "storage",
     },
+    "wrapped.at_home": {"errors"},
     "wrapped": GROUND
     | {
         "accelerators",
@@ -260,9 +262,11 @@ ARROWS = {
         "reporting",
         "runtime",
         "session",
+        "spin",
         "storage",
         "telemetry",
         "training",
+        "wrapped.at_home",
     },
     "wrapped.writing": GROUND | {"inference", "model.sizes", "planner.search", "wrapped"},
     "objectives": GROUND

@@ -434,3 +434,55 @@ def test_the_documentation_is_current():
     script = ROOT / "scripts" / "configuration_page.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+LISTS = {
+    "lora.target_modules": ("q_proj,v_proj", ("q_proj", "v_proj")),
+    "lora.target_parameters": (
+        "experts.gate_up_proj, experts.down_proj",
+        ("experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "lora.exclude_modules": ("k_proj,o_proj", ("k_proj", "o_proj")),
+    "lora.modules_to_save": ("lm_head,on", ("lm_head", "on")),
+    "lora.layers_to_transform": ("0,2", (0, 2)),
+    "model.freeze": ("*.embed*,lm_head*", ("*.embed*", "lm_head*")),
+    "optimizer.betas": ("0.8,0.95", (0.8, 0.95)),
+    "telemetry.writers": ("wandb,trackio", ("wandb", "trackio")),
+}
+OF_SECTIONS = {"data.more", "optimizer.groups"}
+
+
+def test_names_with_commas_are_a_list_for_every_key_that_takes_one():
+    """On the command line and in the environment; entries that are sections of their own need the words of YAML."""
+    takes = {
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key, about in field.annotation.model_json_schema()["properties"].items()
+        if "array" in {about.get("type"), *(one.get("type") for one in about.get("anyOf", ()))}
+    }
+    assert takes == LISTS.keys() | OF_SECTIONS
+    for key, (text, want) in LISTS.items():
+        section, _, name = key.partition(".")
+        method = ["train.method=lora"] if section == "lora" else []
+        needed = [
+            *method,
+            "model.path=m",
+            "data.path=d",
+            *(["lora.layers_pattern=layers"] if "layers" in name else []),
+        ]
+        variable = f"OUTSIZE_{section.upper()}__{name.upper()}"
+        for config in (
+            load_config(overrides=[*needed, f"{key}={text}"], environ={}),
+            load_config(overrides=needed, environ={variable: text}),
+            load_config(overrides=[*needed, f"{key}={list(want)}"], environ={}),
+        ):
+            assert getattr(getattr(config, section), name) == want
+
+
+def test_a_regular_expression_with_a_comma_stays_one():
+    pattern = r"layers\.[0-9]{1,2}\.q_proj"
+    config = load_config(
+        overrides=["train.method=lora", "model.path=m", "data.path=d", f"lora.target_modules={pattern}"],
+        environ={},
+    )
+    assert config.lora.target_modules == pattern

@@ -12,9 +12,9 @@ import sys
 
 def one_rank(settings):
     """Run one rank: Ray has told it who it is, and where rank 0 is."""
-    import torch.distributed as dist
-
     from outsize.testing.processes import free_port
+
+    import torch.distributed as dist
 
     # Ray's own process group listens at MASTER_PORT; the ranks of the run meet at another port of rank 0's machine.
     port = [free_port("0.0.0.0") if dist.get_rank() == 0 else None]

@@ -1,5 +1,7 @@
 """A loop of one's own with accelerate: ``python examples/trainers/accelerated.py path/to/model``."""
 
+import outsize
+
 import sys
 
 import torch
@@ -12,8 +14,6 @@ from transformers import (
     get_linear_schedule_with_warmup,
     set_seed,
 )
-
-import outsize
 
 TEXTS = [f"the square of {n} is {n * n}" for n in range(16)]
 

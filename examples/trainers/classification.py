@@ -1,5 +1,7 @@
 """Sequences into classes with transformers' Trainer: ``python examples/trainers/classification.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from transformers import (
@@ -10,8 +12,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-
-import outsize
 
 TEXTS = [f"{n} is {word}" for n in range(8) for word in ("even", "odd")]
 LABELS = [int((n % 2 == 0) == (word == "even")) for n in range(8) for word in ("even", "odd")]

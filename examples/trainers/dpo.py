@@ -3,13 +3,13 @@
 The reference model is streamed as well; leave its line out, and it is held in memory.
 """
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import DPOConfig, DPOTrainer
-
-import outsize
 
 ROWS = [
     {"prompt": f"the square of {n} is ", "chosen": f"{n * n}", "rejected": f"{n * n + 1} or so"}

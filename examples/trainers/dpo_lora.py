@@ -3,14 +3,14 @@
 The reference is the model without its adapters.
 """
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import DPOConfig, DPOTrainer
-
-import outsize
 
 ROWS = [
     {"prompt": f"the square of {n} is ", "chosen": f"{n * n}", "rejected": f"{n * n + 1} or so"}

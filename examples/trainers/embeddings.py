@@ -3,14 +3,14 @@
 A loop of one's own: each sentence is to be nearer to its partner than to those of the others (InfoNCE).
 """
 
+import outsize
+
 import sys
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer, set_seed
-
-import outsize
 
 PAIRS = [(f"the square of {n}", f"{n} times {n} is {n * n}") for n in range(8)]
 

@@ -1,13 +1,13 @@
 """A loop of one's own with Fabric: ``python examples/trainers/fabric.py path/to/model``."""
 
+import outsize
+
 import sys
 
 import torch
 from lightning.fabric import Fabric, seed_everything
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
-
-import outsize
 
 TEXTS = [f"the square of {n} is {n * n}" for n in range(16)]
 

@@ -3,14 +3,14 @@
 The trainer writes its completions with the streamed model, too.
 """
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig, GRPOTrainer
-
-import outsize
 
 ROWS = [{"prompt": f"the square of {n} is "} for n in range(8)]
 

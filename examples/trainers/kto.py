@@ -1,13 +1,13 @@
 """Tuning on marked answers (KTO) of adapters with TRL and PEFT: ``python examples/trainers/kto.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import KTOConfig, KTOTrainer
-
-import outsize
 
 ROWS = [
     {"prompt": f"the square of {n} is ", "completion": str(n * n + n % 2), "label": n % 2 == 0}

@@ -1,13 +1,13 @@
 """Lightning's Trainer, which steps by itself: ``python examples/trainers/lightning_fit.py path/to/model``."""
 
+import outsize
+
 import sys
 
 import lightning
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
-
-import outsize
 
 TEXTS = [f"the square of {n} is {n * n}" for n in range(16)]
 losses = []

@@ -1,13 +1,13 @@
 """Lightning with steps of one's own: ``python examples/trainers/lightning_manual.py path/to/model``."""
 
+import outsize
+
 import sys
 
 import lightning
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
-
-import outsize
 
 TEXTS = [f"the square of {n} is {n * n}" for n in range(16)]
 losses = []

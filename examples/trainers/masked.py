@@ -1,5 +1,7 @@
 """Masked words of an encoder with transformers' Trainer: ``python examples/trainers/masked.py path/to/encoder``."""
 
+import outsize
+
 import sys
 
 from transformers import (
@@ -10,8 +12,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-
-import outsize
 
 TEXTS = [f"the square of {n} is {n * n}" for n in range(16)]
 

@@ -1,13 +1,13 @@
 """Preference tuning without a reference (ORPO) of adapters: ``python examples/trainers/orpo.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-
-import outsize
 
 ROWS = [
     {"prompt": f"the square of {n} is ", "chosen": f"{n * n}", "rejected": f"{n * n + 1} or so"}

@@ -1,12 +1,12 @@
 """A reward model with TRL: ``python examples/trainers/reward.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig, RewardTrainer
-
-import outsize
 
 ROWS = [
     {"prompt": f"the square of {n} is ", "chosen": f"{n * n}", "rejected": f"{n * n + 1} or so"}

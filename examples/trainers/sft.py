@@ -1,12 +1,12 @@
 """Supervised fine-tuning of all weights with TRL: ``python examples/trainers/sft.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
-
-import outsize
 
 ROWS = [{"prompt": f"the square of {n} is ", "completion": str(n * n)} for n in range(8)]
 

@@ -1,13 +1,13 @@
 """Supervised fine-tuning of adapters with TRL and PEFT: ``python examples/trainers/sft_lora.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
-
-import outsize
 
 ROWS = [{"prompt": f"the square of {n} is ", "completion": str(n * n)} for n in range(8)]
 

@@ -1,12 +1,12 @@
 """Supervised fine-tuning on packed sequences with TRL: ``python examples/trainers/sft_packed.py path/to/model``."""
 
+import outsize
+
 import sys
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
-
-import outsize
 
 ROWS = [{"text": f"the square of {n} is {n * n}"} for n in range(32)]
 

@@ -1,6 +1,7 @@
 """Train and run language models larger than the memory of the device that computes them.
 
-Importing this package starts no thread, opens no file, touches no GPU and does not import torch.
+Importing this package starts no thread, opens no file, touches no GPU and does not import torch. It says in the
+environment how long threads of OpenMP spin, where nothing says so yet, since torch reads that when it is loaded.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from outsize.errors import (
     StalledError,
     StorageError,
 )
+from outsize.spin import limit_spinning
 
 if TYPE_CHECKING:
     from outsize.config import Config
@@ -70,6 +72,9 @@ _LATER = {
     "unwrap": "outsize.wrapped.api",
     "wrap": "outsize.wrapped.api",
 }
+
+
+limit_spinning()
 
 
 def __getattr__(name: str) -> Any:

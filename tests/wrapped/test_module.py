@@ -42,7 +42,7 @@ def test_the_state_of_a_disk_home_is_read_as_it_is_asked_for():
         assert torch.equal(state["inner.model.norm.weight"], plain.model.norm.weight)
         with pytest.raises(KeyError):
             state["inner.nothing"]
-        assert next(model.parameters()).is_meta
+        assert not any(isinstance(getattr(p, "_shown", None), torch.Tensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe"])

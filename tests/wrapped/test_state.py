@@ -43,7 +43,8 @@ def test_a_step_is_the_rule_s_own(state: str, dtype: torch.dtype):
         for number, batch in enumerate(BATCHES[:3], start=1):
             streamed_backward(model, batch)
             outsize.clip_grad_norm_(model, 0.3)
-            coefficient, want = runner_of(model).coefficient, planes_at_home(model)
+            coefficient = next(iter(runner_of(model).parameters.factors.values()))
+            want = planes_at_home(model)
             for unit, planes in zip(runner_of(model).split.spec.units, want, strict=True):
                 state_planes = _state_planes(planes, unit.numel, runner_of(model).state.planes)
                 step_state(

@@ -3,13 +3,7 @@
 ``--help`` imports no torch; each command imports what it needs when it runs.
 """
 
-import os
 from collections.abc import Sequence
-
-# How many turns threads of OpenMP spin before they sleep, for GOMP_SPINCOUNT. Several lanes compute at once: threads
-# that spin long take the cores from the others (a resident microbatch beside other work took five times as long), and
-# those that do not spin sleep thousands of times a step (`outsize.runtime.device.openmp`). A turn takes 10 to 50 ns.
-SPIN_TURNS = "5000"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +17,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from outsize.runtime.device.heap import use_one_arena
 
     use_one_arena()  # before a command starts its first thread
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # read by OpenMP when torch is loaded
     with told():
         app(arguments, prog_name="outsize")

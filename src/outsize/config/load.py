@@ -5,12 +5,14 @@ value remembers its source, so a mistake is reported with the place where it was
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from outsize.config.messages import as_config_error, suggest
 from outsize.config.schema import Config
@@ -18,6 +20,9 @@ from outsize.config.yaml_text import dump_yaml, parse_yaml
 from outsize.errors import ConfigError
 
 _PREFIX = "OUTSIZE_"
+# A value that is no list, mapping or quoted text of YAML; and names with commas between, which are no pattern.
+_BARE = re.compile(r"(?![\[{\"'!&#])\S")
+_NAMES = re.compile(r"[\w.-]+(?:,[\w.-]+)+")
 _SIZE_KEYS = ("device_memory", "host_memory", "disk_memory")
 
 Tree = dict[str, Any]
@@ -33,7 +38,7 @@ def load_config(
 
     Args:
         path: a YAML file, or None where everything is said otherwise.
-        overrides: texts ``section.key=value``, the values written as in YAML; later ones win.
+        overrides: texts ``section.key=value``, the values written as in YAML, lists also as ``a,b``; later ones win.
         flags: values by dotted key, e.g. ``{"train.steps": 10}``; None means that the flag was not given.
         environ: environment variables, those of the process by default; ``OUTSIZE_<SECTION>__<KEY>`` counts.
 
@@ -109,7 +114,7 @@ def _from_override(override: str) -> Tree:
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: write it as section.key=value, e.g. --set train.steps=10")
     path = tuple(key.strip().split(".", 1))
-    return _unflatten([(key.strip(), parse_yaml(text, f"--set {override}", _takes_text, path))])
+    return _unflatten([(key.strip(), _value(text, f"--set {override}", path))])
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
@@ -132,10 +137,37 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
                 f"did you mean {_variable(meant)}?" if meant and "." in meant else "see docs/configuration.md"
             )
             raise ConfigError(f"{name}: no such environment variable; {hint}")
-        branches.append(
-            (name, {section: {key: parse_yaml(environ[name], name, _takes_text, (section, key))}})
-        )
+        branches.append((name, {section: {key: _value(environ[name], name, (section, key))}}))
     return branches
+
+
+def _value(text: str, source: str, path: tuple[str, ...]) -> Any:
+    """Return what the text of one key means: YAML, and for a key that takes a list also ``a,b``."""
+    field = _field(*path) if len(path) == 2 else None
+    if field is not None and _is_listed(text, field.annotation):
+        return [_item(part.strip(), source, path) for part in text.split(",")]
+    return parse_yaml(text, source, _takes_text, path)
+
+
+def _item(text: str, source: str, path: tuple[str, ...]) -> Any:
+    return text if _takes_text(*path) else parse_yaml(text, source, _takes_text, path)
+
+
+def _is_listed(text: str, annotation: Any) -> bool:
+    """Whether a text is a list without brackets, for a key of that annotation."""
+    listed = _shapes(annotation)
+    if tuple not in listed or "," not in text or not _BARE.match(text.strip()):
+        return False
+    return str not in listed or bool(_NAMES.fullmatch(text.replace(" ", "")))
+
+
+def _shapes(annotation: Any) -> set[Any]:
+    """Return what an annotation takes: containers as such, not what is in them."""
+    origin = get_origin(annotation)
+    if origin in (Annotated, Union, UnionType):
+        parts = get_args(annotation)[: 1 if origin is Annotated else None]
+        return {kind for part in parts for kind in _shapes(part)}
+    return {origin or annotation}
 
 
 def _section_model(section: str) -> type[BaseModel] | None:
@@ -143,10 +175,14 @@ def _section_model(section: str) -> type[BaseModel] | None:
     return cast("type[BaseModel]", field.annotation) if field else None
 
 
+def _field(section: str, key: str) -> FieldInfo | None:
+    section_model = _section_model(section)
+    return section_model.model_fields.get(key) if section_model else None
+
+
 def _takes_text(section: str, key: str) -> bool:
     """Return whether a key takes text, or lists of it, and nothing else."""
-    section_model = _section_model(section)
-    field = section_model.model_fields.get(key) if section_model else None
+    field = _field(section, key)
     return field is not None and _kinds(field.annotation) - {NoneType} == {str}
 
 

@@ -26,10 +26,12 @@ from outsize.model.split import frozen_by, split
 from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.session.job.machine import choose_device, choose_dtype
+from outsize.spin import late_warning
 from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
+from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
 from outsize.wrapped.generating import take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
-from outsize.wrapped.optimizer import round_gradients_for_others
+from outsize.wrapped.optimizer import make_way_for_others
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.runner import Runner
 
@@ -283,9 +285,10 @@ def unwrap(model: nn.Module) -> nn.Module:
         values = {name: value.clone() for name, value in runner.parameters.read(unit).items()}
         for name, value in values.items():
             former = runner.parameters.named[name]
-            former.grad = None
-            if former.device == value.device:
-                former.data = value
+            with plainly():
+                former.grad = None
+            if isinstance(former, HomeParameter):
+                show_plainly(former, value)
                 continue
             parameter = nn.Parameter(value, requires_grad=former.requires_grad)
             for module, attribute in runner.split.owners[name]:
@@ -328,6 +331,9 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
     check_plain(model)
+    late = late_warning()
+    if late is not None and torch.get_num_threads() > 1:
+        _log.warning(late)
     device, blocks = choose_device(settings.memory.device), settings.blocks
     try:
         if blocks.mlp_parts > 1:
@@ -340,7 +346,7 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
         runner = Runner(model, settings, fill)
         if blocks.products != "native":
             _log.info("products: %s", error_of(runner.split, partial(_read_first, runner)))
-        round_gradients_for_others(runner)
+        make_way_for_others(runner)
         attach(model, runner)
     except BaseException:
         _take_own(model)

@@ -30,13 +30,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         The norm before clipping, an fp32 scalar.
 
     Raises:
-        ConfigError: the model is not wrapped, or is clipped a second time before the step, over a disk home.
+        ConfigError: the model is not wrapped.
         NonFiniteError: see ``error_if_nonfinite``; no gradient has changed.
     """
     runner = runner_of(model)
     held = runner.held()
-    if runner.coefficient is not None:
-        runner.apply_coefficient(held)
+    runner.parameters.multiply_gradients(list(runner.parameters.factors))
     norms = _norms(runner, held)
     order = {id(parameter): index for index, parameter in enumerate(iterate_parameters(model))}
     ordered = sorted(norms, key=lambda pair: order[id(runner.parameters.named[pair[0]])])
@@ -45,9 +44,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         runner.records.clipped(total)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise NonFiniteError(f"the gradient norm is {total.item():g}; no gradient was changed")
-    runner.coefficient = coefficient if math.isfinite(max_norm) else None
+    if math.isfinite(max_norm):
+        runner.parameters.factors.update((name, coefficient) for name, _ in norms)
     if runner.optimizer is None:
-        runner.apply_coefficient(held)
+        runner.parameters.multiply_gradients(name for name, _ in norms)
     return total
 
 

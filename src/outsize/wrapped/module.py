@@ -7,55 +7,23 @@ were. (PyTorch's FSDP2 does the same.)
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial, wraps
 from typing import Any, NoReturn, Self, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from outsize.checkpoint.files.checkpoint_reader import persistent_buffers
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
-from outsize.storage.home import HostHome
+from outsize.wrapped.at_home.home_parameter import plainly
 from outsize.wrapped.generating import generation, on_device
 from outsize.wrapped.runner import Runner
 from outsize.wrapped.wrap_planning import FUSED
 
 _log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"
-
-
-class DiskState(Mapping[str, Tensor]):
-    """The state of a model on disk by name: each tensor is read when it is asked for, and kept by nobody.
-
-    Iterating goes unit by unit; ``dict(state)`` holds the whole model in memory.
-    """
-
-    def __init__(self, runner: Runner, model: nn.Module, prefix: str) -> None:
-        self._runner = runner
-        self._prefix = prefix
-        self._place = {t.name: unit for unit in runner.split.spec.units for t in unit.all_tensors}
-        known = {id(parameter): name for name, parameter in runner.parameters.named.items()}
-        named = model.named_parameters(remove_duplicate=False)
-        self._names = {prefix + name: known[id(parameter)] for name, parameter in named}
-        self._buffers = {prefix + name: b for name, b in persistent_buffers(model).items()}
-
-    def __getitem__(self, key: str) -> Tensor:
-        """Read one tensor."""
-        if key in self._buffers:
-            return self._buffers[key]
-        name = self._names[key]
-        return self._runner.parameters.read(self._place[name])[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Names of parameters, then of buffers."""
-        yield from self._names
-        yield from self._buffers
-
-    def __len__(self) -> int:
-        return len(self._names) + len(self._buffers)
 
 
 class Wrapped(nn.Module):
@@ -73,25 +41,10 @@ class Wrapped(nn.Module):
             return own(*args, **kwargs)
         return type(self).forward(self, *args, **kwargs) if fused else super().__call__(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """See `torch.nn.Module.named_parameters`; waits for a step under way."""
-        runner_of(self).settle()
-        return super().named_parameters(*args, **kwargs)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `torch.nn.Module.state_dict`; over a disk home a mapping that reads tensors as they are asked for.
-
-        A module around this one gets all of them in memory.
-        """
-        runner = runner_of(self)
-        runner.settle()
-        if runner.parameters.in_memory or kwargs.get("keep_vars"):
-            return super().state_dict(*args, **kwargs)
-        state, into = DiskState(runner, self, kwargs.get("prefix", "")), kwargs.get("destination")
-        if into is None:
-            return state
-        into.update(state)  # of a module around this one
-        return into
+        """See `torch.nn.Module.state_dict`; over a disk home its tensors are read as they are used."""
+        runner_of(self).settle()
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -105,35 +58,20 @@ class Wrapped(nn.Module):
             raise ConfigError(
                 "load_state_dict(assign=True) would take parameters from their home; leave it out"
             )
-        runner = runner_of(self)
-        runner.settle()
-        if runner.parameters.in_memory:
-            return super().load_state_dict(state_dict, strict=strict)
-        return _load_at_rest(runner, self, state_dict, strict)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """What a module around this one asks for, and then of each module in here: weights on disk are written now."""
-        runner = runner_of(self)
-        runner.settle()
-        if not runner.parameters.in_memory:
-            own = {n.removeprefix(prefix): value for n, value in state_dict.items() if n.startswith(prefix)}
-            _load_at_rest(runner, self, own, strict=False)
-            named = self.named_parameters(remove_duplicate=False)
-            state_dict.update((prefix + name, parameter) for name, parameter in named if name in own)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        return super().load_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.nn.Module.zero_grad`."""
         runner = runner_of(self)
         if not set_to_none:
             runner.settle()
-        at_rest = not isinstance(runner.session.home, HostHome)
-        for parameter in runner.parameters.named.values():
-            if parameter.grad is not None:
-                if set_to_none or at_rest:
-                    parameter.grad = None
-                else:
-                    parameter.grad.zero_()
+        with plainly():
+            for parameter in runner.parameters.named.values():
+                if parameter.grad is not None:
+                    if set_to_none:
+                        parameter.grad = None
+                    else:
+                        parameter.grad.zero_()
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing but say so: each unit is recomputed from its input, or what it needs kept, as it is."""
@@ -270,29 +208,6 @@ def _named(
     return named
 
 
-def _load_at_rest(runner: Runner, model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
-    known = {id(parameter): name for name, parameter in runner.parameters.named.items()}
-    names = {name: known[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    buffers = persistent_buffers(model)
-    missing = [name for name in (*names, *buffers) if name not in state]
-    unexpected = [name for name in state if name not in names and name not in buffers]
-    wrong = [n for n in names if n in state and state[n].shape != runner.parameters.named[names[n]].shape]
-    if wrong or (strict and (missing or unexpected)):
-        raise RuntimeError(
-            f"state dict does not fit {type(model).__name__}: missing {missing}, unexpected {unexpected}, "
-            f"of another shape {wrong}"
-        )
-    source = {own: name for name, own in reversed(names.items()) if name in state}
-    for unit in runner.split.spec.units:
-        tensors = {t.name: state[source[t.name]] for t in unit.all_tensors if t.name in source}
-        if tensors:
-            runner.parameters.write(unit, tensors)
-    for name, buffer in buffers.items():
-        if name in state:
-            buffer.copy_(state[name])
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
 def _save_pretrained(kind: type[nn.Module]) -> Any:
     own = cast(Any, kind).save_pretrained
 
@@ -300,15 +215,10 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
     def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         runner = runner_of(self)
         runner.settle()
-        if runner.parameters.in_memory:
+        if runner.parameters.in_memory or hasattr(self, "peft_config"):  # PEFT writes adapters alone
             return own(self, save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return None
-        if hasattr(self, "peft_config"):  # PEFT writes adapters alone, and only they train
-            wanted = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-            state = DiskState(runner, self, "")
-            kwargs.setdefault("state_dict", {name: state[name] for name in state if name in wanted})
-            return own(self, save_directory, *args, **kwargs)
         config, units = cast(Any, self).config, runner.split.spec.units
         written = write_checkpoint(
             save_directory, self, config, units, runner.parameters.read, overwrite=True

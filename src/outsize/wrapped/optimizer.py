@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.errors import ConfigError
 from outsize.optim.adamw import PlaneAdamW as Settings
-from outsize.optim.optimizer_spec import EXP_AVG, MASTER
-from outsize.storage.home import HostHome
+from outsize.wrapped.at_home.at_rest import AtRest
+from outsize.wrapped.at_home.home_parameter import plainly
 from outsize.wrapped.module import iterate_parameters, runner_of
-from outsize.wrapped.moment_forms import as_kept
+from outsize.wrapped.optimizer_state import StateAtHome
 from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3
 _ALIKE = ("lr", "betas", "eps")
+# What groups of torch's may ask for, and the one way that this optimizer has.
+_ONE_WAY = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
 class AdamW(torch.optim.Optimizer):
@@ -61,11 +63,31 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         self._runner = runner_of(model)
         self._names = {id(p): name for name, p in self._runner.parameters_now().named.items()}
+        self._state = StateAtHome(self._runner, self._names, lambda: self._named().values())
         self.without_gradient: tuple[str, ...] = ()
         self._told: set[str] = set()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(list(iterate_parameters(model)) if groups is None else list(groups), defaults)
+        self._begin(frozenset(self._named()))
         self._tell()
+
+    @property  # type: ignore[override]
+    def state(self) -> StateAtHome:
+        """Moments and counts by parameter, as they rest at home; what is changed there counts."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        if values is self._state or not hasattr(self, "param_groups"):  # torch's constructor begins with none
+            return
+        self._state.clear()
+        self._state.update(values)  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_told"):
+            self._begin(frozenset(self._names.get(id(p), "") for p in self.param_groups[-1]["params"]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Begin one step and return.
@@ -78,13 +100,20 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._tell()
-        names = frozenset(self._names[id(p)] for group in self.param_groups for p in group["params"])
+        names = frozenset(self._named())
+        if any(self._runner.owners.get(name) is not self._state for name in names):
+            raise ConfigError(
+                "another outsize.AdamW was made for these parameters, and has begun their moments anew, which one home "
+                "holds once: step that one, or make this one again"
+            )
+        self._state.follow_steps()
         self.without_gradient = self._runner.step(float(self.param_groups[0]["lr"]), names)
         fresh = [name for name in self.without_gradient if name not in self._told]
         if fresh:
             more = f" and {len(fresh) - _SHOWN} more" if len(fresh) > _SHOWN else ""
             _log.warning("no gradient in a whole step, left alone: %s%s", ", ".join(fresh[:_SHOWN]), more)
             self._told.update(fresh)
+        self._state.forget_steps()
         return loss
 
     def settle(self) -> None:
@@ -93,79 +122,72 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.optim.Optimizer.zero_grad`."""
-        at_rest = not isinstance(self._runner.session.home, HostHome)
-        if not set_to_none and not at_rest:
+        if not set_to_none:
             self._runner.settle()
-        super().zero_grad(set_to_none=set_to_none or at_rest)
+        with plainly():
+            super().zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups in the form of ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
 
         Where weights are bf16 or fp16 there is a ``master`` as well, fp32, which no ``state_dict`` of the model has.
         Moments are as they are kept, see `outsize.wrap`: with ``state="int8"`` codes, and scales beside them. Over a
-        disk home all of it is read into memory.
+        disk home tensors are read as they are used.
         """
-        self._runner.settle()
-        updates = self._runner.updates
-        planes = self._planes() if any(updates.values()) else ()
-        moments = {plane: dict(self._values(plane)) for plane in planes}
-        self.state.clear()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                name = self._names[id(parameter)]
-                if updates.get(name):
-                    self.state[parameter] = {
-                        "step": torch.tensor(float(updates[name])),
-                        **{plane: values[name] for plane, values in moments.items()},
-                    }
         packed = super().state_dict()
-        self.state.clear()
+        packed["state"] = {number: dict(values) for number, values in packed["state"].items()}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take state and groups from what `state_dict`, or that of ``torch.optim.AdamW``, returned.
 
-        Masters count where they round to the weights that the model has at the next step. Moments of another form than
-        this model's are rounded to the nearest.
+        What it has no state of begins anew. Masters count where they round to the weights that the model has at the
+        next step. Moments of another form than this model's are rounded to the nearest.
 
         Raises:
             ValueError: it is of other groups.
+            ConfigError: it is of another optimizer.
         """
         self._runner.settle()
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         if len(saved) != len(parameters):
             raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(parameters)}")
+        values = {p: state_dict["state"].get(n, {}) for n, p in zip(saved, parameters, strict=True)}
         super().load_state_dict({**state_dict, "state": {}})
-        state = {
-            self._names[id(parameter)]: as_kept(state_dict["state"][number], self._runner.state.moments)
-            for number, parameter in zip(saved, parameters, strict=True)
-            if number in state_dict["state"]
-        }
-        self._runner.set_updates({name: int(values["step"]) for name, values in state.items()})
-        for unit in self._runner.split.spec.units:
-            for plane in self._planes():
-                mine = {
-                    t.name: state[t.name][plane]
-                    for t in unit.tensors
-                    if t.trainable and plane in state.get(t.name, {})
-                }
-                if mine:
-                    self._runner.parameters.write(unit, mine, plane)
+        self._begin(frozenset(self._named()))
+        for parameter, state in values.items():
+            self._state[parameter] = state
         self._tell()
 
-    def _planes(self) -> tuple[str, ...]:
-        """The planes of a unit that a state has."""
-        planes = self._runner.state.planes
-        moments = tuple(name for name in planes if name.startswith(EXP_AVG))
-        return (*moments, MASTER) if MASTER in planes else moments
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError(
+            "outsize.AdamW cannot be copied or pickled, since its state lies at home: save its state_dict()"
+        )
 
-    def _values(self, plane: str) -> Iterable[tuple[str, Tensor]]:
-        return self._runner.parameters.values(self._runner.split.spec.units, plane)
+    def _named(self) -> dict[str, Tensor]:
+        """The parameters of all groups by name."""
+        return {
+            self._names[id(p)]: p
+            for group in self.param_groups
+            for p in group["params"]
+            if id(p) in self._names
+        }
+
+    def _begin(self, names: frozenset[str]) -> None:
+        """Take the state of these parameters over, and begin it anew where it was another optimizer's."""
+        others = frozenset(name for name in names if self._runner.owners.get(name) is not self._state)
+        self._state.begin_anew(others)
+        self._runner.owners.update(dict.fromkeys(others, self._state))
 
     def _tell(self) -> None:
         """Check the groups, and have the engine step with their settings."""
         first = self.param_groups[0]
+        for key, usual in _ONE_WAY.items():
+            if any(group.get(key, usual) != usual for group in self.param_groups):
+                raise ConfigError(
+                    f"outsize.AdamW has no {key}={not usual}; leave it out, or use torch.optim.AdamW"
+                )
         if any(group[key] != first[key] for group in self.param_groups for key in _ALIKE):
             raise ConfigError(
                 "outsize.AdamW has one lr, betas and eps for all groups; only weight_decay may be 0 in some"
@@ -188,16 +210,27 @@ class AdamW(torch.optim.Optimizer):
         self._runner.use(settings, names)
 
 
-def round_gradients_for_others(runner: Runner) -> None:
-    """Give each optimizer but `AdamW`, when it steps, gradients in the dtype of the weights: most take no others.
+def make_way_for_others(runner: Runner) -> None:
+    """Before each step of an optimizer but `AdamW`: see that it can step, and round gradients as most want them.
 
-    Rounded so, they are those of a plain backward where a step is one microbatch.
+    Rounded to the dtype of the weights, gradients are those of a plain backward where a step is one microbatch. Over a
+    disk home there is no room for moments in host memory, so other optimizers are refused.
     """
     known = weakref.ref(runner)
 
     def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         still = known()
-        if still is not None and not isinstance(optimizer, AdamW):
-            still.parameters.round_gradients(p for group in optimizer.param_groups for p in group["params"])
+        if still is None or isinstance(optimizer, AdamW):
+            return
+        own = {id(parameter) for parameter in still.parameters.named.values()}
+        due = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+        if any(isinstance(parameter, AtRest) and parameter.requires_grad for parameter in due):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(): this model rests on disk, where outsize.AdamW alone "
+                'steps; use that, or wrap the model with home="host"'
+            )
+        still.settle()
+        still.parameters.multiply_gradients(list(still.parameters.factors))
+        still.parameters.round_gradients(due)
 
     weakref.finalize(runner, register_optimizer_step_pre_hook(begin).remove)

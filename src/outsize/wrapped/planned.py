@@ -43,6 +43,7 @@ from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.arguments import WrapSettings
+from outsize.wrapped.at_home.home_parameter import weakly
 from outsize.wrapped.loop_records import Known, LoopRecords
 from outsize.wrapped.parameters import Fill, HomeParameters
 
@@ -105,6 +106,7 @@ class Planned:
     Attributes:
         state: how a trained unit lies at home.
         records: writes what the loop does; None where nobody asked.
+        owners: whose the optimizer's state of a parameter is, by name.
     """
 
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
@@ -120,6 +122,7 @@ class Planned:
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
+        self.owners: dict[str, object] = {}
         self._plan: Plan | None = None
         self._set_aside: _SetAside | None = None
         self._measured: Measured | None = None
@@ -129,7 +132,7 @@ class Planned:
         self._encoded_of: dict[int, int] = {}  # version of the weights that the engine has encoded, by unit
         self._programs: dict[int, Programs] = {}
         self._abandoned: list[int] = []
-        self._closed = False
+        self._closed = self._walking = False
         self._move_in(model, fill)
         self._device = self.session.torch_device
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
@@ -152,8 +155,11 @@ class Planned:
         return self._plan
 
     def settle(self) -> None:
-        """Return when no step is under way, so that weights and state at home are those after the last one."""
-        if self._engine is not None:
+        """Return when no step is under way, so that weights and state at home are those after the last one.
+
+        While the engine walks for this very caller, whatever runs inside does not wait for it.
+        """
+        if self._engine is not None and not self._walking:
             try:
                 self._engine.settle()
             except BaseException:
@@ -171,6 +177,11 @@ class Planned:
         """How often each trainable parameter has been stepped."""
         self._remember_updates()
         return dict(self._updates)
+
+    def num_updates(self, name: str) -> int:
+        """How often the parameter of that name has been stepped."""
+        counted = {} if self._engine is None else self._engine.optimizer.updates
+        return counted.get(name, self._updates.get(name, 0))
 
     def set_updates(self, updates: Mapping[str, int]) -> None:
         """Go on counting from ``updates``."""
@@ -215,7 +226,8 @@ class Planned:
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
-            parameters = HomeParameters(parts, session.home, fill, state, at_once=at_once)
+            settle = weakly(self.settle)
+            parameters = HomeParameters(parts, session.home, fill, state, at_once=at_once, settle=settle)
             stack.pop_all()
         if parameters.errors:
             _log.info("frozen weights are encoded: %s", summary(parameters.errors))
@@ -292,6 +304,13 @@ class Planned:
                     "embeddings, tied weights), then wrap it"
                 )
             self._move(model)  # adapters were added
+        for name, parameter in self.parameters.named.items():
+            for module, attribute in self.split.owners[name]:
+                if module._parameters.get(attribute) is not parameter:
+                    raise ModelError(
+                        f"{name} does not stand where it stood when the model was wrapped (pruned, parametrised, or "
+                        "replaced): change the model first, then wrap it, or outsize.unwrap it before"
+                    )
         return model
 
     def _ready(

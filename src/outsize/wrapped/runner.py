@@ -31,7 +31,6 @@ from outsize.runtime.device.device_group import device_names
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.context import Microbatch, StepContext
-from outsize.storage.home import HostHome
 from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
@@ -43,15 +42,10 @@ from outsize.wrapped.planned import Programs
 
 
 class Runner(Inferring):
-    """Streams one model; arguments as of `Planned`.
-
-    Attributes:
-        coefficient: what the gradients at home are to be multiplied by, for a clipping that no step has used yet.
-    """
+    """Streams one model; arguments as of `Planned`."""
 
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
-        self.coefficient: Tensor | None = None
         self._caller = Caller(
             *(torch.device(torch_name(name)) for name in device_names(self.session.machine.device))
         )
@@ -174,9 +168,7 @@ class Runner(Inferring):
                 "parameters, another optimizer); run the forward again"
             )
         held = self._held()
-        self._take_factors(held)
-        if self.coefficient is not None:
-            self.apply_coefficient(held)
+        self.parameters.multiply_gradients(list(self.parameters.factors))
         programs = self._programs_for(self._plan, len(context.microbatches))
         warm = warm and not programs.passes.following.ops
         program = programs.passes.backward if warm else programs.passes.cold_backward
@@ -229,9 +221,11 @@ class Runner(Inferring):
             )
         for index in due:
             self.parameters.refresh_masters(units[index])
-        self._take_factors(held)
         context = StepContext(number=0, learning_rate=lr, microbatches=(), touched=stepped)
-        context.coefficient, self.coefficient = self.coefficient, None
+        with_gradient = (
+            units[index].tensors[p].name for index, positions in stepped.items() for p in positions
+        )
+        context.coefficient = self._take_coefficient(frozenset(with_gradient))
         self._num_steps += 1
         if self.records is not None:
             self.records.counts(context)
@@ -252,6 +246,7 @@ class Runner(Inferring):
         assert engine is not None
         self._caller.finish()
         states = random_states(self._device)
+        self._walking = True
         try:
             with nullcontext() if self.records is None else self.records.passing(engine, context):
                 engine.follow()
@@ -272,6 +267,7 @@ class Runner(Inferring):
                 self._close_engine()
             raise
         finally:
+            self._walking = False
             engine.let_go()
             set_random_states(self._device, states)
 
@@ -279,41 +275,20 @@ class Runner(Inferring):
         units = self.split.spec.units
         return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
 
-    def _take_factors(self, held: Mapping[int, frozenset[int]]) -> None:
-        """Make what torch's clipping has noted on gradients on disk the coefficient of the step."""
-        factors = {id(factor): factor for factor in self.parameters.factors.values()}
-        units = self.split.spec.units
-        names = {units[index].tensors[p].name for index, positions in held.items() for p in positions}
-        noted = names & self.parameters.factors.keys()
-        self.parameters.factors.clear()
-        if not noted:
-            return
-        if (
-            noted != names
-            or len({float(factor) for factor in factors.values()}) > 1
-            or self.coefficient is not None
-        ):
-            raise ConfigError(
-                "gradients on disk are multiplied by one factor in the step: clip all of them together, once"
-            )
-        self.coefficient = next(iter(factors.values()))
+    def _take_coefficient(self, names: frozenset[str]) -> Tensor | None:
+        """Return what all gradients of ``names`` are yet to be multiplied by; where that differs, multiply them."""
+        noted = [self.parameters.factors.get(name) for name in names]
+        first = noted[0] if noted else None
+        if first is not None and all(f is not None and torch.equal(f, first) for f in noted):
+            for name in names:
+                del self.parameters.factors[name]
+            return first
+        self.parameters.multiply_gradients(names)
+        return None
 
     def _weights_now(self) -> tuple[int, int]:
         """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
         return self._num_steps, self.parameters.version_of_all
-
-    def apply_coefficient(self, held: Mapping[int, frozenset[int]]) -> None:
-        """Multiply the gradients that are held by the coefficient of a clipping that no step has used yet."""
-        coefficient, self.coefficient = self.coefficient, None
-        if coefficient is None or not any(held.values()):
-            return
-        if not isinstance(self.session.home, HostHome):
-            raise ConfigError(
-                "backward after clip_grad_norm_ and before step: gradients on disk are clipped in the step"
-            )
-        for index, positions in held.items():
-            if positions:
-                self.session.home.view(index, "gradient").mul_(coefficient)
 
 
 def _check_trains(model: nn.Module, *, cached: bool) -> None:

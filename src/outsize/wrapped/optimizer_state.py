@@ -1,0 +1,189 @@
+"""``optimizer.state`` of `outsize.AdamW`: what rests at home, under the keys that ``torch.optim.AdamW`` has.
+
+Moments are looked at and changed where they rest; ``step`` is a number of its own, and what somebody writes into it
+counts in the next step. To take the state of a parameter out lets it begin anew.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.checkpoint.checkpoint_state import plane_of
+from outsize.errors import ConfigError
+from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
+from outsize.optim.optimizer_spec import EXP_AVG, MASTER
+from outsize.wrapped.moment_forms import as_kept
+from outsize.wrapped.runner import Runner
+
+STEP = "step"
+
+
+class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
+    """The state of the parameters of an optimizer.
+
+    Args:
+        runner: of the wrapped model.
+        names: of all parameters of the model, by their id.
+        parameters: returns those of the optimizer.
+    """
+
+    def __init__(
+        self, runner: Runner, names: Mapping[int, str], parameters: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self._runner = runner
+        self._names = names
+        self._parameters = parameters
+        self._places: dict[str, tuple[UnitSpec, TensorSpec]] = {}
+        self._split: object = None  # what the places are of
+        self._steps: dict[str, tuple[Tensor, int]] = {}  # what was handed out, and what it was
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The planes of a unit that a state has."""
+        planes = self._runner.state.planes
+        moments = tuple(name for name in planes if name.startswith(EXP_AVG))
+        return (*moments, MASTER) if MASTER in planes else moments
+
+    def begin_anew(self, names: frozenset[str]) -> None:
+        """Let moments and counts of these begin at zero; masters stay, since they are the weights."""
+        self._runner.settle()
+        stepped = frozenset(name for name in names if self._runner.num_updates(name))
+        if stepped:
+            moments = [plane for plane in self.planes if plane != MASTER]
+            self._runner.parameters.begin_state(stepped, moments)
+            self._set_steps(dict.fromkeys(stepped, 0))
+
+    def follow_steps(self) -> None:
+        """Count on from what was written into ``step`` since it was handed out."""
+        for name in list(self._steps):
+            self._follow(name)
+
+    def forget_steps(self) -> None:
+        """Let go of what was handed out as ``step``: counts go on."""
+        self._steps.clear()
+
+    def put(self, name: str, values: Mapping[str, Tensor]) -> None:
+        """Replace the state of the parameter of that name; moments of another form are rounded to the nearest.
+
+        Raises:
+            ConfigError: it holds what this optimizer does not have.
+        """
+        kept = as_kept(values, self._runner.state.moments)
+        if kept and (STEP not in kept or kept.keys() - {STEP, *self.planes}):
+            raise ConfigError(
+                f"the state of {name} holds {', '.join(sorted(values))}; that of outsize.AdamW is "
+                f"{', '.join((STEP, *self.planes))}"
+            )
+        if not kept:
+            self.begin_anew(frozenset({name}))
+            return
+        self._runner.settle()
+        unit, _ = self._place(name)
+        lacking = [plane for plane in self.planes if plane not in kept and plane != MASTER]
+        self._runner.parameters.begin_state({name}, lacking)
+        for plane, value in kept.items():
+            if plane == STEP:
+                self._set_steps({name: int(value)})
+            else:
+                self._runner.parameters.write(unit, {name: value}, plane)
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """The state of the parameter of that name: nothing before its first step."""
+        self._runner.settle()
+        self._follow(name)
+        count = self._runner.num_updates(name)
+        if not count:
+            return {}
+        if name not in self._steps:
+            self._steps[name] = torch.tensor(float(count)), count
+        unit, _ = self._place(name)
+        found = {STEP: self._steps[name][0]}
+        for plane in self.planes:
+            seen = plane_of(self._runner.state, unit, plane)
+            tensor = next(tensor for tensor in seen.tensors if tensor.name == name)
+            found[plane] = self._runner.parameters.at_rest(unit, tensor, plane)
+        return found
+
+    def __getitem__(self, parameter: Tensor) -> MutableMapping[str, Tensor]:
+        return _StateOfOne(self, self._name_of(parameter))
+
+    def __setitem__(self, parameter: Tensor, values: Mapping[str, Tensor]) -> None:
+        if not (isinstance(values, _StateOfOne) and values.owner is self):
+            self.put(self._name_of(parameter), values)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self.begin_anew(frozenset({self._name_of(parameter)}))
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(own is parameter for own in self)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._runner.settle()
+        return iter([own for own in self._parameters() if self._runner.num_updates(self._name_of(own))])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def clear(self) -> None:
+        """Let all of it begin anew."""
+        self.begin_anew(frozenset(self._name_of(own) for own in self._parameters()))
+
+    def _name_of(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            raise KeyError("this parameter is none of the wrapped model")
+        return self._names[id(parameter)]
+
+    def _place(self, name: str) -> tuple[UnitSpec, TensorSpec]:
+        """The unit and the tensor of that name."""
+        if self._split is not self._runner.split:
+            self._split = self._runner.split
+            units = self._runner.split.spec.units
+            self._places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.tensors}
+        return self._places[name]
+
+    def _follow(self, name: str) -> None:
+        held, then = self._steps.get(name, (None, 0))
+        if held is not None and int(held) != then:
+            self._set_steps({name: int(held)})
+
+    def _set_steps(self, counts: Mapping[str, int]) -> None:
+        self._runner.set_updates(counts)
+        for name, count in counts.items():
+            if name in self._steps:
+                held, _ = self._steps[name]
+                self._steps[name] = held.fill_(count), count
+
+
+class _StateOfOne(MutableMapping[str, Any]):
+    """The state of one parameter."""
+
+    def __init__(self, owner: StateAtHome, name: str) -> None:
+        self.owner = owner
+        self._name = name
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.owner.of(self._name)[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        present = self.owner.of(self._name)
+        if not present and key != STEP:
+            raise ConfigError(f"{self._name} has no state before its first step; set all of it together")
+        if present.get(key) is not value:
+            self.owner.put(
+                self._name, {**{k: v.clone() for k, v in present.items()}, key: torch.as_tensor(value)}
+            )
+
+    def __delitem__(self, key: str) -> None:
+        raise ConfigError(f"{key} alone cannot be taken out of the state of {self._name}; take all of it out")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.owner.of(self._name))
+
+    def __len__(self) -> int:
+        return len(self.owner.of(self._name))
+
+    def clear(self) -> None:
+        """Let it begin anew."""
+        self.owner.begin_anew(frozenset({self._name}))

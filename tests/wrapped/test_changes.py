@@ -1,0 +1,211 @@
+"""Programs that change weights, gradients or optimizer states have the plain model's bits, or are told another way."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+import zoo
+from outsize.errors import OutsizeError
+from wrapped.changes import HOMES, ROWS, Loop, Row
+from wrapped.loops import wrapped
+
+BATCH = zoo.batch("llama", num_sequences=2)
+# PEFT asks transformers for it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+ALONE = [row for row in ROWS if "alone" in row.refused]
+EQUAL = [row for row in ROWS if not {"all", "alone"} & row.refused.keys()]
+CHUNKS = 6
+
+
+def run(row: Row, loop: Loop) -> tuple[Any, list[Tensor], dict[str, Tensor]]:
+    """A step, the row, and two steps more: what the row returns, the losses, and the weights."""
+    losses = [loop.step()]
+    found = copied(row.do(loop))
+    losses += [loop.step(), loop.step()]
+    return found, losses, {name: value.clone() for name, value in loop.model.state_dict().items()}
+
+
+def copied(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return found.detach().clone()
+    if isinstance(found, dict):
+        return {key: copied(value) for key, value in found.items()}
+    return [copied(value) for value in found] if isinstance(found, list | tuple) else found
+
+
+def assert_same(got: Any, want: Any) -> None:
+    if isinstance(want, Tensor):
+        assert torch.equal(got, want)
+    elif isinstance(want, np.ndarray):
+        assert (got == want).all()
+    elif isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            assert_same(got[key], want[key])
+    elif isinstance(want, list):
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == want
+
+
+def begin(model: nn.Module, weights: dict[str, Tensor], make: Callable[[], torch.optim.Optimizer]) -> Loop:
+    """A loop from the weights of the beginning, whatever was done before."""
+    model.zero_grad()
+    model.load_state_dict(weights)
+    return Loop(model, make(), make, BATCH)
+
+
+def run_plain(row: Row) -> tuple[Any, list[Tensor], dict[str, Tensor]]:
+    """What the row does to a model that nobody wrapped."""
+    plain = zoo.build("llama")
+    make = lambda: torch.optim.AdamW(plain.parameters(), **SETTINGS, fused=True)  # noqa: E731
+    return run(row, Loop(plain, make(), make, BATCH))
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_a_change_has_the_plain_model_s_bits(chunk: int, home: str):
+    """Each begins from the same weights, a fresh optimizer, and one step."""
+    weights = copy.deepcopy(zoo.build("llama").state_dict())
+    rows = [row for row in EQUAL[chunk::CHUNKS] if home not in row.refused]
+    wanted = [run_plain(row) for row in rows]
+    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+        again = lambda: outsize.AdamW(model, **SETTINGS)  # noqa: E731
+        for row, want in zip(rows, wanted, strict=True):
+            got = run(row, begin(model, weights, again))
+            try:
+                for one, other in zip(got, want, strict=True):
+                    assert_same(one, other)
+            except AssertionError as error:
+                error.add_note(row.name)
+                raise
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("row", ALONE, ids=lambda row: row.name)
+def test_what_cannot_be_undone_has_the_plain_model_s_bits(row: Row, home: str):
+    want = run_plain(row)
+    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+        again = lambda: outsize.AdamW(model, **SETTINGS)  # noqa: E731
+        assert_same(list(run(row, Loop(model, again(), again, BATCH))), list(want))
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.refused and row not in ALONE], ids=lambda row: row.name
+)
+def test_what_cannot_be_is_refused_with_the_way(row: Row):
+    for home, settings in HOMES.items():
+        words = row.refused.get(home, row.refused.get("all"))
+        if words is None:
+            continue
+        with wrapped(zoo.build("llama"), **settings) as model:
+            again = lambda model=model: outsize.AdamW(model, **SETTINGS)  # noqa: E731
+            with pytest.raises((OutsizeError, RuntimeError, ValueError), match=words):
+                run(row, Loop(model, again(), again, BATCH))
+
+
+def test_the_page_on_tests_counts_them():
+    ways = Counter(
+        "refused" if home in row.refused or "all" in row.refused else "equal"
+        for row in ROWS
+        for home in HOMES
+    )
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+    assert (
+        f"{len(ROWS)} operations over {len(HOMES)} homes: {ways['equal']} equal, {ways['refused']} refused"
+        in page
+    )
+    assert len(ROWS) == len({row.name for row in ROWS})
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("change", ["mul_", "data", "data =", "state_dict", "foreach", "load"])
+def test_half_precision_weights_that_are_changed_are_what_the_next_step_begins_from(change: str, home: str):
+    """Masters follow whatever has changed them: the same end as with weights that were so from the start."""
+
+    def halve(model: nn.Module) -> None:
+        weight = model.lm_head.weight
+        if change == "mul_":
+            weight.mul_(0.5)
+        elif change == "data":
+            weight.data.mul_(0.5)
+        elif change == "data =":
+            weight.data = weight.data * 0.5
+        elif change == "state_dict":
+            model.state_dict()["lm_head.weight"].mul_(0.5)
+        elif change == "foreach":
+            torch._foreach_mul_([weight], 0.5)
+        else:
+            model.lm_head.load_state_dict({"weight": weight.detach() * 0.5})
+
+    def train(late: bool) -> dict[str, Tensor]:
+        plain = zoo.build("llama", dtype=torch.bfloat16)
+        with torch.no_grad():
+            if not late:
+                halve(plain)
+            with wrapped(plain, home=home) as model:
+                optimizer = outsize.AdamW(model, **SETTINGS)
+                if late:
+                    with torch.enable_grad():
+                        model(**BATCH)  # the engine is there
+                    halve(model)
+                with torch.enable_grad():
+                    loop = Loop(model, optimizer, lambda: optimizer, BATCH)
+                    loop.step(), loop.step()
+                return {name: value.clone() for name, value in model.state_dict().items()}
+
+    assert_same(train(late=True), train(late=False))
+
+
+def adapted() -> nn.Module:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(zoo.build("llama"), config)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_adapters_are_merged_and_taken_out_again(home: str, tmp_path: Path):
+    plain = adapted()
+    with wrapped(adapted(), home=home) as model:
+        for made in (plain, model):
+            loss = made(**BATCH).loss
+            loss.backward()
+            made.zero_grad()
+            made.merge_adapter()
+            with torch.no_grad():
+                made.merged = made(**BATCH).logits
+            made.unmerge_adapter()
+            made.save_pretrained(tmp_path / type(made).__mro__[1].__name__)
+        assert torch.equal(model.merged, plain.merged)
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+        model.merge_and_unload()
+        with pytest.raises(OutsizeError, match="replaced"):
+            model(**BATCH)
+    files = sorted(tmp_path.glob("*/adapter_model.safetensors"))
+    assert len(files) == 2
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_weights_that_a_codec_has_written_are_rounded_again_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+):
+    with wrapped(adapted(), home="host", base_codec="int8") as model:
+        weight = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(0.5)
+        assert torch.allclose(weight, before * 0.5, atol=1e-3)
+        assert "was rounded by the codec" in caplog.text
+        assert weight.norm() == weight.detach().clone().norm()
