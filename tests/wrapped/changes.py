@@ -17,6 +17,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 HOMES: dict[str, dict[str, str]] = {
     "host": {"home": "host"},
@@ -192,14 +193,24 @@ def _(loop: Loop) -> None:
     loop.head.data = loop.head.data.to(torch.bfloat16)
 
 
-@row("set_", all="put the values in with copy_")
+@row(
+    "set_",
+    host="put values in with copy_",
+    device="put values in with copy_",
+    disk="put the values in with copy_",
+)
 def _(loop: Loop) -> None:
-    loop.head.data.set_(torch.zeros(97, 32))
+    loop.head.set_(torch.zeros(97, 32))
 
 
-@row("resize_", all="put the values in with copy_")
+@row(
+    "resize_",
+    host="put values in with copy_|require grad",
+    device="put values in with copy_|require grad",
+    disk="put the values in with copy_|require grad",
+)
 def _(loop: Loop) -> None:
-    loop.head.data.resize_(3)
+    loop.head.resize_(3)
 
 
 @row("a module's parameter replaced", all="replaced")
@@ -471,14 +482,14 @@ def _(loop: Loop) -> None:
     loop.model.lm_head.to("cpu", torch.float32)
 
 
-@row("resize_token_embeddings", all="replaced")
+@row("resize_token_embeddings", all="replaced|room for that shape")
 def _(loop: Loop) -> None:
     loop.model.resize_token_embeddings(99)
 
 
-@row("prune", all="changed after|does not stand where|replaced")
+@row("prune", all="does not stand where")
 def _(loop: Loop) -> None:
-    nn.utils.prune.l1_unstructured(loop.model.model.layers[0].mlp.up_proj, "weight", 0.3)
+    prune.l1_unstructured(loop.model.model.layers[0].mlp.up_proj, "weight", 0.3)
 
 
 @row("parametrize", all="does not stand where|replaced")
@@ -488,7 +499,7 @@ def _(loop: Loop) -> None:
     )
 
 
-@row("weight_norm", all="does not stand where|replaced")
+@row("weight_norm", all="does not stand where|replaced|Creating a Parameter")
 def _(loop: Loop) -> None:
     nn.utils.parametrizations.weight_norm(loop.model.model.layers[0].mlp.up_proj)
 
@@ -624,7 +635,7 @@ def _(loop: Loop) -> Any:
     return copy.deepcopy(loop.optimizer.state_dict()["state"])
 
 
-@row("torch.save of state_dict()", kind="state")
+@row("torch.save of its state_dict()", kind="state")
 def _(loop: Loop) -> Any:
     return _saved(loop.optimizer.state_dict()["state"])
 

@@ -22,7 +22,7 @@ from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.wrapped.at_home.at_rest import AtRest
-from outsize.wrapped.at_home.home_parameter import plainly, show_at_home, weakly
+from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_at_home, weakly
 from outsize.wrapped.home_tensors import HomeTensors, codec_part, follow
 
 Fill = Callable[[TensorSpec, Tensor], None]
@@ -61,6 +61,7 @@ class HomeParameters(HomeTensors):
         self._versions: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
+        self._pointers: dict[str, int] = {}
         units = split.spec.units
         for group in (units,) if at_once else ((unit,) for unit in units):
             for unit in group:
@@ -83,6 +84,12 @@ class HomeParameters(HomeTensors):
                     self.write(unit, {tensor.name: gradient}, GRADIENT)
                     self._show(unit, tensor)
         return frozenset(found)
+
+    def strayed(self) -> str | None:
+        """Return the name of a parameter in memory that shows other bytes than those of its home; None for none."""
+        with plainly():
+            own = ((name, self.named[name].data_ptr(), then) for name, then in self._pointers.items())
+            return next((name for name, now, then in own if now != then), None)
 
     def show_gradients(self, unit: UnitSpec, positions: frozenset[int]) -> None:
         """Let the parameters at ``positions`` have a ``.grad``."""
@@ -208,6 +215,9 @@ class HomeParameters(HomeTensors):
                     module._parameters[attribute] = parameter
                 self.named[tensor.name] = parameter
                 self._names[id(parameter)] = tensor.name
+                if isinstance(parameter, HomeParameter):
+                    with plainly():
+                        self._pointers[tensor.name] = parameter.data_ptr()
                 self._versions[tensor.name] = parameter._version
 
     def _parameter(

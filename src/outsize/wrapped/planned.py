@@ -311,6 +311,12 @@ class Planned:
                         f"{name} does not stand where it stood when the model was wrapped (pruned, parametrised, or "
                         "replaced): change the model first, then wrap it, or outsize.unwrap it before"
                     )
+        strayed = self.parameters.strayed()
+        if strayed is not None:
+            raise ModelError(
+                f"{strayed} was given other memory than its home's (set_, resize_): put values in with copy_, or by "
+                "parameter.data ="
+            )
         return model
 
     def _ready(
