@@ -170,6 +170,8 @@ def test_alpaca_without_either_is_written_as_ever(read):
     assert plain[0].endswith("### Response:\no")
     with pytest.raises(DataError, match="'history' must be a list of pairs of texts"):
         read({**ALPACA, "history": ["q", "a"]})
+    with pytest.raises(DataError, match="'history' must be a list of pairs of texts"):
+        read({**ALPACA, "history": True})
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), json.dumps(TOOLS[0])])

@@ -16,6 +16,7 @@ from outsize.data.reading.json_records import Record
 from outsize.data.reading.record_reader import read_records
 from outsize.errors import ConfigError, DataError
 from outsize.objectives.preference_records import (
+    CONVERSATIONS,
     Row,
     asks_as_chat,
     finite,
@@ -130,7 +131,8 @@ def _row(
         }
     answers = tuple(name for name in recipe.fields if name not in ("prompt", "label"))
     is_chat = recipe.by_trl and (as_chat or has_messages(record, answers))
-    implied = {"prompt", *(answers[:1] if len(answers) == 1 else ())} if is_chat else set()
+    held = len(answers) == 1 and any(record.get(name) for name in CONVERSATIONS)
+    implied = {"prompt", *(answers if held else ())} if is_chat else set()
     missing = [name for name in recipe.fields if name not in record and name not in implied]
     if missing:
         raise DataError(

@@ -197,7 +197,8 @@ def alpaca_prompt(record: Record, where: str) -> list[Message]:
         DataError: history is no list of pairs of texts, or another field is no text.
     """
     messages: list[Message] = []
-    for pair in from_json_text(record.get("history"), "history", where) or ():
+    history = from_json_text(record.get("history"), "history", where) or []
+    for pair in history if isinstance(history, list) else [history]:
         if not (
             isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         ):
