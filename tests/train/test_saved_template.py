@@ -57,6 +57,12 @@ def test_checkpoints_and_exports_hold_the_template_of_training(tmp_path, own, te
     assert template_of(export(run, tmp_path / "out")) == saved
 
 
+@pytest.mark.parametrize(("own", "template", "saved"), [(OWN, "chatml", CHATML_TEMPLATE), (OWN, None, OWN)])
+def test_merged_adapters_have_the_template_of_training(tmp_path, own, template, saved):
+    run = chat_run(tmp_path, own, template, method="lora")
+    assert template_of(export(run, tmp_path / "out", merge=True)) == saved
+
+
 def test_what_was_trained_is_asked_with_the_template_of_training(tmp_path):
     run = chat_run(tmp_path, OWN, "chatml")
     asked = ChatTemplate(AutoTokenizer.from_pretrained(latest(run))).open(ASKED)

@@ -248,6 +248,13 @@ def copy_tokenizer(directory: Path, source: Any, with_code: bool, template: str 
         copy_named_templates(locate_checkpoint(source), directory)
 
 
+def chat_template_in(directory: Path) -> str | None:
+    """Return the only chat template of a directory; None where there is none, or there are several."""
+    path = directory / _TEMPLATE
+    is_only = path.is_file() and not (directory / _NAMED_TEMPLATES).is_dir()
+    return path.read_text(encoding="utf-8") if is_only else None
+
+
 def copy_named_templates(origin: Path, directory: Path) -> None:
     """Copy the chat templates that a tokenizer has beside its default one, where there are any."""
     if named := sorted((origin / _NAMED_TEMPLATES).glob("*.jinja")):

@@ -35,6 +35,7 @@ def write_checkpoint(
     read: Callable[[UnitSpec], Mapping[str, Tensor]],
     *,
     tokenizer_source: "str | os.PathLike[str] | PreTrainedTokenizerBase | None" = None,
+    template: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint that ``from_pretrained`` loads, with one shard per unit, and return its directory.
@@ -51,6 +52,7 @@ def write_checkpoint(
             it returned is let go before the next call.
         tokenizer_source: directory or hub id to copy the tokenizer and the generation config from, or a
             tokenizer.
+        template: the chat template, instead of the tokenizer's; None for that.
         overwrite: whether a directory that is there already is replaced, once the new one is complete.
 
     Raises:
@@ -62,7 +64,7 @@ def write_checkpoint(
         for unit in units:
             if unit.all_tensors:
                 writer.write_unit(unit, read(unit))
-        writer.finish(hf_config, tokenizer_source)
+        writer.finish(hf_config, tokenizer_source, template)
     return final
 
 
