@@ -23,6 +23,9 @@ from outsize.checkpoint.files.checkpoint_format import read_header, read_tensor,
 from outsize.config.load import load_config
 from outsize.data.detected import Detected
 from outsize.data.token_cache import CachedTokens
+from outsize.doctor.examine import examine
+from outsize.doctor.facts import Facts
+from outsize.doctor.run_record import read_run
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.from_probe import read_machine
 from outsize.model.build import load_hf_config
@@ -33,12 +36,15 @@ from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.passes.validate import validate
 from outsize.planner.program.program import parse, render
 from outsize.planner.program.step_layout import StepLayout
+from outsize.reporting.collect import collect
+from outsize.reporting.html_page import make_page, page_data
 from outsize.session.run_state import checked
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.layout_digest import layout_digest
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
+from outsize.training.run_dir import config_of
 from tiny import SIZES, tiny_run
 
 ROOT = Path(tempfile.mkdtemp(prefix="outsize-fuzz-"))
@@ -91,6 +97,7 @@ YAML_TAGS = st.sampled_from(
         "train: {? [1] : 2}",
         "<<: {train: {steps: 3}}",
         "<<: 3",
+        "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)),
         "train: {steps: !!int x}",
         "train: {steps: !!binary x}",
         "train: !!set {a, b}",
@@ -449,6 +456,77 @@ def programs(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(["\n", "; "])).join(ops)
 
 
+# --- run directories ----------------------------------------------------------------------------------------
+
+GOOD_STEP = {
+    "schema": 4,
+    "step": 1,
+    "time": 1.7e9,
+    "loss": 2.5,
+    "lr": 1e-3,
+    "grad_norm": 0.5,
+    "tokens": 64,
+    "seconds": 2.0,
+    "busy_s": {"compute:w0": 1.0, "up:w0": 0.5},
+    "stall_s": {"up:w0": 0.2},
+    "idle_s": {"compute:w0": 1.0},
+    "waits_s": {"compute:w0": {"weights": {"up:w0": 0.7}, "python": {"": 0.3}}},
+    "tiers": {"host": {"used_bytes": 10, "high_water_bytes": 10, "budget_bytes": None}},
+    "wire_bytes": {"up:w0": 100},
+    "gpus": [{"index": 0, "sm_clock_hz": None, "power_w": 1.0}],
+    "host": {"span_s": 2.0, "cpu_s_by_thread": {"compute:w0": 1.0}, "major_faults": 0},
+    "fallbacks": {"pageable": 1},
+    "mfu": 0.3,
+    "data_s": 0.1,
+    "peak_rss_bytes": 1000,
+    "skipped_steps": 0,
+}
+GOOD_ABOUT = {
+    "schema": 1,
+    "started": 1.7e9,
+    "steps": 4,
+    "units": [{"index": 0, "name": "rest", "kind": "rest", "weight_bytes": 8}],
+    "device": "cpu",
+    "device_names": ["cpu"],
+    "machine": {"cpu": {"model": {"value": "x", "status": "read", "source": "y"}}},
+    "flops_per_step": 1e9,
+    "peak_flops_per_s": 1e12,
+    "num_parameters": 100,
+    "tokens_per_microbatch": 32,
+}
+GOOD_PLAN = {
+    "below": "host",
+    "microbatches": 2,
+    "round_microbatches": 2,
+    "memory_bytes": {"device": {"slots": 10}, "host": {"home": 20}},
+    "program": ["F 0.0@w0"],
+}
+GOOD_TRACE = {
+    "traceEvents": [
+        {"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "compute:w0"}},
+        {
+            "ph": "X",
+            "tid": 1,
+            "name": "F 0.0@w0",
+            "ts": 1.0,
+            "dur": 2.0,
+            "args": {"waited_us": 1.0, "waited_for": "LOAD 0@w0.0"},
+        },
+    ]
+}
+
+
+def read_a_run(steps: bytes, about: bytes, plan: bytes, trace: bytes, config: str) -> None:
+    """Read a directory as `report`, `watch`, `doctor` and the end of an objective's run do."""
+    path = written(home("run") / "heartbeat.jsonl", json.dumps(GOOD_STEP).encode() + b"\n" + steps + b"\n")
+    for name, content in (("run.json", about), ("plan.json", plan), ("timeline.json", trace)):
+        written(path.parent / name, content)
+    written(path.parent / "config.yaml", config)
+    survives(path.parent, lambda: make_page(page_data([collect(path.parent)])))
+    survives(path.parent, lambda: examine(Facts(recorded=read_run(path.parent))))
+    survives(path.parent, lambda: config_of(path.parent))
+
+
 TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
     "config": (read_config, (texts(CONFIG) | YAML_TAGS | YAML_TAGS.map(lambda text: CONFIG + text),)),
     "safetensors": (read_safetensors, (holes(good_safetensors()) | st.binary(max_size=64),)),
@@ -483,5 +561,19 @@ TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], .
     "token cache": (read_tokens, (as_json(GOOD_TOKENS), holes(TOKENS), holes(ENDS))),
     "token cache index": (read_tokens, (as_json(GOOD_TOKENS), st.just(TOKENS), st.just(ENDS))),
     "machine": (read_a_machine, (st.one_of([as_json(good) for good in good_machines()]),)),
+    "steps of a run": (
+        read_a_run,
+        (as_json(GOOD_STEP), *map(st.just, (b"{}", b"{}", b"{}", CONFIG))),
+    ),
+    "files of a run": (
+        read_a_run,
+        (
+            st.just(b""),
+            as_json(GOOD_ABOUT),
+            as_json(GOOD_PLAN),
+            as_json(GOOD_TRACE),
+            texts(CONFIG) | YAML_TAGS,
+        ),
+    ),
     "program": (read_program, (programs() | texts(render(build_step(LAYOUT))),)),
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 from outsize import files
 from outsize.checkpoint import merge as merging
 from outsize.checkpoint.checkpoint_dir import latest
-from outsize.checkpoint.files.checkpoint_files import INDEX
+from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file
 from outsize.checkpoint.files.checkpoint_shards import copy_named_templates
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.checkpoint.files.joined_shards import join_shards
@@ -47,7 +47,7 @@ def export(
         shards = sorted(source.glob("model-*.safetensors"))
         taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
         for path in source.iterdir():
-            if path.is_file() and path.name not in taken:
+            if path.name not in taken and is_own_file(path, source):
                 files.copy(path, partial / path.name)
         copy_named_templates(source, partial)
         if shards:

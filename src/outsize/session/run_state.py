@@ -14,7 +14,9 @@ from outsize.session.loss_scale import LossScale
 from outsize.session.state_kinds import check_kinds
 
 # Of the sections model and train, what is told where it changes.
-_TOLD = ("compile", "freeze", "steps", "loss_function", "neftune_noise_alpha")
+_TOLD = ("attention", "compile", "freeze", "steps", "loss_function", "microbatches", "neftune_noise_alpha")
+# Of these, states of older versions say nothing; whether the first is there tells them apart.
+_NEWER = ("train.microbatches", "model.attention", "transport.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
     former, given = state.get("settings"), _settings(config)
     if not isinstance(former, Mapping):
         return []
+    if _NEWER[0] not in former:
+        given = {key: value for key, value in given.items() if not key.startswith(_NEWER)}
     return [
         f"note: the run goes on with {key}={given.get(key, _default(key))}, and had {former.get(key, _default(key))}"
         for key in sorted(former.keys() | given.keys())
@@ -173,12 +177,19 @@ def _settings(config: Config) -> dict[str, Any]:
 
     How masters lie at home changes no bit, or is another run.
     """
-    sections = {"optimizer": config.optimizer, "model": config.model, "train": config.train}
+    sections = {
+        "optimizer": config.optimizer,
+        "model": config.model,
+        "train": config.train,
+        "transport": config.transport,
+    }
     return {
         f"{name}.{key}": value
         for name, section in sections.items()
         for key, value in section.model_dump(mode="json", exclude_defaults=name != "train").items()
-        if (key in _TOLD and value is not None) or (name == "optimizer" and key != "masters")
+        if (key in _TOLD and value is not None)
+        or name == "transport"
+        or (name == "optimizer" and key != "masters")
     }
 
 

@@ -88,6 +88,7 @@ def as_before(
         if before is None:
             continue
         _check_objective(config, run, before)
+        _tell_of_renaming(config, run, before, announce)
         if config.model.compile == "auto":
             config = config.compiling(before.model.compile)
         if products_open(config):
@@ -105,6 +106,19 @@ def as_before(
             keeps = not rounds_named and in_a_round is not None and in_a_round <= count
             return config.in_microbatches(count, in_a_round if keeps else None) if fits else config
     return config
+
+
+def _tell_of_renaming(config: Config, run: Path, before: Config, announce: Callable[[str], None]) -> None:
+    """Say where the home of a run stays whose directory has been renamed: in a directory of homes it has its name."""
+    if before.train.run_dir is None or config.memory.store_dir is None:
+        return
+    former = home_file(config.memory, Path(before.train.run_dir))
+    ours = home_file(config.memory, run)
+    if former != ours and former.is_file() and not ours.is_file():
+        announce(
+            f"note: {run} was {before.train.run_dir} before, and its home is still {former}; give that file the name "
+            f"{ours} to go on from it"
+        )
 
 
 def _check_objective(config: Config, run: Path, before: Config) -> None:

@@ -1,12 +1,15 @@
 """The files of a checkpoint directory: which there are, and which tensors they hold."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
 from outsize import files
 from outsize.checkpoint.files.checkpoint_format import StoredTensor, read_header
 from outsize.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -21,6 +24,21 @@ _OF_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", 
 def has_tokenizer(directory: Path) -> bool:
     """Whether the files of a tokenizer lie in ``directory``; those beside adapters go before their model's."""
     return any((directory / name).is_file() for name in _OF_TOKENIZERS)
+
+
+def is_own_file(path: Path, directory: Path) -> bool:
+    """Whether ``path`` is a file of a model's ``directory``, and no link to what lies elsewhere, which is told.
+
+    A directory of the hub's cache is made of links to blobs beside it, and those are its files.
+    """
+    if not path.is_file():
+        return False
+    place = directory.resolve()
+    places = [place, place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [place]
+    if not path.is_symlink() or any(path.resolve().is_relative_to(own) for own in places):
+        return True
+    _log.warning("%s links to a file outside of the model's directory, and is not copied", path)
+    return False
 
 
 def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:

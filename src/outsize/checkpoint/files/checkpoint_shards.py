@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.files.checkpoint_files import INDEX, locate_checkpoint
+from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, bytes_of, sum_the_rest, write_file
 from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, persistent_buffers
@@ -257,7 +257,8 @@ def chat_template_in(directory: Path) -> str | None:
 
 def copy_named_templates(origin: Path, directory: Path) -> None:
     """Copy the chat templates that a tokenizer has beside its default one, where there are any."""
-    if named := sorted((origin / _NAMED_TEMPLATES).glob("*.jinja")):
+    templates = (origin / _NAMED_TEMPLATES).glob("*.jinja")
+    if named := sorted(path for path in templates if is_own_file(path, origin)):
         files.make_directories(directory / _NAMED_TEMPLATES)
         for path in named:
             files.copy(path, directory / _NAMED_TEMPLATES / path.name)
@@ -272,5 +273,5 @@ def _copy_files(directory: Path, source: Any, with_code: bool) -> None:
     origin = locate_checkpoint(source)
     for pattern in (*_COPIED, "*.py") if with_code else _COPIED:
         for path in origin.glob(pattern):
-            if path.is_file():
+            if is_own_file(path, origin):
                 files.copy(path, directory / path.name)

@@ -77,7 +77,8 @@ def new_directory(final: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise StorageError(f"{final} exists already; choose another directory or remove it")
-    with _storage_errors(final), _becoming(final) as partial:
+    # What a link leads to is what is meant, and the link stays.
+    with _storage_errors(final), _becoming(final.resolve() if final.is_symlink() else final) as partial:
         yield partial
 
 
