@@ -359,6 +359,27 @@ def test_a_teacher_has_the_same_vocabulary(tmp_path: Path):
         train(make_run(tmp_path, "distill", train={"objective": "distill", "teacher": str(other)}))
 
 
+def test_a_generation_config_that_is_not_written_as_it_is_read_does_not_cost_the_run(tmp_path: Path):
+    said = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
+    tiny_model(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(said))
+    saved = Path(train(make_run(tmp_path, "dpo")).export_dir or "")
+    assert list(saved.glob("*.safetensors"))
+    assert said.items() <= json.loads((saved / "generation_config.json").read_text()).items()
+
+
+def test_what_cannot_be_saved_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def breaks(*_: Any, **__: Any) -> None:
+        raise ValueError("no such template")
+
+    config = make_run(tmp_path, "dpo")  # its tokenizer is saved first
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", breaks)
+    with pytest.raises(
+        ConfigError, match="the tokenizer could be read, and cannot be written: no such template"
+    ):
+        train(config)
+
+
 def test_what_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = make_run(tmp_path, "embed", train={"objective": "embed", "temperature": 1e-45})
     with pytest.raises(NonFiniteError, match="step 1: loss nan"):

@@ -1,5 +1,6 @@
 """Generation of a wrapped model: transformers' own, token for token what the resident model writes."""
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -331,3 +332,25 @@ def test_a_cache_that_will_outgrow_the_device_is_refused_before_the_first_token(
             write(model, **asked, max_new_tokens=fits + 1)
         if device == "cpu":
             assert write(model, **asked, max_new_tokens=fits).shape == (1, 4 + fits)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(
+    "said",
+    [{"temperature": 0.9, "top_p": 0.6}, {"early_stopping": True}, {"min_p": 0.1, "top_k": 3}],
+    ids=str,
+)
+def test_a_generation_config_that_transformers_would_not_write_is_saved_as_it_was(
+    home: str, said: dict[str, Any], tmp_path: Path
+):
+    """It is no part of what was trained, and the last save is too late to find fault with it."""
+    save_model(plain(), tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": 5, **said}))
+    loaded = outsize.load(tmp_path / "model", home=home, store_dir=tmp_path / "home", **ROOM)
+    try:
+        loaded.save_pretrained(tmp_path / "saved")
+        found = json.loads((tmp_path / "saved/generation_config.json").read_text())
+        assert said.items() <= found.items()
+        assert found["eos_token_id"] == loaded.generation_config.eos_token_id == 5
+    finally:
+        runner_of(loaded).close()

@@ -155,6 +155,7 @@ def _opened(
     if known is not None and is_wrapped(streamed(models.trained)):
         runner_of(streamed(models.trained)).record(run_dir, known)
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
+    _check_that_it_saves(models.trained, data.tokenizer)
     with _refused_as_configuration(objective):
         arguments = _arguments(config, objective, recipe, kinds[1], own_dir)
         trainer = _trainer(config, recipe, kinds[0], arguments, data, models)
@@ -166,6 +167,24 @@ def _opened(
     if left < there:
         announce(f"{there - left:,} of {there:,} records are left out: too long for data.seq_len")
     return trainer, models
+
+
+def _check_that_it_saves(model: Any, tokenizer: Any) -> None:
+    """Write what is small of a checkpoint, and throw it away: what a save finds fault with is known beforehand.
+
+    Raises:
+        ConfigError: it finds fault with the model's config, or with the tokenizer.
+    """
+    with TemporaryDirectory(prefix="outsize-") as directory:
+        for what, part in ("config.json", model.config), ("the tokenizer", tokenizer):
+            try:
+                part.save_pretrained(directory)
+            except Exception as error:  # of libraries, which raise a dozen kinds
+                first_line = str(error).strip().partition("\n")[0]
+                raise ConfigError(
+                    f"model.path: {what} could be read, and cannot be written: {first_line}; mend it in the directory "
+                    "of the model"
+                ) from error
 
 
 def _trainer(

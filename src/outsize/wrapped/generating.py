@@ -1,6 +1,8 @@
 """`generate` of a wrapped model: transformers' own, with weights that come and go under it."""
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +16,9 @@ from outsize.inference.forward_extent import Growth
 
 if TYPE_CHECKING:
     from outsize.wrapped.runner import Runner
+
+
+_log = logging.getLogger(__name__)
 
 
 def generation(kind: type[nn.Module], runner_of: Callable[[nn.Module], "Runner"]) -> Callable[..., Any]:
@@ -67,6 +72,36 @@ def take_generation_config(model: nn.Module, directory: Path) -> None:
         cast(Any, model).generation_config = GenerationConfig.from_pretrained(str(directory))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
+
+
+@contextlib.contextmanager
+def generation_config_as_it_is(model: nn.Module, directory: Any) -> Iterator[None]:
+    """Save a model whose generation config transformers takes and does not write, such as a temperature of no sampling.
+
+    It is no part of what was trained, and a save is too late to find fault with it: the file gets what was loaded.
+
+    Args:
+        model: saved while the context lasts, into
+        directory: where its file is written.
+    """
+    from transformers import GenerationConfig
+
+    held, given = cast(Any, model), getattr(model, "generation_config", None)
+    try:
+        if given is not None:
+            given.validate(strict=True)
+    except ValueError as error:
+        _log.info("generation_config.json is saved as it was: %s", str(error).strip().partition("\n")[0])
+        held.generation_config = GenerationConfig()
+        try:
+            yield
+        finally:
+            held.generation_config = given
+        path = Path(directory) / "generation_config.json"
+        if path.is_file():  # as far as the save wrote one
+            path.write_text(given.to_json_string(use_diff=True), encoding="utf-8")
+        return
+    yield
 
 
 def on_device(inputs: Any, device: torch.device) -> Any:

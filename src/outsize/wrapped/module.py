@@ -18,7 +18,7 @@ from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.wrapped.at_home.home_parameter import plainly
-from outsize.wrapped.generating import generation, on_device
+from outsize.wrapped.generating import generation, generation_config_as_it_is, on_device
 from outsize.wrapped.runner import Runner
 from outsize.wrapped.wrap_planning import FUSED
 
@@ -216,7 +216,8 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
         runner = runner_of(self)
         runner.settle()
         if runner.parameters.in_memory or hasattr(self, "peft_config"):  # PEFT writes adapters alone
-            return own(self, save_directory, *args, **kwargs)
+            with generation_config_as_it_is(self, save_directory):
+                return own(self, save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return None
         config, units = cast(Any, self).config, runner.split.spec.units
@@ -224,7 +225,8 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
             save_directory, self, config, units, runner.parameters.read, overwrite=True
         )
         if getattr(self, "generation_config", None) is not None:
-            cast(Any, self).generation_config.save_pretrained(written)
+            with generation_config_as_it_is(self, written):
+                cast(Any, self).generation_config.save_pretrained(written)
         return written
 
     return save_pretrained
