@@ -86,7 +86,8 @@ def generation_config_as_it_is(model: nn.Module, directory: Any) -> Iterator[Non
     """
     from transformers import GenerationConfig
 
-    held, given = cast(Any, model), getattr(model, "generation_config", None)
+    held: Any = model
+    given: Any = getattr(model, "generation_config", None)
     try:
         if given is not None:
             given.validate(strict=True)
