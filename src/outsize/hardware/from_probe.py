@@ -1,5 +1,7 @@
 """A probed machine as the planner reads machines: `hardware.machine_spec.Machine`, every rate measured."""
 
+import contextlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from outsize.hardware.readings import Measurement
 # The planner multiplies peak by efficiency; a measured product already is what is reached.
 _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)
 _SOURCE = "outsize probe"
+# A zettabyte, or as many operations a second.
+_MOST = 1e21
 
 
 def read_machine(path: Path) -> Machine:
@@ -24,8 +28,24 @@ def read_machine(path: Path) -> Machine:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+    _check_numbers(text, path)
     # Only a probe's file has a schema; whichever it is, its own reader says what is wrong with it.
     return machine_of(parse(text)) if '"schema_version"' in text else from_json(text)
+
+
+def _check_numbers(text: str, path: Path) -> None:
+    """Refuse numbers that no machine has: on rates beyond them a step that is simulated does not end."""
+
+    def checked(number: str) -> float:
+        value = float(number)
+        if not abs(value) <= _MOST:
+            raise ConfigError(
+                f"{path}: no machine has {number[:20]} of anything; measure it with `outsize probe`"
+            )
+        return value
+
+    with contextlib.suppress(ValueError, RecursionError):  # no JSON: its own reader says so
+        json.loads(text, parse_float=checked, parse_int=checked, parse_constant=checked)
 
 
 def machine_of(found: MachineFile, name: str = "this machine") -> Machine:
