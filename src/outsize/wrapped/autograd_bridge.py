@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError
+from outsize.wrapped.input_gradients import InputGradients
 from outsize.wrapped.outputs import Joined, Roots
 
 Backward = Callable[[Roots], None]
@@ -26,6 +27,7 @@ class AutogradBridge:
         backward: runs the backward from roots and their gradients.
         abandon: called when no backward will follow.
         parameters: that train.
+        inputs: tensors whose gradients the caller wants as well.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class AutogradBridge:
         backward: Backward,
         abandon: Callable[[], None],
         parameters: Sequence[nn.Parameter],
+        inputs: InputGradients,
     ) -> None:
         self._joined = joined
+        self._inputs = inputs
         self._parameters = parameters
         self._backward: Backward | None = backward
         self._abandon = abandon
@@ -50,14 +54,16 @@ class AutogradBridge:
         positions = self._joined.differentiable
         values = tuple(self._joined.leaves[position] for position in positions)
         anchor = torch.zeros((), requires_grad=True)
-        made = _Node.apply(anchor, self, values, *self._parameters) if values else ()  # type: ignore[no-untyped-call]
+        tensors = (*self._inputs.given, *self._parameters)
+        made = _Node.apply(anchor, self, values, *tensors) if values else ()  # type: ignore[no-untyped-call]
         self._parameters = ()
+        self._inputs.let_go()
         output = self._joined.build(dict(zip(positions, made, strict=True)))
         self._joined.forget_values()
         return output
 
-    def descend(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Go backward from the gradients of the outputs that have a history.
+    def descend(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Go backward from the gradients of the outputs that have a history; returns those of the inputs.
 
         Raises:
             RuntimeError: for the second time; activations are gone after the first.
@@ -69,6 +75,7 @@ class AutogradBridge:
             )
         backward, self._backward = self._backward, None
         backward(self._joined.roots(gradients))
+        return self._inputs.gradients()
 
     def __del__(self) -> None:
         if self._backward is not None:
@@ -78,7 +85,8 @@ class AutogradBridge:
 class _Node(torch.autograd.Function):
     """The history of what a wrapped model returns. Values come in a tuple, so that results are no views of them.
 
-    Parameters are inputs only so that whoever asks for their gradients comes by here, and is told.
+    After them come the inputs of the model that have a history of their own, and its parameters: these only so that
+    whoever asks for their gradients comes by here, and is told.
     """
 
     @staticmethod
@@ -87,7 +95,7 @@ class _Node(torch.autograd.Function):
         anchor: Tensor,
         passage: AutogradBridge,
         values: tuple[Tensor, ...],
-        *parameters: nn.Parameter,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.passage = passage
         ctx.set_materialize_grads(False)
@@ -95,12 +103,12 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        anchor, *parameters = ctx.next_functions
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        anchor, *others = ctx.next_functions
         if not torch._C._will_engine_execute_node(anchor[0]):  # nobody can ask for that by itself
             raise ConfigError(
                 "torch.autograd.grad and backward(inputs=...) ask for gradients of some tensors alone, and those of a "
                 "wrapped model come home all together: use loss.backward(), which leaves them in parameter.grad"
             )
-        ctx.passage.descend(gradients)
-        return (None, None, None, *(None for _ in parameters))
+        found = ctx.passage.descend(gradients)
+        return (None, None, None, *found, *(None for _ in others[len(found) :]))

@@ -10,6 +10,7 @@ the full batch. Where the caller passes ``num_items_in_batch`` the model divides
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 from outsize.errors import DataError
 
 IGNORED = -100
+# Where tokens stand: [B, S], or [3, B, S] in models that take images.
+POSITIONS, POSITIONS_OF_IMAGES = "position_ids", 3
 # What transformers calls main inputs, where a model does not say which one is its own.
 _MAIN = ("input_ids", "inputs_embeds", "input_values", "pixel_values", "inputs")
 
@@ -51,12 +54,24 @@ def cut(inputs: Mapping[str, Any], num_rows: int, sizes: Sequence[int]) -> list[
     start = 0
     for size in sizes:
 
-        def rows(leaf: Tensor, start: int = start, stop: int = start + size) -> Tensor:
-            return leaf[start:stop] if leaf.dim() > 0 and len(leaf) == num_rows else leaf
+        def rows(name: str, leaf: Tensor, start: int = start, size: int = size) -> Tensor:
+            across = rows_dim(name, leaf, num_rows)
+            return leaf if across is None else leaf.narrow(across, start, size)
 
-        parts.append(pytree.tree_map_only(Tensor, rows, dict(inputs)))
+        parts.append(
+            {n: pytree.tree_map_only(Tensor, partial(rows, n), value) for n, value in inputs.items()}
+        )
         start += size
     return parts
+
+
+def rows_dim(name: str, tensor: Tensor, num_rows: int) -> int | None:
+    """Return the dimension of an input of that name that counts the rows of the batch; None where it has none.
+
+    It is the first, but for positions in several directions, [directions, B, S].
+    """
+    dim = 1 if name == POSITIONS and tensor.dim() == POSITIONS_OF_IMAGES else 0
+    return dim if tensor.dim() > dim and tensor.shape[dim] == num_rows else None
 
 
 def divisors(parts: Sequence[Mapping[str, Any]], sizes: Sequence[int], shifted: bool) -> tuple[float, ...]:

@@ -45,7 +45,7 @@ class Inferring(Planned):
         if torch.is_inference_mode_enabled():
             return True
         # Of a model that trains, and whose adapters are off for a forward, the engine has another backward to come.
-        training = self._engine is not None and any(self._flags)
+        training = self._engine is not None and any(self._flags.values())
         return not training and not any(p.requires_grad for p in model.parameters())
 
     @contextlib.contextmanager

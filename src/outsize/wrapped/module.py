@@ -142,7 +142,13 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
                 return kind.forward(self, **on_device(inputs, runner.device))
         return runner.forward(inputs)
 
+    # Within `torch.compile` of a model, or around it, a call runs as it is: lanes and walks cannot be traced.
+    called = torch.compiler.disable(
+        Wrapped.__call__,
+        reason='a wrapped model streams; outsize.wrap(..., compile="blocks") compiles its blocks',
+    )
     members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    members["__call__"] = called
     if hasattr(kind, "save_pretrained"):
         members["save_pretrained"] = _save_pretrained(kind)
     if hasattr(kind, "generate"):
@@ -192,11 +198,7 @@ def _named(
     """Return the arguments of a forward by name, with no cache of keys and values that nobody asked for."""
     named = dict(kwargs)
     if args:
-        bound = signature.bind_partial(model, *args).arguments
-        for name, value in list(bound.items())[1:]:
-            if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-                raise ConfigError(f"{type(model).__name__} takes any positional arguments; pass them by name")
-            named[name] = value
+        named |= _by_name(signature, model, args)
     config = getattr(model, "config", None)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(
@@ -205,6 +207,24 @@ def _named(
     takes_cache = "use_cache" in signature.parameters or passes_on
     if takes_cache and named.get("use_cache") is None and named.get("past_key_values") is None:
         named["use_cache"] = False
+    return named
+
+
+def _by_name(signature: inspect.Signature, model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return positional arguments of a forward by name: by those of the model inside, where PEFT's passes all on."""
+    bound = signature.bind_partial(model, *args).arguments
+    named: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        if signature.parameters[name].kind is not inspect.Parameter.VAR_POSITIONAL:
+            named[name] = value
+            continue
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else None
+        if inner is None:
+            raise ConfigError(
+                f"the forward of {type(model).__name__} takes *{name}: outsize has to know which argument is which; "
+                "give that forward named parameters, and call it by them"
+            )
+        named |= _by_name(inspect.signature(type(inner).forward), inner, value)
     return named
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError, ModelError
+from outsize.inference.forward_extent import ordinary
 from outsize.model.frozen_params import dtype_and_parts
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import Split, split
@@ -233,8 +234,7 @@ class Planned:
             _log.info("frozen weights are encoded: %s", summary(parameters.errors))
         self.split, self.state, self.session, self.parameters = parts, state, session, parameters
         self._apart = apart
-        self._ids = tuple(id(p) for p in model.parameters())
-        self._flags = tuple(p.requires_grad for p in model.parameters())
+        self._flags = flags_of(model)
         self._known, self._needed = [], {}
         self._measured = self._plan = self._set_aside = None
 
@@ -275,11 +275,10 @@ class Planned:
             update={"home": machine.home, "device_memory": machine.device_bytes, **budgets}
         )
         # An adapter that is off for a forward trains all the same.
-        trained = dict(zip(self._ids, self._flags, strict=True))
-        flags = [trained.get(id(p), p.requires_grad) for p in model.parameters()]
+        flags = {**flags_of(model), **self._flags}
         session.leave()
         try:
-            with _training(model, flags):
+            with ordinary(), _training(model, flags):
                 self._move_in(model, fill, at_once=True)
         except BaseException:
             session.enter()
@@ -296,9 +295,11 @@ class Planned:
         model = self._model()
         if model is None or self._closed:
             raise ConfigError("this model has been unwrapped; wrap it again to stream it")
-        ids = tuple(id(p) for p in model.parameters())
-        if ids != self._ids:
-            if not set(self._ids) <= set(ids):
+        present = {
+            id(p) for p in model.parameters()
+        }  # in any order: PEFT's experts change it in their forward
+        if present != self._flags.keys():
+            if not self._flags.keys() <= present:
                 raise ModelError(
                     "parameters of this model were replaced after outsize.wrap; change the model first (resized "
                     "embeddings, tied weights), then wrap it"
@@ -328,7 +329,7 @@ class Planned:
         if shape.fused and self._with_head is None:
             self._keep_head(model)
         # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
-        flags = tuple(p.requires_grad for p in model.parameters()) if keeps else self._flags
+        flags = flags_of(model) if keeps else self._flags
         if flags != self._flags:
             self._close_engine()
             self._known, self._measured, self._needed = [], None, {}
@@ -399,6 +400,12 @@ class Planned:
                 f"{type(model).__name__} computes with {min(names)} outside of its unit, as AdaLoRA does with its "
                 "adapters, and each worker has parameters of units apart; use one device"
             )
+        heads = {t.name for unit in self.split.spec.units if unit.kind == "head" for t in unit.all_tensors}
+        if self._with_head and heads & names:
+            raise ModelError(
+                f"this forward of {type(model).__name__} takes the weight of the head itself (TRL), which is streamed: "
+                'outsize.wrap(..., head="resident")'
+            )
         _log.info("%d parameters stay on the device from now on, such as %s", len(names), min(names))
         former, self._resident = self._resident, self._resident | names
         try:
@@ -407,7 +414,7 @@ class Planned:
             self._resident = former
             raise
 
-    def _split_anew(self, model: nn.Module, flags: tuple[bool, ...]) -> None:
+    def _split_anew(self, model: nn.Module, flags: dict[int, bool]) -> None:
         decays = self._decays
         with _training(model, flags):
             parts = split(
@@ -426,7 +433,7 @@ class Planned:
                     "before wrap, or leave transport weights out"
                 )
             self.session.extend(parts.spec)
-        elif any(new and not old for new, old in zip(flags, self._flags, strict=True)):
+        elif any(trains and not self._flags[key] for key, trains in flags.items()):
             raise ConfigError(
                 'requires_grad_(True) after wrap needs room for optimizer state, which a home="disk" lays out when it '
                 'is made; set it before wrap, or use home="host"'
@@ -503,16 +510,21 @@ class Planned:
 
 
 @contextlib.contextmanager
-def _training(model: nn.Module, flags: Sequence[bool]) -> Iterator[None]:
+def _training(model: nn.Module, flags: Mapping[int, bool]) -> Iterator[None]:
     """Have the parameters of ``model`` train as ``flags`` say, while the context lasts."""
     former = [p.requires_grad for p in model.parameters()]
     try:
-        for parameter, flag in zip(model.parameters(), flags, strict=True):
-            parameter.requires_grad_(flag)
+        for parameter in model.parameters():
+            parameter.requires_grad_(flags[id(parameter)])
         yield
     finally:
         for parameter, flag in zip(model.parameters(), former, strict=True):
             parameter.requires_grad_(flag)
+
+
+def flags_of(model: nn.Module) -> dict[int, bool]:
+    """Return whether each parameter of ``model`` trains, by its `id`: whoever reorders modules changes nothing."""
+    return {id(parameter): parameter.requires_grad for parameter in model.parameters()}
 
 
 def _close_if_alive(planned: "weakref.ref[Planned]") -> None:

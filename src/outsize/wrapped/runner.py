@@ -12,6 +12,7 @@ The story of a step in the caller's loop:
 Between passes the modules hold the parameters that rest at home; while a pass runs, views of slots.
 """
 
+import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import torch_name
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, ModelError
 from outsize.inference.caller import Caller
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
+from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device_group import device_names
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
@@ -36,9 +38,12 @@ from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
 from outsize.wrapped.inferring import Inferring
+from outsize.wrapped.input_gradients import InputGradients, inputs_that_train
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
-from outsize.wrapped.planned import Programs
+from outsize.wrapped.planned import Programs, flags_of
+
+_log = logging.getLogger(__name__)
 
 
 class Runner(Inferring):
@@ -50,6 +55,9 @@ class Runner(Inferring):
             *(torch.device(torch_name(name)) for name in device_names(self.session.machine.device))
         )
         self._num_steps = self._num_forwards = 0
+        self._uncut: set[frozenset[str]] = (
+            set()
+        )  # inputs that cannot be cut into microbatches, by their names
         self._saving: weakref.ref[AutogradBridge] | None = (
             None  # the last forward whose inputs left the device
         )
@@ -64,16 +72,36 @@ class Runner(Inferring):
         model = self._check()
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
+        _check_inputs(inputs)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
-        keeps = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        keeps = torch.is_grad_enabled()
+        into_inputs = keeps and bool(inputs_that_train(inputs))
+        keeps = into_inputs or (keeps and any(p.requires_grad for p in model.parameters()))
         if keeps:
             _check_trains(model, cached=cached)
         if self.session.machine.num_workers > 1:
-            _check_returns(model, inputs)
-        sizes = batching.sizes_of(rows, 1 if cached else self.microbatches)
+            _check_returns(model, inputs, into_inputs=into_inputs)
         autocast = Autocast.of_now({"cpu", self._device.type})
-        shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=keeps and model.training)
-        engine, plan = self._ready(inputs, rows, shape, keeps=keeps)
+
+        def ready(count: int) -> tuple[tuple[int, ...], Engine, Plan]:
+            sizes = batching.sizes_of(rows, count)
+            shape = wrap_planning.shape_of(
+                main, sizes[0], inputs, autocast, training=keeps and model.training
+            )
+            return sizes, *self._ready(inputs, rows, shape, keeps=keeps)
+
+        form = frozenset(name for name, value in inputs.items() if isinstance(value, Tensor))
+        whole = cached or form in self._uncut
+        try:
+            sizes, engine, plan = ready(1 if whole else self.microbatches)
+        except ModelError:
+            if whole or self.microbatches == 1:
+                raise
+            sizes, engine, plan = ready(1)  # images of several rows lie in one tensor, say
+            _log.info(
+                "a batch of %s goes whole: it does not run cut into microbatches", ", ".join(sorted(form))
+            )
+            self._uncut.add(form)
         assert self._measured is not None
         saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
         lean = _is_pending(self._keeping)  # what is kept has room for one forward
@@ -83,7 +111,8 @@ class Runner(Inferring):
                 "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
                 "before, or wrap the model for one device, with more device_memory or offload=False"
             )
-        parts = batching.cut(inputs, rows, sizes)
+        arriving = InputGradients(inputs if into_inputs else {}, batching.cut(inputs, rows, sizes))
+        parts = arriving.parts
         weights = batching.divisors(parts, sizes, self._measured.shifted)
         programs = self._programs_for(plan, len(sizes))
         joined = Joined(sizes, weights)
@@ -105,7 +134,8 @@ class Runner(Inferring):
             if leaves:
                 self._abandoned.append(context.number)
             return joined.build({})
-        passage = self._passage(engine, context, joined, self._abandoned if leaves else [], lean=lean)
+        abandoned = self._abandoned if leaves else []
+        passage = self._passage(engine, context, joined, abandoned, arriving, lean=lean)
         if saves:
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
@@ -141,7 +171,14 @@ class Runner(Inferring):
         return int(torch.randint(2**62, ())) if draws and not draws_on else self._num_forwards
 
     def _passage(
-        self, engine: Engine, context: StepContext, joined: Joined, abandoned: list[int], *, lean: bool
+        self,
+        engine: Engine,
+        context: StepContext,
+        joined: Joined,
+        abandoned: list[int],
+        inputs: InputGradients,
+        *,
+        lean: bool,
     ) -> AutogradBridge:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
@@ -155,14 +192,13 @@ class Runner(Inferring):
 
         number = context.number
         trained = [parameter for parameter in self.parameters.named.values() if parameter.requires_grad]
-        return AutogradBridge(joined, backward, lambda: abandoned.append(number), trained)
+        return AutogradBridge(joined, backward, lambda: abandoned.append(number), trained, inputs)
 
     def _backward(
         self, engine: Engine, context: StepContext, roots: Roots, *, warm: bool, lean: bool
     ) -> None:
         model = self._check()
-        flags = tuple(p.requires_grad for p in model.parameters())
-        if engine is not self._engine or flags != self._flags or self._plan is None:
+        if engine is not self._engine or flags_of(model) != self._flags or self._plan is None:
             raise ConfigError(
                 "between this forward and its backward the model was planned anew (a larger batch, other trainable "
                 "parameters, another optimizer); run the forward again"
@@ -213,7 +249,7 @@ class Runner(Inferring):
         if not due:
             return without
         if self._engine is None and self._measured is not None:  # the optimizer came after the backward
-            self._split_anew(model, tuple(p.requires_grad for p in model.parameters()))
+            self._split_anew(model, flags_of(model))
             self._plan_anew()
         if self._engine is None or self._plan is None:
             raise ConfigError(
@@ -309,12 +345,31 @@ def _check_trains(model: nn.Module, *, cached: bool) -> None:
         )
 
 
-def _check_returns(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+def _check_inputs(inputs: Mapping[str, Any]) -> None:
+    """Check that a call is given values.
+
+    Raises:
+        ConfigError: a tensor has none: parameters on disk have a shape alone, and so has what is made of them.
+    """
+    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{empty[0]} is on meta: it was made outside of the model from weights that rest on disk, which show a "
+            'shape and no values there; call the model with input_ids, or wrap it with home="host"'
+        )
+
+
+def _check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:
     """Check that a call on several workers asks for nothing that they move.
 
     Raises:
-        ConfigError: it asks for hidden states.
+        ConfigError: it asks for hidden states, or for gradients of its inputs.
     """
+    if into_inputs:
+        raise ConfigError(
+            "gradients of inputs (a tensor with requires_grad, such as inputs_embeds) are not had from several "
+            "workers; use one device, or detach() the input"
+        )
     asked = inputs.get(wrap_planning.HIDDEN)
     config = getattr(model, "config", None)
     if getattr(config, wrap_planning.HIDDEN, False) if asked is None else asked:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import ge
 from typing import Any
 
@@ -22,13 +23,16 @@ from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_with_heap
 from outsize.wrapped.autocast import Autocast
-from outsize.wrapped.batching import IGNORED
+from outsize.wrapped.batching import IGNORED, rows_dim
+from outsize.wrapped.input_gradients import inputs_that_train
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.
 OWN_LOSS_COPIES = 3
 # What models of transformers take a loss from.
 LABELS = ("labels", "shift_labels")
+# What stands for the tokens, in models of transformers.
+TOKENS = {"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "pixel_values"}
 # What models of transformers are told by which tokens are padding: [B, S], zero where they are.
 MASK = "attention_mask"
 # What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
@@ -50,6 +54,9 @@ class BatchShape:
         scored: whether the model is given labels, and takes the loss itself.
         fused: whether its forward is to take the weight of the head by itself, as TRL's does.
         hidden: whether the model is asked for what its units receive.
+        given: names of the inputs that stand for tokens: with vectors instead of ids it calls other units.
+        into_inputs: whether the caller wants gradients of inputs.
+        loose: elements of the largest input without a dimension of rows, such as the pixels of all images.
     """
 
     rows: int
@@ -60,12 +67,24 @@ class BatchShape:
     scored: bool = False
     fused: bool = False
     hidden: bool = False
+    given: frozenset[str] = frozenset()
+    into_inputs: bool = False
+    loose: int = 0
 
     def covers(self, other: "BatchShape") -> bool:
         """Whether what fits this one fits ``other``."""
-        larger = self.rows >= other.rows and self.length >= other.length and self.scored <= other.scored
-        more = (self.training, self.padded, self.hidden), (other.training, other.padded, other.hidden)
-        return larger and all(map(ge, *more)) and (self.autocast, self.fused) == (other.autocast, other.fused)
+        mine = self.rows, self.length, other.scored, self.training, self.padded, self.hidden, self.into_inputs
+        its = (
+            other.rows,
+            other.length,
+            self.scored,
+            other.training,
+            other.padded,
+            other.hidden,
+            other.into_inputs,
+        )
+        same = (self.autocast, self.fused, self.given) == (other.autocast, other.fused, other.given)
+        return same and self.loose >= other.loose and all(map(ge, mine, its))
 
     @property
     def saving(self) -> "Saving":
@@ -80,11 +99,27 @@ def shape_of(
     main: Tensor, rows: int, inputs: Mapping[str, Any], autocast: Autocast, training: bool
 ) -> BatchShape:
     """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    loose = (t.numel() for name, t in tensors.items() if t.dim() and rows_dim(name, t, len(main)) is None)
     is_ids = main.dim() == 2 and not main.is_floating_point()
     length = main.shape[1] if is_ids or main.dim() == 3 else 1
     scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
     padded, fused, hidden = _is_padded(inputs.get(MASK)), bool(inputs.get(FUSED)), bool(inputs.get(HIDDEN))
-    return BatchShape(rows, length, autocast, training, padded, scored, fused, hidden)
+    given = frozenset(TOKENS & tensors.keys())
+    into_inputs = torch.is_grad_enabled() and bool(inputs_that_train(inputs))
+    return BatchShape(
+        rows,
+        length,
+        autocast,
+        training,
+        padded,
+        scored,
+        fused,
+        hidden,
+        given,
+        into_inputs,
+        max(loose, default=0),
+    )
 
 
 def _is_padded(mask: Any) -> bool:
@@ -98,15 +133,19 @@ def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[
     """
 
     def make(rows: int, length: int) -> dict[str, Any]:
-        def take(tensor: Tensor) -> Tensor:
-            if tensor.dim() and len(tensor) == num_rows:
-                tensor = tensor[:rows]
+        def take(name: str, tensor: Tensor) -> Tensor:
+            across = rows_dim(name, tensor, num_rows)
+            part = (
+                tensor.detach() if across is None else tensor.detach().narrow(across, 0, min(rows, num_rows))
+            )
             for dim in range(1, tensor.dim()):
-                if length < seq_len and tensor.shape[dim] == seq_len:
-                    tensor = tensor.narrow(dim, 0, length)
-            return tensor.detach().cpu()
+                if length < seq_len and tensor.shape[dim] == seq_len and dim != across:
+                    part = part.narrow(dim, 0, length)
+            return part.cpu().requires_grad_(tensor.requires_grad)
 
-        small: dict[str, Any] = pytree.tree_map_only(Tensor, take, dict(inputs))
+        small: dict[str, Any] = {
+            name: pytree.tree_map_only(Tensor, partial(take, name), value) for name, value in inputs.items()
+        }
         if small.get("past_key_values") is not None:
             small["past_key_values"] = None
         if length > 1 and _is_padded(inputs.get(MASK)):  # perhaps not in these rows, nor at this length
@@ -145,12 +184,13 @@ def measure(
         ModelError: the model cannot be walked through, or raised.
     """
 
-    def tried(length: int) -> Measured:
+    def tried(length: int, rows: int) -> Measured:
+        make = shorter(inputs, num_rows, length)
         return calibrate(
             split,
             forwards,
-            shorter(inputs, num_rows, length),
-            num_sequences=shape.rows,
+            make if rows > 1 or shape.rows == 1 else lambda _, length: make(shape.rows, length),
+            num_sequences=rows,
             seq_len=length,
             chunk_tokens=None,
             ambient=shape.autocast.on_cpu(device).enter,
@@ -161,17 +201,28 @@ def measure(
         for module in split.modules:  # a trial is not what the hooks on units are there to see
             module._forward_hooks = OrderedDict()
         with torch.random.fork_rng(devices=[]):  # one that fails leaves the generator where it is
-            try:
-                measured = tried(shape.length)
-            except ModelError:
-                if shape.length == 1:
-                    raise
-                measured = tried(1)  # perhaps rows that cannot be cut: sounds, images among the tokens
+            measured = _first_that_runs(tried, shape)
     finally:
         for module, own in zip(split.modules, hooks, strict=True):
             own.update(module._forward_hooks)  # what transformers hangs there on the first call
             module._forward_hooks = own
     return measured if former is None else _both(measured, former)
+
+
+def _first_that_runs(tried: Callable[[int, int], Measured], shape: BatchShape) -> Measured:
+    """Try one row of a batch at short lengths, then one of its length, as of sounds, then all rows: images of several.
+
+    Raises:
+        ModelError: none runs; what is said is of the first.
+    """
+    first: ModelError | None = None
+    for length, rows in dict.fromkeys([(shape.length, shape.rows), (1, shape.rows), (1, 1)]):
+        try:
+            return tried(length, rows)
+        except ModelError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _both(one: Measured, other: Measured) -> Measured:
@@ -221,6 +272,7 @@ def make_plan(
         tile_elements=memory.tile_elements,
         offload=False if measured.inputs_shared else memory.offload,
         cut=True,
+        into_inputs=any(shape.into_inputs for shape in shapes),
         commits=False,
         activations=memory.activations,
         transport=transport,

@@ -56,6 +56,7 @@ class StepLayout:
         own_elements: of several nodes, the elements of each unit that this one steps; empty of a single one.
         cut: whether somebody else decides when the backward begins, as in a training loop of one's own; then the last
             unit runs F and B like any other, see `planner.passes.step_parts`.
+        into_inputs: whether gradients go through to the inputs of the model, so that every unit runs a backward.
     """
 
     num_streamed: int
@@ -87,6 +88,7 @@ class StepLayout:
     num_nodes: int = 1
     own_elements: tuple[int, ...] = ()
     cut: bool = False
+    into_inputs: bool = False
 
     def __post_init__(self) -> None:
         if self.num_streamed < 1 or self.num_microbatches < 1 or self.round_microbatches == 0:
@@ -288,7 +290,7 @@ class StepLayout:
     @property
     def first_backward(self) -> int:
         """The lowest unit that runs backward: below it nothing trains. The last unit always runs it."""
-        if self.rest_trains:
+        if self.rest_trains or self.into_inputs:
             return 0
         return next((u for u in range(self.num_streamed) if self.trainable[u]), self.last)
 

@@ -61,6 +61,7 @@ class PlanOptions:
         commits: whether a home on disk keeps what a step changes twice, and commits every step.
         offload: whether all inputs of units leave the device (True) or none (False).
         cut: whether somebody else decides when the backward begins.
+        into_inputs: whether gradients go through to the inputs of the model.
         transport: codecs on the link.
         activations: what becomes of what backwards need of their forwards, see `planner.program.activation_policy`;
             ``auto`` keeps on the
@@ -93,6 +94,7 @@ class PlanOptions:
     offload: bool | None = None
     commits: bool = True
     cut: bool = False
+    into_inputs: bool = False
     activations: Activations = "auto"
     rates: UnitRates | None = None
     transport: Transport = field(default_factory=Transport)
@@ -233,6 +235,7 @@ class Sizing:
             num_nodes=options.nodes,
             own_elements=self.own_elements,
             cut=options.cut,
+            into_inputs=options.into_inputs,
             offload=frozenset() if options.offload is False else frozenset(offload),
         )
 

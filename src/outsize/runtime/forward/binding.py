@@ -195,7 +195,9 @@ class Binder:
         parameters = []
         views = weight_views(unit, planes)
         for position, (tensor, view) in enumerate(zip(unit.all_tensors, views, strict=True)):
-            parameter = nn.Parameter(view, requires_grad=tensor.trainable)
+            # With a count of changes of its own, as parameters have: PEFT's experts are set anew in their forward, the
+            # same bytes, and what others of the unit have saved for a backward is as good as before.
+            parameter = nn.Parameter(view.data, requires_grad=tensor.trainable)
             if tensor.trainable:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     self._sums.hook(unit.index, position)

@@ -13,6 +13,9 @@ The story of unit ``u`` for one microbatch:
    outputs of the units before it.
 
 The next unit's arguments come into being only when it is about to run, so glue of one microbatch at a time is alive.
+
+A forward may pass over units: the embedding, where it is given vectors, or layers that it drops. Such a unit has
+nothing to do for this microbatch, neither forward nor backward.
 """
 
 import math
@@ -116,6 +119,9 @@ class MicrobatchRun:
         self._reseed = reseed
         self._waiting: Any = None
         self._box: Gradients | None = None
+        self._came: UnitCall | Finished | None = (
+            None  # where the model has come to, beyond units it passes over
+        )
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
         """Run ``unit`` and forget how; its outputs wait for the next one.
@@ -129,6 +135,8 @@ class MicrobatchRun:
             ModelError: the model does not call its units once each, in order, or a unit changes its input in place.
         """
         visit = self._arrive(unit)
+        if visit is None:
+            return
         if graph:
             visit.track_inputs()
         self._pass_on(unit, visit, forward, graph)
@@ -136,6 +144,8 @@ class MicrobatchRun:
     def forward_keep(self, unit: int, forward: Forward, keeping: Keeping) -> None:
         """Run ``unit`` with a graph that waits for its backward; see `forward`."""
         visit = self._arrive(unit)
+        if visit is None:
+            return
         visit.track_inputs()
         with keeping.hooks():
             outputs = self._pass_on(unit, visit, forward, True)
@@ -145,6 +155,8 @@ class MicrobatchRun:
     def forward_select(self, unit: int, forward: Forward, selected: Selected) -> None:
         """Run ``unit``, and keep what ``selected`` says of it for its recompute; see `forward`."""
         visit = self._arrive(unit)
+        if visit is None:
+            return
         visit.track_inputs()
         with selected.recording():
             outputs = self._pass_on(unit, visit, forward, True)
@@ -160,7 +172,8 @@ class MicrobatchRun:
 
     def held(self, unit: int) -> SavedTensors | None:
         """Return what the forward of ``unit`` keeps; None where that is nothing."""
-        return self._visits[unit].held
+        visit = self._visits.get(unit)
+        return None if visit is None else visit.held
 
     def let_go(self, unit: int) -> None:
         """Keep nothing of the forward of ``unit`` after all: its backward will recompute it."""
@@ -193,15 +206,14 @@ class MicrobatchRun:
         Raises:
             ModelError: the model calls a unit again.
         """
-        waiting, self._waiting = self._waiting, None
-        ending = self._advance(unit + 1, waiting)
+        ending = self._come(unit + 1)
         if not isinstance(ending, Finished):
             raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
         return ending.output
 
     def head_input(self, unit: int) -> Tensor:
         """Bring the model to its last unit and return the tensor that it is called with, cut from its history."""
-        visit = self._arrive(unit)
+        visit = self._arrive_at_last(unit)
         tensors = [leaf for leaf in visit.leaves if is_differentiable(leaf)]
         if len(tensors) != 1:
             raise ModelError(f"the head is called with {len(tensors)} tensors; set train.loss=model")
@@ -223,7 +235,7 @@ class MicrobatchRun:
         Raises:
             ModelError: the model's output holds no loss.
         """
-        visit = self._arrive(unit)
+        visit = self._arrive_at_last(unit)
         visit.track_inputs()
         with torch.enable_grad():
             self._reseed(unit, False)
@@ -253,7 +265,9 @@ class MicrobatchRun:
 
     def backward(self, unit: int, forward: Forward) -> None:
         """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
-        visit = self._visits[unit]
+        visit = self._visits.get(unit)
+        if visit is None:
+            return
         if all(gradient is None for gradient in visit.box.values) and not visit.known:
             del self._visits[unit]
             return
@@ -289,7 +303,9 @@ class MicrobatchRun:
 
     def stored(self, unit: int) -> list[tuple[torch.UntypedStorage, torch.dtype]]:
         """Storages of the differentiable inputs of ``unit``, each once with its dtype: what SAVE and FETCH move."""
-        visit = self._visits[unit]
+        visit = self._visits.get(unit)
+        if visit is None:
+            return []
         return storages_of(visit.leaves[position] for position in visit.sources)
 
     def drop(self, unit: int) -> None:
@@ -300,7 +316,7 @@ class MicrobatchRun:
         """Let go of everything; idempotent."""
         self._end_walk()
         self._visits.clear()
-        self._waiting = self._box = None
+        self._waiting = self._box = self._came = None
 
     def _end_walk(self) -> None:
         self._walk.close()
@@ -312,16 +328,34 @@ class MicrobatchRun:
             self._reseed(unit, True)
             return self._walk.advance(outputs if box is None else hand_out(outputs, box))
 
-    def _arrive(self, unit: int) -> UnitVisit:
-        waiting, self._waiting = self._waiting, None
-        call = self._advance(unit, waiting)
-        if not isinstance(call, UnitCall) or call.unit != unit:
-            came = f"unit {call.unit}" if isinstance(call, UnitCall) else "the end of its forward"
+    def _come(self, unit: int) -> UnitCall | Finished:
+        """Where the model has come to on the way to ``unit``."""
+        came, self._came = self._came, None
+        if came is None:
+            waiting, self._waiting = self._waiting, None
+            came = self._advance(unit, waiting)
+        return came
+
+    def _arrive(self, unit: int) -> UnitVisit | None:
+        """Bring the model to ``unit``; None where it passes over that."""
+        came = self._come(unit)
+        if isinstance(came, UnitCall) and came.unit < unit:
             raise ModelError(
-                f"the model came to {came} where unit {unit} was next; outsize streams models that call each of "
-                "their units once per forward, in order; a config's layerdrop, which skips some at random, has to be 0"
+                f"the model came to unit {came.unit} where unit {unit} was next; outsize streams models that call "
+                "each of their units once per forward, in order"
             )
-        visit = self._visits[unit] = visit_of(call)
+        if not isinstance(came, UnitCall) or came.unit > unit:
+            self._came = came
+            return None
+        visit = self._visits[unit] = visit_of(came)
+        return visit
+
+    def _arrive_at_last(self, unit: int) -> UnitVisit:
+        visit = self._arrive(unit)
+        if visit is None:
+            raise ModelError(
+                f"the model does not call its last unit, {unit}, which a step of training ends in"
+            )
         return visit
 
     def _descend(self, unit: int, roots: Roots) -> None:

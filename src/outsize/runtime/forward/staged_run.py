@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import box_of
 from outsize.runtime.forward.microbatch import Ambient, Forward, MicrobatchRun, Reseed, Roots, UnitVisit
@@ -158,6 +159,11 @@ class StagedRun(MicrobatchRun):
         if unit not in self._visits:
             before = _storages(pytree.tree_leaves(self._waiting))
             visit = super()._arrive(unit)
+            if visit is None:
+                raise ModelError(
+                    f"the model passes over unit {unit} in this forward (it is given vectors for tokens, or drops "
+                    "layers), and several workers hand on what every unit returned; use one device"
+                )
             received = _storages(visit.leaves)
             known = set(before.values())
             self._moving[unit] = tuple(

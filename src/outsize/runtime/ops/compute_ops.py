@@ -91,7 +91,8 @@ class ComputeOps:
         self._bound: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
         self._forwards = forwards
         self._binder = binder
-        self._tracked = tracked_units(split.spec)
+        every = settings.first_backward == 0
+        self._tracked = (True,) * len(forwards) if every else tracked_units(split.spec)
         self._runs: set[MicrobatchRun] = set()
 
     def forward(self, op: Op, context: StepContext) -> None:

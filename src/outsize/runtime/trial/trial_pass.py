@@ -56,7 +56,7 @@ class TrialPass:
             weights: memory of the weights that units are bound to, which is not counted.
 
         Raises:
-            ModelError: the model does not call its units once each, in order.
+            ModelError: the model does not call its units in order, each at most once.
         """
         live = LiveBytes(weights)
         walk = Walk(self._split.model, self._inputs)
@@ -66,17 +66,17 @@ class TrialPass:
         outputs: Any = None
         try:
             with live, torch.enable_grad():
+                call: UnitCall | Finished | None = None
                 for unit in range(last + 1):
                     if unit == last:
                         handed = sum(t.untyped_storage().nbytes() for t in _tensors(outputs))
                         self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
-                    call = self._advance(walk, unit, outputs)
-                    if not isinstance(call, UnitCall) or call.unit != unit:
-                        raise ModelError(
-                            f"the model does not call unit {self._split.spec.units[unit].name} in its turn; outsize "
-                            "streams models that call each of their units once per forward, in order. Where the "
-                            'forward takes the weight of the head itself (TRL): outsize.wrap(..., head="resident")'
-                        )
+                    if call is None:
+                        call, outputs = self._advance(walk, unit, outputs), None
+                    if not self._calls(call, unit):
+                        self._pass_over(unit, call)
+                        continue
+                    assert isinstance(call, UnitCall)
                     received = self._receive(call)
                     several = several or len(received) > 1
                     storages += received
@@ -84,6 +84,7 @@ class TrialPass:
                         self._last(unit, call, walk, live)
                     else:
                         outputs = self._unit(unit, call, live)
+                    call = None
         finally:
             walk.close()
             live.forget()
@@ -93,6 +94,35 @@ class TrialPass:
         self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
         self._row.outside = self._uses.names
         return self._row
+
+    def _calls(self, call: UnitCall | Finished, unit: int) -> bool:
+        """Whether the model calls ``unit`` now; else it passes over it.
+
+        Raises:
+            ModelError: it goes back to a unit, or calls one twice.
+        """
+        if isinstance(call, UnitCall) and call.unit < unit:
+            raise ModelError(
+                f"the model does not call unit {self._split.spec.units[call.unit].name} in its turn: it calls it "
+                "again, or after later ones; outsize streams models that call each of their units once per forward, "
+                "in order"
+            )
+        return isinstance(call, UnitCall) and call.unit == unit
+
+    def _pass_over(self, unit: int, call: UnitCall | Finished) -> None:
+        """Note a unit that this forward does not call: as others of its form, which it may be in the next one."""
+        alike = (known for form, known in self._known.items() if form[:2] == self._kind(unit))
+        forward, backward, kept, _ = next(alike, ((), (), Kept(), None))
+        self._row.boundary.append(max(self._row.boundary, default=0) if kept.num_bytes else 0)
+        self._row.forward.append(forward)
+        self._row.backward.append(backward)
+        self._row.kept.append(kept)
+        if unit == len(self._forwards) - 1 and isinstance(call, Finished):
+            self._note_output(call)
+
+    def _note_output(self, ending: Finished) -> None:
+        self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
+        self._returned = {_place(tensor) for tensor in _tensors(ending.output)}
 
     def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
         """Go on to ``unit``, and note what the model's own code uses on the way."""
@@ -171,9 +201,12 @@ class TrialPass:
 
     def _form(self, unit: int, call: UnitCall) -> Any:
         """What units that are measured once have in common."""
+        return (*self._kind(unit), signature(call))
+
+    def _kind(self, unit: int) -> tuple[Any, Any]:
         spec = self._split.spec.units[unit]
         shapes = tuple((tensor.shape, tensor.trainable) for tensor in spec.all_tensors)
-        return (type(self._split.modules[unit]), shapes, signature(call))
+        return type(self._split.modules[unit]), shapes
 
     def _backward(
         self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None
@@ -225,8 +258,7 @@ class TrialPass:
             del made
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
-            self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
-            self._returned = {_place(tensor) for tensor in _tensors(ending.output)}
+            self._note_output(ending)
             self._note_loss(outputs, ending.output)
         del outputs
         self._row.forward.append(())

@@ -1,0 +1,177 @@
+"""Calls that programs of others make of a wrapped model: compiled, positional, of images, with experts that PEFT moves."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+import outsize
+import zoo
+from outsize.errors import ConfigError
+from wrapped.loops import assert_equal, gradients, wrapped
+
+peft = pytest.importorskip("peft")
+BATCH = zoo.batch("llama", num_sequences=4)
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+def test_a_model_given_to_torch_compile_runs_as_it_is(capfd: pytest.CaptureFixture[str]):
+    plain = zoo.build("llama")
+    want = plain(**BATCH).loss
+    want.backward()
+    with wrapped(zoo.build("llama"), home="host") as model:
+        for compiled in (torch.compile(model, backend="eager"), model):
+            model.zero_grad()
+            got = compiled(**BATCH).loss
+            got.backward()
+            assert torch.equal(got, want)
+            assert_equal(gradients(model), gradients(plain))
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+def adapted(name: str = "llama", **settings: Any) -> nn.Module:
+    torch.manual_seed(1)
+    settings = {"target_modules": ["q_proj"], "init_lora_weights": False, **settings}
+    return peft.get_peft_model(zoo.build(name), peft.LoraConfig(r=2, **settings))
+
+
+def test_positional_arguments_go_by_the_names_of_the_model_inside_adapters():
+    ids = BATCH["input_ids"]
+    want = adapted()(ids, torch.ones_like(ids)).logits
+    with wrapped(adapted(), home="host") as model:
+        assert torch.equal(model(ids, torch.ones_like(ids)).logits, want)
+
+
+class Starred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](inputs[0]))
+
+
+def test_arguments_that_have_no_name_are_refused():
+    with wrapped(Starred(), home="host") as model, pytest.raises(ConfigError, match=r"takes \*inputs"):
+        model(torch.ones(2, 4))
+
+
+def experts() -> nn.Module:
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    targets = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    settings = {"target_parameters": targets, "target_modules": [], "init_lora_weights": False}
+    return peft.get_peft_model(GptOssForCausalLM(config), peft.LoraConfig(r=2, **settings))
+
+
+@pytest.mark.parametrize("way", [{}, {"device": "emulated:1", "activations": "recompute"}], ids=str)
+def test_experts_whose_parameters_peft_reorders_in_the_forward_train_as_plain_ones(way: dict[str, Any]):
+    plain = experts()
+    ids = torch.arange(24).reshape(2, 12)
+    with wrapped(experts(), home="host", **way) as model:
+        for made in (plain, model):
+            optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.1)
+            made.seen = []
+            for _ in range(3):
+                loss = made(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                made.zero_grad()
+                made.seen.append(loss.detach())
+        assert all(map(torch.equal, model.seen, plain.seen))
+
+
+def test_an_adapter_that_is_first_seen_in_inference_mode_trains_later():
+    ids = BATCH["input_ids"]
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(2)
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        with torch.inference_mode():
+            first = model(input_ids=ids).logits.clone()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return first, loss.detach()
+
+    plain = adapted()
+    want = run(plain)
+    for count in (1, 2):
+        with wrapped(adapted(), home="host", microbatches=count) as model:
+            got = run(model)
+            if count == 1:
+                assert all(map(torch.equal, got, want))
+                assert_equal(gradients(model), gradients(plain))
+
+
+IMAGE, BORDER = 90, 92
+
+
+def looking() -> nn.Module:
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    marks = {
+        "image_token_id": IMAGE,
+        "video_token_id": 91,
+        "vision_start_token_id": BORDER,
+        "vision_end_token_id": 93,
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **marks)
+    return Qwen2_5_VLForConditionalGeneration(config).float()
+
+
+def pictures(rows: int, *, positions: bool = False) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.tensor([[1, BORDER, *[IMAGE] * 4, 93, 5, 6, 7, 8, 9 + row] for row in range(rows)])
+    batch = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.where(ids >= IMAGE, -100, ids),
+        "mm_token_type_ids": (ids == IMAGE).long(), "pixel_values": torch.randn(16 * rows, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
+    }  # fmt: skip
+    if positions:
+        batch["position_ids"] = torch.arange(ids.shape[1]).expand(3, rows, -1).contiguous()
+    return batch
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("rows", "positions"), [(1, False), (2, False), (4, False), (3, True), (2, True)])
+def test_images_of_several_rows_in_one_tensor_give_the_plain_loss(rows: int, positions: bool, count: int):
+    plain, batch = looking(), pictures(rows, positions=positions)
+    want = plain(**batch).loss
+    want.backward()
+    with wrapped(looking(), home="host", microbatches=count) as model:
+        got = model(**batch).loss
+        got.backward()
+        assert torch.equal(got, want)
+        assert_equal(gradients(model), gradients(plain), 1e-6)
+
+
+def test_positions_in_three_directions_are_cut_by_rows():
+    rows = 3  # as many as directions
+    batch = {
+        n: t
+        for n, t in pictures(rows, positions=True).items()
+        if n in ("input_ids", "labels", "position_ids")
+    }
+    batch["position_ids"] = batch["position_ids"] + torch.arange(rows)[None, :, None]
+    batch["input_ids"] = batch["input_ids"].clamp(max=IMAGE - 1)
+    plain = looking()
+    parts = [
+        {n: t[:, r : r + 1] if n == "position_ids" else t[r : r + 1] for n, t in batch.items()}
+        for r in range(rows)
+    ]
+    want = torch.cat([plain(**part).logits for part in parts])
+    with wrapped(looking(), home="host", microbatches=rows) as model:
+        assert torch.equal(model(**batch).logits, want)
