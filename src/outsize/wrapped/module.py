@@ -143,7 +143,7 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         return runner.forward(inputs)
 
     # Within `torch.compile` of a model, or around it, a call runs as it is: lanes and walks cannot be traced.
-    called = torch.compiler.disable(
+    called = torch.compiler.disable(  # type: ignore[no-untyped-call]
         Wrapped.__call__,
         reason='a wrapped model streams; outsize.wrap(..., compile="blocks") compiles its blocks',
     )
@@ -218,7 +218,7 @@ def _by_name(signature: inspect.Signature, model: nn.Module, args: tuple[Any, ..
         if signature.parameters[name].kind is not inspect.Parameter.VAR_POSITIONAL:
             named[name] = value
             continue
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else None
+        inner = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else None
         if inner is None:
             raise ConfigError(
                 f"the forward of {type(model).__name__} takes *{name}: outsize has to know which argument is which; "

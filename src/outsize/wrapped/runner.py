@@ -37,6 +37,7 @@ from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
+from outsize.wrapped.call_checks import check_inputs, check_returns, check_trains
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.input_gradients import InputGradients, inputs_that_train
 from outsize.wrapped.outputs import Joined, Roots
@@ -72,36 +73,17 @@ class Runner(Inferring):
         model = self._check()
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
-        _check_inputs(inputs)
+        check_inputs(inputs)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
         keeps = torch.is_grad_enabled()
         into_inputs = keeps and bool(inputs_that_train(inputs))
         keeps = into_inputs or (keeps and any(p.requires_grad for p in model.parameters()))
         if keeps:
-            _check_trains(model, cached=cached)
+            check_trains(model, cached=cached)
         if self.session.machine.num_workers > 1:
-            _check_returns(model, inputs, into_inputs=into_inputs)
+            check_returns(model, inputs, into_inputs=into_inputs)
         autocast = Autocast.of_now({"cpu", self._device.type})
-
-        def ready(count: int) -> tuple[tuple[int, ...], Engine, Plan]:
-            sizes = batching.sizes_of(rows, count)
-            shape = wrap_planning.shape_of(
-                main, sizes[0], inputs, autocast, training=keeps and model.training
-            )
-            return sizes, *self._ready(inputs, rows, shape, keeps=keeps)
-
-        form = frozenset(name for name, value in inputs.items() if isinstance(value, Tensor))
-        whole = cached or form in self._uncut
-        try:
-            sizes, engine, plan = ready(1 if whole else self.microbatches)
-        except ModelError:
-            if whole or self.microbatches == 1:
-                raise
-            sizes, engine, plan = ready(1)  # images of several rows lie in one tensor, say
-            _log.info(
-                "a batch of %s goes whole: it does not run cut into microbatches", ", ".join(sorted(form))
-            )
-            self._uncut.add(form)
+        sizes, engine, plan = self._ready_for(inputs, main, autocast, keeps=keeps, whole=cached)
         assert self._measured is not None
         saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
         lean = _is_pending(self._keeping)  # what is kept has room for one forward
@@ -144,6 +126,29 @@ class Runner(Inferring):
         if self.records is not None:
             self.records.scored(output, batching.num_targets(parts, sizes, self._measured.shifted))
         return output
+
+    def _ready_for(
+        self, inputs: Mapping[str, Any], main: Tensor, autocast: Autocast, *, keeps: bool, whole: bool
+    ) -> tuple[tuple[int, ...], Engine, Plan]:
+        """Return the rows of each microbatch, an engine and a plan for them; a batch that cannot be cut goes whole."""
+        model = self._check()
+
+        def ready(count: int) -> tuple[tuple[int, ...], Engine, Plan]:
+            sizes = batching.sizes_of(len(main), count)
+            training = keeps and model.training
+            shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=training)
+            return sizes, *self._ready(inputs, len(main), shape, keeps=keeps)
+
+        form = frozenset(name for name, value in inputs.items() if isinstance(value, Tensor))
+        if whole or form in self._uncut or self.microbatches == 1:
+            return ready(1)
+        try:
+            return ready(self.microbatches)
+        except ModelError:
+            found = ready(1)  # images of several rows lie in one tensor, say
+        _log.info("a batch of %s goes whole: it does not run cut into microbatches", ", ".join(sorted(form)))
+        self._uncut.add(form)
+        return found
 
     def _walk_forward(self, programs: Programs, context: StepContext, joined: Joined, *, lean: bool) -> None:
         """Have the model run forward on all microbatches, all rounds but the first to be run again."""
@@ -325,58 +330,6 @@ class Runner(Inferring):
     def _weights_now(self) -> tuple[int, int]:
         """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
         return self._num_steps, self.parameters.version_of_all
-
-
-def _check_trains(model: nn.Module, *, cached: bool) -> None:
-    """Check that a backward can follow a call.
-
-    Raises:
-        ConfigError: it would fill a cache again, or is to call hooks on parameters.
-    """
-    if cached:
-        raise ConfigError(
-            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
-            "with use_cache or past_key_values"
-        )
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
-        raise ConfigError(
-            "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
-            "`parameter.grad` between backward and step"
-        )
-
-
-def _check_inputs(inputs: Mapping[str, Any]) -> None:
-    """Check that a call is given values.
-
-    Raises:
-        ConfigError: a tensor has none: parameters on disk have a shape alone, and so has what is made of them.
-    """
-    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
-    if empty:
-        raise ConfigError(
-            f"{empty[0]} is on meta: it was made outside of the model from weights that rest on disk, which show a "
-            'shape and no values there; call the model with input_ids, or wrap it with home="host"'
-        )
-
-
-def _check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:
-    """Check that a call on several workers asks for nothing that they move.
-
-    Raises:
-        ConfigError: it asks for hidden states, or for gradients of its inputs.
-    """
-    if into_inputs:
-        raise ConfigError(
-            "gradients of inputs (a tensor with requires_grad, such as inputs_embeds) are not had from several "
-            "workers; use one device, or detach() the input"
-        )
-    asked = inputs.get(wrap_planning.HIDDEN)
-    config = getattr(model, "config", None)
-    if getattr(config, wrap_planning.HIDDEN, False) if asked is None else asked:
-        raise ConfigError(
-            "output_hidden_states: what units hand on moves from worker to worker, and is gone when the model returns; "
-            "use one device"
-        )
 
 
 def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:

@@ -1,0 +1,61 @@
+"""What a call of a wrapped model may not ask for, checked before anything is computed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from outsize.errors import ConfigError
+from outsize.wrapped import wrap_planning
+
+
+def check_trains(model: nn.Module, *, cached: bool) -> None:
+    """Check that a backward can follow a call.
+
+    Raises:
+        ConfigError: it would fill a cache again, or is to call hooks on parameters.
+    """
+    if cached:
+        raise ConfigError(
+            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
+            "with use_cache or past_key_values"
+        )
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
+        raise ConfigError(
+            "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
+            "`parameter.grad` between backward and step"
+        )
+
+
+def check_inputs(inputs: Mapping[str, Any]) -> None:
+    """Check that a call is given values.
+
+    Raises:
+        ConfigError: a tensor has none: parameters on disk have a shape alone, and so has what is made of them.
+    """
+    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{empty[0]} is on meta: it was made outside of the model from weights that rest on disk, which show a "
+            'shape and no values there; call the model with input_ids, or wrap it with home="host"'
+        )
+
+
+def check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:
+    """Check that a call on several workers asks for nothing that they move.
+
+    Raises:
+        ConfigError: it asks for hidden states, or for gradients of its inputs.
+    """
+    if into_inputs:
+        raise ConfigError(
+            "gradients of inputs (a tensor with requires_grad, such as inputs_embeds) are not had from several "
+            "workers; use one device, or detach() the input"
+        )
+    asked = inputs.get(wrap_planning.HIDDEN)
+    config = getattr(model, "config", None)
+    if getattr(config, wrap_planning.HIDDEN, False) if asked is None else asked:
+        raise ConfigError(
+            "output_hidden_states: what units hand on moves from worker to worker, and is gone when the model returns; "
+            "use one device"
+        )
