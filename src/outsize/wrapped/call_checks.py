@@ -9,7 +9,18 @@ from outsize.errors import ConfigError
 from outsize.wrapped import wrap_planning
 
 
-def check_trains(model: nn.Module, *, cached: bool) -> None:
+def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, keeps: bool) -> None:
+    """Check that a call is given values, and that a backward can follow where one may.
+
+    Raises:
+        ConfigError: neither is so.
+    """
+    _check_inputs(inputs)
+    if keeps:
+        _check_trains(model, cached=cached)
+
+
+def _check_trains(model: nn.Module, *, cached: bool) -> None:
     """Check that a backward can follow a call.
 
     Raises:
@@ -27,7 +38,7 @@ def check_trains(model: nn.Module, *, cached: bool) -> None:
         )
 
 
-def check_inputs(inputs: Mapping[str, Any]) -> None:
+def _check_inputs(inputs: Mapping[str, Any]) -> None:
     """Check that a call is given values.
 
     Raises:

@@ -37,7 +37,7 @@ from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
-from outsize.wrapped.call_checks import check_inputs, check_returns, check_trains
+from outsize.wrapped.call_checks import check_call, check_returns
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.input_gradients import InputGradients, inputs_that_train
 from outsize.wrapped.outputs import Joined, Roots
@@ -73,13 +73,11 @@ class Runner(Inferring):
         model = self._check()
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
-        check_inputs(inputs)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
-        keeps = torch.is_grad_enabled()
-        into_inputs = keeps and bool(inputs_that_train(inputs))
-        keeps = into_inputs or (keeps and any(p.requires_grad for p in model.parameters()))
-        if keeps:
-            check_trains(model, cached=cached)
+        into_inputs = torch.is_grad_enabled() and bool(inputs_that_train(inputs))
+        trains = any(p.requires_grad for p in model.parameters())
+        keeps = into_inputs or (torch.is_grad_enabled() and trains)
+        check_call(model, inputs, cached=cached, keeps=keeps)
         if self.session.machine.num_workers > 1:
             check_returns(model, inputs, into_inputs=into_inputs)
         autocast = Autocast.of_now({"cpu", self._device.type})
