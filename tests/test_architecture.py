@@ -247,6 +247,7 @@ ARROWS = {
         "storage",
     },
     "wrapped.at_home": {"errors"},
+    "wrapped.calls": {"errors"},
     "wrapped": GROUND
     | {
         "accelerators",
@@ -267,6 +268,7 @@ ARROWS = {
         "telemetry",
         "training",
         "wrapped.at_home",
+        "wrapped.calls",
     },
     "wrapped.writing": GROUND | {"inference", "model.sizes", "planner.search", "wrapped"},
     "objectives": GROUND

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError
-from outsize.wrapped.input_gradients import InputGradients
+from outsize.wrapped.calls.input_gradients import InputGradients
 from outsize.wrapped.outputs import Joined, Roots
 
 Backward = Callable[[Roots], None]

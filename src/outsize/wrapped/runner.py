@@ -33,13 +33,14 @@ from outsize.runtime.device.device_group import device_names
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.context import Microbatch, StepContext
-from outsize.wrapped import batching, loop_records, wrap_planning
+from outsize.wrapped import loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.autocast import Autocast
 from outsize.wrapped.autograd_bridge import AutogradBridge
-from outsize.wrapped.call_checks import check_call, check_returns
+from outsize.wrapped.calls import batching
+from outsize.wrapped.calls.autocast import Autocast
+from outsize.wrapped.calls.call_checks import check_call, check_returns
+from outsize.wrapped.calls.input_gradients import InputGradients, inputs_that_train
 from outsize.wrapped.inferring import Inferring
-from outsize.wrapped.input_gradients import InputGradients, inputs_that_train
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.planned import Programs, flags_of

@@ -22,9 +22,10 @@ from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_with_heap
-from outsize.wrapped.autocast import Autocast
-from outsize.wrapped.batching import IGNORED, rows_dim
-from outsize.wrapped.input_gradients import inputs_that_train
+from outsize.wrapped.calls.autocast import Autocast
+from outsize.wrapped.calls.batching import IGNORED, rows_dim
+from outsize.wrapped.calls.call_checks import HIDDEN
+from outsize.wrapped.calls.input_gradients import inputs_that_train
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.
@@ -37,8 +38,6 @@ TOKENS = {"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_emb
 MASK = "attention_mask"
 # What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
 FUSED = "fused_lm_head"
-# What models of transformers are asked for with all that goes from unit to unit.
-HIDDEN = "output_hidden_states"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError
-from outsize.wrapped import wrap_planning
+
+# What models of transformers are asked for with all that goes from unit to unit.
+HIDDEN = "output_hidden_states"
 
 
 def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, keeps: bool) -> None:
@@ -63,9 +65,9 @@ def check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: b
             "gradients of inputs (a tensor with requires_grad, such as inputs_embeds) are not had from several "
             "workers; use one device, or detach() the input"
         )
-    asked = inputs.get(wrap_planning.HIDDEN)
+    asked = inputs.get(HIDDEN)
     config = getattr(model, "config", None)
-    if getattr(config, wrap_planning.HIDDEN, False) if asked is None else asked:
+    if getattr(config, HIDDEN, False) if asked is None else asked:
         raise ConfigError(
             "output_hidden_states: what units hand on moves from worker to worker, and is gone when the model returns; "
             "use one device"

@@ -1,0 +1,1 @@
+"""A call of a wrapped model: its batch, what it may ask for, what it is computed in."""
