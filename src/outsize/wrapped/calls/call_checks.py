@@ -44,14 +44,11 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
     """Check that a call is given values.
 
     Raises:
-        ConfigError: a tensor has none: parameters on disk have a shape alone, and so has what is made of them.
+        ConfigError: a tensor is on meta.
     """
     empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
     if empty:
-        raise ConfigError(
-            f"{empty[0]} is on meta: it was made outside of the model from weights that rest on disk, which show a "
-            'shape and no values there; call the model with input_ids, or wrap it with home="host"'
-        )
+        raise ConfigError(f"{empty[0]} is on meta, a shape without values; call the model with values")
 
 
 def check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:
