@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import datasets
 import pytest
@@ -160,6 +161,33 @@ def test_several_splits_without_one_for_training_are_refused_with_a_pattern_that
         find_sources(tmp_path)
     pattern = re.search("glob='(.*)'", str(refusal.value))[1]
     assert len(ours(tmp_path, pattern)) == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "measured"),
+    [
+        (("train.jsonl", "validation.jsonl", "test.jsonl"), ["validation.jsonl"]),
+        (("train/a.jsonl", "test/a.jsonl"), ["test/a.jsonl"]),
+        (("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"), ["data/test-00000-of-00001.parquet"]),
+        (("train.json", "dev.json", "notes.md"), ["dev.json"]),
+        (("train.jsonl", "held_out.jsonl"), ["held_out.jsonl"]),
+        (("train.jsonl",), ["train.jsonl"]),
+        (("a.jsonl", "b.jsonl"), ["a.jsonl", "b.jsonl"]),
+    ],
+)
+def test_of_a_directory_with_splits_a_model_is_measured_on_what_is_for_that(tmp_path, names, measured):
+    write(tmp_path, *names)
+    sources = find_sources(tmp_path, measured=True)
+    assert [file.path.relative_to(tmp_path).as_posix() for file in sources.files] == measured
+
+
+def test_a_model_is_not_measured_on_train_where_no_split_is_named(tmp_path):
+    write(tmp_path, "data/train-00000-of-00001.parquet", "data/other-00000-of-00001.parquet")
+    with pytest.raises(DataError, match=r"none is called validation or test; name a file.* in eval\.data"):
+        find_sources(tmp_path, measured=True)
+    with pytest.raises(DataError, match="name a split, e.g. hf:/datasets/a/b#validation"):
+        find_sources(Path("hf://datasets/a/b"), measured=True)
+    assert find_sources(Path("hf://datasets/a/b#test"), measured=True).container == "dataset"
 
 
 def test_tokens_made_elsewhere_have_splits_and_source_code_has_none(tmp_path):

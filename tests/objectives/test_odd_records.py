@@ -107,6 +107,39 @@ def test_a_run_is_not_gone_on_with_as_another(how: str, other: str, tmp_path: Pa
         train(run)
 
 
+@pytest.mark.parametrize("how", ["auto", "path"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"data": {"columns": {"chosen": "rejected", "rejected": "chosen"}}},
+        {"data": {"roles": {"agent": "assistant"}}},
+        {"eval": {"split": 0.5, "every": 1}},
+        {"train": {"tokens_per_step": 64}},
+    ],
+)
+def test_a_run_is_not_gone_on_with_over_other_records(how: str, changed: dict[str, Any], tmp_path: Path):
+    first = make_run(tmp_path, "dpo", train={"objective": "dpo", "steps": 1})
+    train(first)
+    resume = "auto" if how == "auto" else str(first.train.run_dir)
+    more = {"objective": "dpo", "steps": 3, "resume": resume, **changed.get("train", {})}
+    run = make_run(tmp_path, "dpo", "run" if how == "auto" else "other", **{**changed, "train": more})
+    ((section, value),) = changed.items()
+    with pytest.raises(OutsizeError, match=f"{section}.{next(iter(value))}: the run in .* cannot go on with"):
+        train(run)
+
+
+def test_settings_that_a_run_of_a_trainer_goes_on_with_otherwise_are_said(tmp_path: Path):
+    train(make_run(tmp_path, "dpo", train={"objective": "dpo", "steps": 1}))
+    said: list[str] = []
+    more = {"objective": "dpo", "steps": 2, "resume": "auto", "beta": 0.5}
+    train(make_run(tmp_path, "dpo", train=more, optimizer={"lr": 5e-4}), announce=said.append)
+    assert [line for line in said if "goes on with" in line] == [
+        "note: the run goes on with optimizer.lr=0.0005, and had 0.001",
+        "note: the run goes on with train.beta=0.5, and had nothing",
+        "note: the run goes on with train.steps=2, and had 1",
+    ]
+
+
 def test_a_checkpoint_of_the_engines_is_no_trainers(tmp_path: Path):
     sft = tiny_run(tmp_path, memory={"home": "host"}, train={"run_dir": str(tmp_path / "sft")})
     alone = Path(train(sft).export_dir or "").rename(tmp_path / "alone")  # apart from the run that made it

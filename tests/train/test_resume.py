@@ -107,11 +107,13 @@ def test_settings_that_a_run_goes_on_with_otherwise_are_said(home: str, tmp_path
         memory={"home": home},
         optimizer={"lr": 5e-4, "layer_decay": 0.9, "groups": groups},
         train={"loss_function": f"{tmp_path / 'own.py'}:loss", "neftune_noise_alpha": 2.0},
+        data={"mlm_probability": 0.5},
     )
     train(in_dir(changed, tmp_path / "run", resume="auto", steps=3), announce=said.append)
     assert [line for line in said if "goes on with" in line] == [
         f"note: the run goes on with {line}"
         for line in (
+            "data.mlm_probability=0.5, and had 0.15",
             "optimizer.groups=[{'params': ['*embed*'], 'lr': 0.5}], and had nothing",
             "optimizer.layer_decay=0.9, and had 1.0",
             "optimizer.lr=0.0005, and had 0.001",

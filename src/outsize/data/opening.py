@@ -160,7 +160,7 @@ class _Making:
 
     def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
         """Return the tokens of a source, and what was found in the source."""
-        sources = find_sources(Path(corpus.path), corpus.glob)
+        sources = find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured)
         forced = None if corpus.format == "auto" else cast(FormatName, corpus.format)
         if forced == "tokens" or (forced is None and sources.container == "tokens"):
             tokens = PretokenizedTokens(sources, self.vocab_size or _size_of(self.tokenizer))

@@ -73,7 +73,7 @@ def _kind(value: Any) -> str:
 def _of_source(
     corpus: Corpus, objective: str, recipe: Recipe, seed: int, announce: Callable[[str], None]
 ) -> list[Row]:
-    sources = find_sources(Path(corpus.path), corpus.glob)
+    sources = find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured)
     if sources.container in ("text", "tokens"):
         raise DataError(
             f"{corpus.path}: train.objective={objective} takes records with {listed(recipe.fields)}, and text files "

@@ -25,7 +25,7 @@ from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.trainer_checkpoint import is_trainers
-from outsize.config import Config, Surroundings, dump_config
+from outsize.config import Config, DataConfig, Surroundings, dump_config
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.group.launched import launched
 from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
@@ -35,6 +35,7 @@ from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device_group import device_names
 from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
+from outsize.session.run_state import changed_settings, settings_of
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.prealloc import storage_errors
 from outsize.telemetry.run_reading import step_of
@@ -51,7 +52,12 @@ from outsize.wrapped.module import is_wrapped, runner_of
 
 Announce = Callable[[str], None]
 # What a run that goes on has to have in common with the run so far.
-_THE_SAME = ("model.path", "data.path", "data.seq_len", "train.method", "train.seed")
+_THE_SAME = (
+    *("model.path", "train.method", "train.seed", "train.tokens_per_step", "eval.split"),
+    *(f"data.{key}" for key in DataConfig.model_fields if key not in ("prefetch", "workers", "max_bad_records")),
+)
+# Of these, what says where something lies, and may have moved where a checkpoint is gone on from elsewhere.
+_PLACES = ("model.path", "data.path", "data.template", "data.more")
 
 
 def train(
@@ -91,7 +97,7 @@ def _train(
     run_dir = choose_run_dir(config)
     resumed = run_checkpoint.find(config.train.resume, run_dir)
     config = as_before(config, run_dir, resumed, announce=announce)
-    _check_goes_on(config, run_dir, resumed)
+    _check_goes_on(config, run_dir, resumed, announce)
     done = 0 if resumed is None else run_checkpoint.position_of(resumed).step
     if config.train.epochs is None and done >= config.train.steps:
         announce(f"{resumed} has {done} of {config.train.steps} steps: nothing is left to do")
@@ -319,8 +325,10 @@ def _refused_as_configuration(objective: str) -> Iterator[None]:
         raise ConfigError(f"train.objective={objective}: {error}") from error
 
 
-def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None) -> None:
+def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None, announce: Announce) -> None:
     """Check that a run goes on with the run that its directory holds, or from a checkpoint of a ``Trainer``.
+
+    What may change and trains otherwise is announced.
 
     Raises:
         ConfigError: it is another.
@@ -330,17 +338,25 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None) -> None:
             f"train.resume: {resumed} is a checkpoint of the engine's, and this run is a trainer's of another library; "
             "begin from its weights with model.path, and leave train.resume out"
         )
-    before = config_of(run_dir) if config.train.resume == "auto" else None
+    place = None if resumed is None else resumed.resolve().parent
+    is_elsewhere = config.train.resume != "auto"
+    if is_elsewhere and (place is None or place.name != CHECKPOINTS):
+        return
+    run = place.parent if is_elsewhere and place is not None else run_dir
+    before = config_of(run)
     if before is None:
         return
     for key in _THE_SAME:
         section, _, name = key.partition(".")
         was, now = (getattr(getattr(found, section), name) for found in (before, config))
-        if was != now:
+        if was != now and not (is_elsewhere and key in _PLACES):
             raise ConfigError(
-                f"{key}: the run in {run_dir} has {was!r}, and cannot go on with {now!r}; leave it as it was, or "
+                f"{key}: the run in {run} has {was!r}, and cannot go on with {now!r}; leave it as it was, or "
                 "choose another train.run_dir"
             )
+    if resumed is not None:
+        for line in changed_settings({"settings": settings_of(before)}, config):
+            announce(line)
 
 
 def _result(run_dir: Path, first: int, told: dict[str, Any]) -> TrainResult:

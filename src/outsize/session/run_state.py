@@ -13,8 +13,11 @@ from outsize.runtime.ops.context import StepContext
 from outsize.session.loss_scale import LossScale
 from outsize.session.state_kinds import check_kinds
 
-# Of the sections model and train, what is told where it changes.
-_TOLD = ("attention", "compile", "freeze", "steps", "loss_function", "microbatches", "neftune_noise_alpha")
+# Of the sections model, train and data, what is told where it changes; other data are other sequences.
+_TOLD = (
+    *("attention", "compile", "freeze", "steps", "loss_function", "microbatches", "neftune_noise_alpha"),
+    *("mlm_probability", "mask_replace_prob", "random_replace_prob", "beta", "temperature", "teacher"),
+)
 # Of these, states of older versions say nothing; whether the first is there tells them apart.
 _NEWER = ("train.microbatches", "model.attention", "transport.")
 
@@ -74,7 +77,7 @@ def state_of(
             "next_sequence": position.step * config.sequences_per_step,
             **(data or {}),
         },
-        "settings": _settings(config),
+        "settings": settings_of(config),
     }
 
 
@@ -160,7 +163,7 @@ def _extent(data: Mapping[str, Any]) -> str:
 
 def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
     """Return a line for each setting that a run goes on with otherwise than the run that wrote ``state`` had it."""
-    former, given = state.get("settings"), _settings(config)
+    former, given = state.get("settings"), settings_of(config)
     if not isinstance(former, Mapping):
         return []
     if _NEWER[0] not in former:
@@ -172,7 +175,7 @@ def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
     ]
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, Any]:
     """Return what may change on a resume and then trains otherwise, by key, as far as it is not the default.
 
     How masters lie at home changes no bit, or is another run.
@@ -181,6 +184,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "optimizer": config.optimizer,
         "model": config.model,
         "train": config.train,
+        "data": config.data,
         "transport": config.transport,
     }
     return {

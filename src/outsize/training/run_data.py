@@ -94,7 +94,7 @@ def _open(
 ) -> PackedDataset:
     corpora = corpora_of(config, measured=measured)
     is_tokens = [
-        corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob).container == "tokens"
+        corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured).container == "tokens"
         for corpus in corpora
     ]
     masks = is_masked(model.hf_config)
@@ -147,7 +147,7 @@ def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:
     if not measured:
         return corpora
     if config.eval.data is not None:
-        return [replace(corpora[0], path=config.eval.data, weight=1.0)]
+        return [replace(corpora[0], path=config.eval.data, weight=1.0, measured=True)]
     return [replace(corpus, weight=1.0, held=True) for corpus in corpora]
 
 

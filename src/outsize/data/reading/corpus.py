@@ -29,6 +29,7 @@ class Corpus:
         weight: how often each sequence is used in an epoch.
         split: share of the sequences that is held out.
         held: whether these are what is held out, and not all the rest.
+        measured: whether a model is only measured on it: of a directory with splits, the one for that is read.
     """
 
     path: str | Path
@@ -42,6 +43,7 @@ class Corpus:
     weight: float = 1.0
     split: float = 0.0
     held: bool = False
+    measured: bool = False
 
     def options(self) -> dict[str, object]:
         """Return all that decides over the tokens, besides the files themselves."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from outsize.data.reading.dataset_records import HubDataset, is_saved_dataset
-from outsize.data.reading.splits import TRAIN, find_splits
+from outsize.data.reading.splits import TO_MEASURE, TO_TRAIN, find_splits
 from outsize.errors import DataError
 from outsize.files import open_binary
 
@@ -89,12 +89,13 @@ class Sources:
         return sum(file.size_bytes for file in self.files)
 
 
-def find_sources(path: Path, glob: str | None = None) -> Sources:
+def find_sources(path: Path, glob: str | None = None, *, measured: bool = False) -> Sources:
     """Return the files that ``path`` names: itself, or what a directory holds.
 
     Args:
         path: file or directory, or a dataset of the hub.
         glob: pattern below a directory, e.g. ``"**/*.py"``; every regular file it matches is read.
+        measured: of a directory with splits, take what models are measured on, and not what is for training.
 
     Raises:
         DataError: nothing there, nothing readable, or files of more than one kind.
@@ -103,6 +104,8 @@ def find_sources(path: Path, glob: str | None = None) -> Sources:
         file = _source_file(path)
         return Sources((file,), file.container)
     if HubDataset.from_path(path) is not None:
+        if measured and "#" not in path.name:
+            raise DataError(f"{path} is train, on which nothing is measured; name a split, e.g. {path}#validation")
         return Sources((SourceFile(path, 0, 0, "dataset"),), "dataset")
     if not path.is_dir():
         raise DataError(f"no such file or directory: {path}")
@@ -110,7 +113,7 @@ def find_sources(path: Path, glob: str | None = None) -> Sources:
         sizes = [(file.stat().st_size, file.stat().st_mtime_ns) for file in path.iterdir()]
         size, newest = sum(size for size, _ in sizes), max(time for _, time in sizes)
         return Sources((SourceFile(path, size, newest, "dataset"),), "dataset")
-    return _of_directory(path) if glob is None else _of_pattern(path, glob)
+    return _of_directory(path, measured) if glob is None else _of_pattern(path, glob)
 
 
 def _of_pattern(path: Path, pattern: str) -> Sources:
@@ -119,8 +122,9 @@ def _of_pattern(path: Path, pattern: str) -> Sources:
     return Sources(tuple(files), _one_kind(path, files, f"pattern {pattern!r}, {len(files)} files seen"))
 
 
-def _of_directory(path: Path) -> Sources:
-    """Return the files of a directory that are data, and of these what is for training."""
+def _of_directory(path: Path, measured: bool) -> Sources:
+    """Return the files of a directory that are data, and of these what is for training, or to be ``measured`` on."""
+    wanted = TO_MEASURE if measured else TO_TRAIN
     seen = [each for each in sorted(path.glob("**/*")) if each.is_file() and not _is_hidden(each, path)]
     seen = [each for each in seen if each.name not in _ABOUT_DATA] or seen
     names = {each.relative_to(path).as_posix(): each for each in seen}
@@ -130,24 +134,24 @@ def _of_directory(path: Path) -> Sources:
     splits = None
     if any(_has_splits(file) for file in files.values()):
         splits = find_splits(path, list(names))
-    files = _strongest(files, () if splits is None else splits.splits.get(TRAIN, ()))
+    files = _strongest(files, [] if splits is None else [n for s in wanted for n in splits.splits.get(s, ())])
     note = None
     if splits is not None and all(_has_splits(file) for file in files.values()):
-        chosen, note = splits.for_training(list(files), path)
+        chosen, note = splits.choose(list(files), path, wanted)
         files = {name: files[name] for name in chosen}
     kind = _one_kind(path, list(files.values()), f"{len(seen)} files seen")
     return Sources(tuple(files.values()), kind, len(seen) - len(files), note)
 
 
-def _strongest(files: dict[str, SourceFile], train: Sequence[str]) -> dict[str, SourceFile]:
+def _strongest(files: dict[str, SourceFile], wanted: Sequence[str]) -> dict[str, SourceFile]:
     """Return the files whose suffixes say most: of records and prose, of other text, then those that say little.
 
-    Those that say little count as records where their names say that they are to be trained on. Text other than
-    prose counts where there are no records, and no file is named for training.
+    Those that say little count as records where their names say that they are of a split that is ``wanted``. Text
+    other than prose counts where there are no records, and no file is of such a split.
     """
-    vague = {name for name, file in files.items() if _suffix(file.path) in _VAGUE_SUFFIXES} - set(train)
+    vague = {name for name, file in files.items() if _suffix(file.path) in _VAGUE_SUFFIXES} - set(wanted)
     first = {name for name, file in files.items() if _has_splits(file)} - vague
-    if not any(files[name].container != "text" or name in train for name in first):
+    if not any(files[name].container != "text" or name in wanted for name in first):
         first = set(files) - vague
     return {name: file for name, file in files.items() if name in (first or vague)}
 

@@ -21,6 +21,8 @@ from outsize.errors import DataError
 from outsize.files import read_text
 
 TRAIN = "train"
+# Splits in the order in which they are taken, for training and for measuring.
+TO_TRAIN, TO_MEASURE = (TRAIN,), ("validation", "test")
 _WORDS = {
     TRAIN: ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -53,21 +55,23 @@ class SplitFiles:
     splits: Mapping[str, Sequence[str]]
     source: str
 
-    def for_training(self, names: Sequence[str], root: Path) -> tuple[list[str], str | None]:
-        """Return those of the data files that are for training, and a sentence that names what is left out.
+    def choose(self, names: Sequence[str], root: Path, wanted: Sequence[str]) -> tuple[list[str], str | None]:
+        """Return the data files of the first split that is wanted, and a sentence that names what is left out.
 
         Args:
             names: of all data files of the directory.
             root: the directory, for errors.
+            wanted: splits, the one to take first in front.
 
         Raises:
-            DataError: several splits, and none of them is for training.
+            DataError: several splits, and none of them is wanted.
         """
         there = {split: [n for n in names if n in set(files)] for split, files in self.splits.items()}
         there = {split: files for split, files in there.items() if files}
         of_none = [name for name in names if not any(name in files for files in there.values())]
-        if TRAIN in there:
-            chosen, taken = there.pop(TRAIN), f"split {TRAIN}"
+        split = next((split for split in wanted if split in there), None)
+        if split is not None:
+            chosen, taken = there.pop(split), f"split {split}"
         elif of_none:
             chosen, taken, of_none = of_none, "files of no split", []
         elif len(there) == 1:
@@ -76,8 +80,8 @@ class SplitFiles:
         else:
             example = next(iter(there.values()))[0]
             raise DataError(
-                f"{root}: {self.source} tells the splits {_counted(there)}, and none is called {TRAIN}; choose with "
-                f"data.glob, e.g. glob={_as_pattern(example)!r}"
+                f"{root}: {self.source} tells the splits {_counted(there)}, and none is called "
+                f"{' or '.join(wanted)}; {_advice(wanted, example)}"
             )
         others = _counted({**there, **({"of no split": of_none} if of_none else {})})
         note = f"{taken}: {_files(chosen)}, by {self.source}"
@@ -200,6 +204,12 @@ def _counted(splits: Mapping[str, Sequence[str]]) -> str:
 
 def _files(names: Sequence[str]) -> str:
     return f"{len(names):,} file{'' if len(names) == 1 else 's'}"
+
+
+def _advice(wanted: Sequence[str], example: str) -> str:
+    if wanted == TO_MEASURE:  # where data.glob would be that of what is trained, too
+        return "name a file, or a directory of them, in eval.data"
+    return f"choose with data.glob, e.g. glob={_as_pattern(example)!r}"
 
 
 def _as_pattern(name: str) -> str:
