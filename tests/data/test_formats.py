@@ -99,7 +99,11 @@ def test_columns_are_read_under_our_names():
         ("text", {"text": 3}, "field 'text' must be a string, found int"),
         ("messages", {"messages": []}, "must be a list of at least one object"),
         ("messages", {"messages": [{"content": "a"}]}, "a message needs a string 'role'"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must be text"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "must be text, and a part of it is 'image'",
+        ),
         ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown role 'narrator'"),
         ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "needs a string 'value', found int"),
         (

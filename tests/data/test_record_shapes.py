@@ -245,15 +245,55 @@ def test_fields_that_nothing_reads_are_told_with_their_count_and_bookkeeping_is_
     record = TEXTS[way] if way in TEXTS else WAYS[way](ASKED)
     more = {"id": 7, "source": "x", "Unnamed: 0": 3, "__index_level_0__": 3, "images": [], "mask": None}
     assert read({**record, **more}) == read(record)
-    more = {"images": ["a.png"], "label_mask": [0, 1], "chat_template_kwargs": {"enable_thinking": False}}
+    more = {"images": ["a.png"], "label_mask": [0, 1]}
     assert read({**record, **more})[2] == [
-        "in the records and not used: images (1 records), label_mask (1 records), chat_template_kwargs (1 records)"
+        "in the records and not used: images (1 records), label_mask (1 records)"
     ]
 
 
-def test_a_system_prompt_or_tools_beside_texts_are_told(read):
-    record = {"prompt": "q", "completion": "a", "system": "be brief", "tools": TOOLS}
-    assert read(record)[2] == ["in the records and not used: system (1 records), tools (1 records)"]
+def test_what_is_for_a_template_is_told_beside_texts(read):
+    more = {"system": "be brief", "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    assert read({"prompt": "q", "completion": "a", **more})[2] == [
+        "in the records and not used: system (1 records), tools (1 records), chat_template_kwargs (1 records)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image", "text": ""}], "a part of it is 'image'"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "a part of it is 'image_url'"),
+        (
+            [{"type": "thinking", "thinking": "h"}, {"type": "text", "text": "a"}],
+            "a part of it is 'thinking'",
+        ),
+        ([7], "a part of it is 'int'"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_its_kind(read, content, words):
+    with pytest.raises(DataError, match=words):
+        read({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]})
+
+
+@pytest.mark.parametrize("key", ["images", "audio", "videos"])
+def test_a_message_with_more_than_text_is_refused(read, key):
+    with pytest.raises(DataError, match=f"a message of the user has '{key}'"):
+        read(
+            {
+                "messages": [
+                    {"role": "user", "content": "q", key: ["a.png"]},
+                    {"role": "assistant", "content": "b"},
+                ]
+            }
+        )
+
+
+@pytest.mark.parametrize("content", ["ab", ["a", "b"], [{"type": "text", "text": "a"}, {"text": "b"}]])
+@pytest.mark.parametrize("role", ["user", "tool", "assistant", "system"])
+def test_contents_may_be_text_or_parts_of_it_whoever_speaks(read, role, content):
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    whole = read({"messages": [{"role": role, "content": "ab"}, *asked]})
+    assert read({"messages": [{"role": role, "content": content}, *asked]}) == whole
 
 
 @pytest.mark.parametrize(

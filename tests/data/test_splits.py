@@ -168,7 +168,10 @@ def test_several_splits_without_one_for_training_are_refused_with_a_pattern_that
     [
         (("train.jsonl", "validation.jsonl", "test.jsonl"), ["validation.jsonl"]),
         (("train/a.jsonl", "test/a.jsonl"), ["test/a.jsonl"]),
-        (("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"), ["data/test-00000-of-00001.parquet"]),
+        (
+            ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"),
+            ["data/test-00000-of-00001.parquet"],
+        ),
         (("train.json", "dev.json", "notes.md"), ["dev.json"]),
         (("train.jsonl", "held_out.jsonl"), ["held_out.jsonl"]),
         (("train.jsonl",), ["train.jsonl"]),
@@ -185,7 +188,7 @@ def test_a_model_is_not_measured_on_train_where_no_split_is_named(tmp_path):
     write(tmp_path, "data/train-00000-of-00001.parquet", "data/other-00000-of-00001.parquet")
     with pytest.raises(DataError, match=r"none is called validation or test; name a file.* in eval\.data"):
         find_sources(tmp_path, measured=True)
-    with pytest.raises(DataError, match="name a split, e.g. hf:/datasets/a/b#validation"):
+    with pytest.raises(DataError, match=r"name a split, e\.g\. hf:/datasets/a/b#validation"):
         find_sources(Path("hf://datasets/a/b"), measured=True)
     assert find_sources(Path("hf://datasets/a/b#test"), measured=True).container == "dataset"
 

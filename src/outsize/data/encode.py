@@ -185,7 +185,9 @@ class Encoder:
         """Return the text of a document and the characters of it that are trained."""
         if document.messages is None:
             return document.text, [(document.trained_from, len(document.text))]
-        return self.chat.render(document.messages, document.turns, document.tools, document.where)
+        return self.chat.render(
+            document.messages, document.turns, document.tools, document.where, document.options
+        )
 
     def _finish(self, document: Document, encoding: _Encoding, spans: list[Span]) -> Encoded:
         ids, trained = encoding.ids, None

@@ -34,7 +34,7 @@ from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_reader
 from outsize.errors import DataError, StorageError
 
 _log = logging.getLogger(__name__)
-_LAYOUT = 3  # raised whenever the files or the way to tokenise change
+_LAYOUT = 4  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _NUMBERS = itertools.count()
 _REMEDY = "remove that directory, and the data is tokenised again"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
-from outsize.data.reading.conversations import listed
+from outsize.data.reading.conversations import listed, read_template_arguments
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import find_sources
 from outsize.data.reading.formats import renamed, unread_fields
@@ -22,7 +22,6 @@ from outsize.objectives.preference_records import (
     finite,
     has_messages,
     messages_row,
-    template_arguments,
     texts_row,
 )
 from outsize.objectives.recipes import Recipe
@@ -158,7 +157,7 @@ def _row(
 def _value(value: Any, name: str, objective: str, where: str) -> Any:
     """Return the value of a field that is no prompt and no answer of a trainer of TRL."""
     if name == "chat_template_kwargs":
-        return template_arguments(value, where)
+        return read_template_arguments({name: value}, where)
     if name == "margin":
         return finite(value, name, where)
     if name == "label":

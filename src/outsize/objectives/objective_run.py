@@ -54,7 +54,11 @@ Announce = Callable[[str], None]
 # What a run that goes on has to have in common with the run so far.
 _THE_SAME = (
     *("model.path", "train.method", "train.seed", "train.tokens_per_step", "eval.split"),
-    *(f"data.{key}" for key in DataConfig.model_fields if key not in ("prefetch", "workers", "max_bad_records")),
+    *(
+        f"data.{key}"
+        for key in DataConfig.model_fields
+        if key not in ("prefetch", "workers", "max_bad_records")
+    ),
 )
 # Of these, what says where something lies, and may have moved where a checkpoint is gone on from elsewhere.
 _PLACES = ("model.path", "data.path", "data.template", "data.more")

@@ -10,7 +10,6 @@ from outsize.data.reading.conversations import (
     Message,
     Roles,
     as_messages,
-    from_json_text,
     listed,
     pop_trained,
     read_messages,
@@ -136,20 +135,6 @@ def finite(value: Any, name: str, where: str) -> float:
         found = math.nan
     if not math.isfinite(found):
         raise DataError(f"{where}: field {name!r} is a number, not {value!r}")
-    return found
-
-
-def template_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Return what a record hands to the chat template.
-
-    Raises:
-        DataError: it is no object.
-    """
-    found = from_json_text(value, "chat_template_kwargs", where)
-    if not isinstance(found, dict):
-        raise DataError(
-            f"{where}: field 'chat_template_kwargs' must be an object, found {type(found).__name__}"
-        )
     return found
 
 

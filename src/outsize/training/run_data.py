@@ -94,7 +94,8 @@ def _open(
 ) -> PackedDataset:
     corpora = corpora_of(config, measured=measured)
     is_tokens = [
-        corpus.format == "tokens" or find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured).container == "tokens"
+        corpus.format == "tokens"
+        or find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured).container == "tokens"
         for corpus in corpora
     ]
     masks = is_masked(model.hf_config)

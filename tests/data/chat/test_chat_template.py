@@ -134,6 +134,56 @@ def test_what_a_template_leaves_out_beside_replies_is_told_once(make, caplog):
     assert "leaves out the reasoning of replies (here message 3)" in said_of[1]
 
 
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<off>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_variables_of_a_record_reach_the_template_as_in_transformers(make, options, caplog):
+    tokenizer = make(THINKS)
+    messages = [user("q"), said("a")]
+    text, spans = ChatTemplate(tokenizer).render(messages, (1,), None, "f:7", options)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    assert [text[start:end] for start, end in spans] == [
+        "a</s>" + "<off>" * (options.get("enable_thinking") is False)
+    ]
+    assert not caplog.messages
+
+
+def test_variables_that_a_template_cannot_have_are_refused_and_those_that_it_does_not_read_are_told(
+    make, caplog
+):
+    template = ChatTemplate(make(THINKS))
+    with pytest.raises(DataError, match="f:7: field 'chat_template_kwargs' sets add_generation_prompt"):
+        template.render([user("q"), said("a")], (1,), None, "f:7", {"add_generation_prompt": True})
+    for _ in range(2):
+        template.render([user("q"), said("a")], (1,), None, "f:7", {"reasoning_effort": "high"})
+    assert caplog.messages == [
+        "f:7: the chat template reads no reasoning_effort, which chat_template_kwargs sets"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "is_told"),
+    [
+        (PLAIN, said("", refusal="I cannot"), True),
+        (PLAIN, said("a", refusal=None), False),
+        (PLAIN + "{{ messages[-1].refusal or '' }}", said("a", refusal="I cannot"), False),
+        (PLAIN, {**user("q"), "name": "Ann"}, True),
+        (PLAIN + "{{ messages[0]['name'] }}", {**user("q"), "name": "Ann"}, False),
+        (PLAIN, result("r"), False),
+        (WITH_TOOLS, {**system("s"), "tools": TOOLS}, True),
+    ],
+)
+def test_fields_of_messages_that_a_template_does_not_name_are_told(make, template, message, is_told, caplog):
+    ChatTemplate(make(template)).render([message, user("q"), said("a")], (2,), None, "f:7")
+    assert [line for line in caplog.messages if "leaves out the field" in line] == caplog.messages
+    assert len(caplog.messages) == is_told
+
+
 def test_marks_that_end_in_white_space_do_not_run_on(make):
     template = (
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"

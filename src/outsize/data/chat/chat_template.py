@@ -14,11 +14,13 @@ import functools
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from outsize.data.chat.chat_forms import Message, forms, is_misread
+from outsize.data.chat.chat_forms import Message, forms, is_misread, unread_keys
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
 from outsize.data.chat.reply_borders import USERS, Borders, Reading, header_of, read
 from outsize.data.chat.reply_spans import Span
@@ -48,6 +50,19 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEMPLATES = {"chatml": CHATML_TEMPLATE, "plain": FALLBACK_TEMPLATE}
+# What a call of the template is given here, whatever a record says.
+_OWN_OPTIONS = {
+    *(
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *("tokenize", "return_dict", "return_assistant_tokens_mask", "return_tensors", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length"),
+}
 _MARK_THEM = "mark the assistant's words in the template with {% generation %}...{% endgeneration %}"
 
 
@@ -76,7 +91,7 @@ class ChatTemplate:
             self.mask_source = "generation tags" if all(map(MARKED.search, own.values())) else "sentinels"
         self.written: str | None = None
         self._is_own = self.templates == _find_templates(tokenizer, None)
-        self._headers: dict[tuple[str, bool], str] = {}
+        self._headers: dict[tuple[str, bool, str], str] = {}
         self._said: set[str] = set()
 
     @property
@@ -90,6 +105,7 @@ class ChatTemplate:
         turns: tuple[int, ...] | None,
         tools: list[Any] | None,
         where: str,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
         """Return the rendered conversation and the character spans that are trained.
 
@@ -98,16 +114,19 @@ class ChatTemplate:
             turns: numbers of the assistant's messages that are trained; None trains all of the text.
             tools: JSON schemas offered to the template.
             where: ``file:line``, for errors.
+            options: further variables of the template, e.g. ``enable_thinking``.
 
         Raises:
             DataError: the template refuses the conversation, or its turns cannot be told apart.
         """
         template = self._choose(tools, where)
-        form, text, reading = self._read(messages, turns, tools, where)
+        self._check_options(options, template, where)
+        given = {"tools": tools, **options}
+        form, text, reading = self._read(messages, turns, template, where, given)
         self.written = None if self._is_own else template
         if turns is None:
             return text, [(0, len(text))]
-        render = functools.partial(self._apply, template=template, tools=tools, where=where)
+        render = functools.partial(self._apply, template=template, where=where, **given)
         if MARKED.search(template):
             marked, spans = marked_spans(render(form, template=mark(template)))
             if marked != text:
@@ -120,7 +139,7 @@ class ChatTemplate:
                 f"{where}: cannot tell whose words are whose, since the chat template decides by the words of a "
                 f"message; {_MARK_THEM}"
             )
-        key = (template, bool(tools))
+        key = (template, bool(tools), repr(sorted(options.items())))
         if key not in self._headers:
             self._headers[key] = header_of(form, render, template)
         return text, self._spans(Borders(reading, render, self._headers[key]), turns, where)
@@ -147,16 +166,20 @@ class ChatTemplate:
             DataError: the template refuses the conversation.
         """
         where = "the conversation"
-        form, _, _ = self._read(messages, (), None, where)
         template = self._choose(None, where)
-        return self._apply(form, template=template, tools=None, where=where, add_generation_prompt=True)
+        form, _, _ = self._read(messages, (), template, where, {})
+        return self._apply(form, template=template, where=where, add_generation_prompt=True)
 
     def _read(
-        self, messages: list[Message], turns: Sequence[int] | None, tools: list[Any] | None, where: str
+        self,
+        messages: list[Message],
+        turns: Sequence[int] | None,
+        template: str,
+        where: str,
+        given: Mapping[str, Any],
     ) -> tuple[list[Message], str, Reading | None]:
         """Return the first form of a conversation that the template writes in full, rendered and read."""
-        template = self._choose(tools, where)
-        render = functools.partial(self._apply, template=template, tools=tools, where=where)
+        render = functools.partial(self._apply, template=template, where=where, **given)
         error: DataError | None = None
         taken: tuple[list[Message], str, Reading | None] | None = None
         for form in forms(messages):
@@ -174,7 +197,7 @@ class ChatTemplate:
         if taken is None:
             assert error is not None
             raise error
-        self._tell(taken[2], where)
+        self._tell([*(taken[2].left_out() if taken[2] else ()), *unread_keys(messages, template)], where)
         return taken
 
     def _check(
@@ -199,9 +222,22 @@ class ChatTemplate:
                     "the template writes it, or set data.template"
                 )
 
-    def _tell(self, reading: Reading | None, where: str) -> None:
+    def _check_options(self, options: Mapping[str, Any], template: str, where: str) -> None:
+        """Refuse variables that a template cannot be given, and say once which it does not read."""
+        if refused := sorted(_OWN_OPTIONS & set(options)):
+            raise DataError(
+                f"{where}: field 'chat_template_kwargs' sets {', '.join(refused)}, which training decides; take it out"
+            )
+        for name in options:
+            if name not in self._said and not re.search(rf"\b{re.escape(name)}\b", template):
+                self._said.add(name)
+                logger.warning(
+                    "%s: the chat template reads no %s, which chat_template_kwargs sets", where, name
+                )
+
+    def _tell(self, left_out: Sequence[tuple[int, str]], where: str) -> None:
         """Say once what a template leaves out beside what is trained."""
-        for turn, what in reading.left_out() if reading is not None else ():
+        for turn, what in left_out:
             if what not in self._said:
                 self._said.add(what)
                 logger.warning(
@@ -221,12 +257,10 @@ class ChatTemplate:
             )
         return self.templates[name]
 
-    def _apply(
-        self, messages: list[Message], *, template: str, tools: list[Any] | None, where: str, **options: Any
-    ) -> str:
+    def _apply(self, messages: list[Message], *, template: str, where: str, **options: Any) -> str:
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, tokenize=False, **options
+                messages, chat_template=template, tokenize=False, **options
             )
         except Exception as error:  # a template is a program of its own: it raises what it likes
             raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error

@@ -21,6 +21,10 @@ _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 # Parts of a message that its author has marked; nothing here trains parts of messages.
 PARTIAL_FLAGS = ("train_detail", "loss_mask", "label_mask", "mask", "masked", "loss_scale")
 SYSTEM_FIELDS = ("system", "system_prompt")
+# Parts of a content that are text: of transformers and OpenAI, and of its responses.
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio", "files")
+_NO_MEDIA = "leave such records out, or raise data.max_bad_records"
 _CALLS = ("function_call", "tool_call", "tool_calls")
 # What data sets call those who speak, and the role that a chat template knows.
 ROLES = {
@@ -106,6 +110,20 @@ def read_tools(record: Record, where: str) -> list[Any] | None:
     return tools or None
 
 
+def read_template_arguments(record: Record, where: str) -> dict[str, Any]:
+    """Return the variables that a record hands to the chat template beside its messages, as in TRL.
+
+    Raises:
+        DataError: they are no object.
+    """
+    found = from_json_text(record.get("chat_template_kwargs"), "chat_template_kwargs", where)
+    if found is not None and not isinstance(found, dict):
+        raise DataError(
+            f"{where}: field 'chat_template_kwargs' must be an object, found {type(found).__name__}"
+        )
+    return found or {}
+
+
 def from_json_text(value: Any, field: str, where: str) -> Any:
     """Return what a text of JSON says, where a list or an object is needed; other values as they are.
 
@@ -161,6 +179,10 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
     role = _role(name, speaker, where, roles)
     if said == "value" and not isinstance(value, str):
         raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
+    if media := next((key for key in _MEDIA if not is_blank(rest.get(key))), None):
+        raise DataError(
+            f"{where}: a message of the {role} has {media!r}, and what is trained here is text; {_NO_MEDIA}"
+        )
     if said not in turn and not rest.get("tool_calls"):
         raise DataError(f"{where}: a message of the {role} has no 'content', found {listed(turn)}")
     return {**rest, "role": role, "content": _flat_content(value, where, "content")}
@@ -213,8 +235,18 @@ def _flat_content(content: object, where: str, field: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
-    ):
-        return "".join(part["text"] for part in content)
+    if isinstance(content, list):
+        return "".join(_text_of(part, where, field) for part in content)
     raise DataError(f"{where}: the {field!r} of a message must be text, found {type(content).__name__}")
+
+
+def _text_of(part: object, where: str, field: str) -> str:
+    """Return the text of a part of a content."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise DataError(
+        f"{where}: the {field!r} of a message must be text, and a part of it is {kind!r}; {_NO_MEDIA}"
+    )

@@ -105,7 +105,9 @@ def find_sources(path: Path, glob: str | None = None, *, measured: bool = False)
         return Sources((file,), file.container)
     if HubDataset.from_path(path) is not None:
         if measured and "#" not in path.name:
-            raise DataError(f"{path} is train, on which nothing is measured; name a split, e.g. {path}#validation")
+            raise DataError(
+                f"{path} is train, on which nothing is measured; name a split, e.g. {path}#validation"
+            )
         return Sources((SourceFile(path, 0, 0, "dataset"),), "dataset")
     if not path.is_dir():
         raise DataError(f"no such file or directory: {path}")

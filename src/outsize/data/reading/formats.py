@@ -1,7 +1,7 @@
 """What a record means: the table of formats, how one is recognised, and the document each record becomes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from outsize.data.reading.conversations import (
@@ -13,6 +13,7 @@ from outsize.data.reading.conversations import (
     listed,
     pop_trained,
     read_messages,
+    read_template_arguments,
     read_tools,
     system_field,
     with_system,
@@ -36,6 +37,7 @@ class Document:
         messages: a conversation, instead of ``text``: dicts with ``role`` and ``content``.
         turns: numbers of the messages that are trained; None trains every token.
         tools: JSON schemas offered to the conversation's template.
+        options: further variables of the template.
         unused: names of what the record says and nothing reads.
         opens: the document begins here (a long text comes in pieces).
         closes: the document ends here.
@@ -47,6 +49,7 @@ class Document:
     messages: list[dict[str, Any]] | None = None
     turns: tuple[int, ...] | None = None
     tools: list[Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     opens: bool = True
     closes: bool = True
@@ -135,7 +138,7 @@ def _unread(record: Record, format_name: FormatName, document: Document, text_fi
     """Return the fields of a record that hold something, are not read, and are not plainly about the record."""
     read: set[str] = {text_field} if format_name == "text" else set(_REQUIRED_FIELDS[format_name])
     if document.messages is not None:
-        read |= {"tools", "functions", system_field(record) or ""}
+        read |= {"tools", "functions", "chat_template_kwargs", system_field(record) or ""}
     if format_name == "alpaca":
         read |= {"input", "history"}
     return unread_fields(record, read)
@@ -252,6 +255,7 @@ def _conversation(
         messages=messages,
         turns=None if train_on == "all" else tuple(turns),
         tools=read_tools(record, where),
+        options=read_template_arguments(record, where),
         unused=tuple(dict.fromkeys(unused)),
     )
 
