@@ -203,7 +203,7 @@ def test_limits_of_the_model(tmp_path, tokenizer, cache_dir):
     tokenizer_with_gaps = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "fox": 7}, unk_token="?"))
     )
-    with pytest.raises(DataError, match="token id 7 .*is outside the 5 rows"):
+    with pytest.raises(DataError, match=r"token id 7 .*is outside the 5 rows"):
         open_small(fox, tokenizer_with_gaps, tmp_path / "other", vocab_size=5)
     with pytest.raises(ConfigError, match="at least 2"):
         open_small(path, tokenizer, cache_dir, seq_len=1)
