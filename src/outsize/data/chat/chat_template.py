@@ -126,7 +126,7 @@ class ChatTemplate:
         self.written = None if self._is_own else template
         if turns is None:
             return text, [(0, len(text))]
-        render = functools.partial(self._apply, template=template, where=where, **given)
+        render = functools.partial(self._apply, template=template, where=where, given=given)
         if MARKED.search(template):
             marked, spans = marked_spans(render(form, template=mark(template)))
             if marked != text:
@@ -168,7 +168,7 @@ class ChatTemplate:
         where = "the conversation"
         template = self._choose(None, where)
         form, _, _ = self._read(messages, (), template, where, {})
-        return self._apply(form, template=template, where=where, add_generation_prompt=True)
+        return self._apply(form, template=template, where=where, given={}, add_generation_prompt=True)
 
     def _read(
         self,
@@ -179,7 +179,7 @@ class ChatTemplate:
         given: Mapping[str, Any],
     ) -> tuple[list[Message], str, Reading | None]:
         """Return the first form of a conversation that the template writes in full, rendered and read."""
-        render = functools.partial(self._apply, template=template, where=where, **given)
+        render = functools.partial(self._apply, template=template, where=where, given=given)
         error: DataError | None = None
         taken: tuple[list[Message], str, Reading | None] | None = None
         for form in forms(messages):
@@ -257,10 +257,18 @@ class ChatTemplate:
             )
         return self.templates[name]
 
-    def _apply(self, messages: list[Message], *, template: str, where: str, **options: Any) -> str:
+    def _apply(
+        self,
+        messages: list[Message],
+        *,
+        template: str,
+        where: str,
+        given: Mapping[str, Any],
+        **options: Any,
+    ) -> str:
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, **options
+                messages, chat_template=template, tokenize=False, **given, **options
             )
         except Exception as error:  # a template is a program of its own: it raises what it likes
             raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error
