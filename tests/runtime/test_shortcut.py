@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.runtime.forward.microbatch import Roots, roots_of
+from outsize.runtime.forward.boundary import Roots, roots_of
 from outsize.runtime.forward.short_recompute import Needed, Shortcuts, Trial
 from outsize.runtime.trial.live_bytes import LiveBytes
 
@@ -58,7 +58,7 @@ def tried(call: Callable[[], Tensor]) -> Needed | None:
 
 def rooted(block: nn.Module, x: Tensor) -> Roots:
     """Run it, and hold no output."""
-    return roots_of(block(x))
+    return roots_of([block(x)])
 
 
 def gradients(block: nn.Module, roots: Roots, x: Tensor) -> list[Tensor]:

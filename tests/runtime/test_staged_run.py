@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from outsize.model.split import split
-from outsize.model.walk import Boundaries
-from outsize.runtime.forward.boundary import Gradients
-from outsize.runtime.forward.microbatch import UnitVisit
+from outsize.model.walk import Boundaries, UnitCall
 from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.forward.staged_run import StagedRun
+from outsize.runtime.forward.unit_visit import UnitVisit, visit_of
 from runtime.oddities import Sparse, batch
 
 
@@ -118,9 +116,7 @@ def test_what_all_units_share_crosses_once_for_each_worker(world: World):
     mask, table = torch.ones(4, 4), torch.arange(8)
 
     def visit() -> UnitVisit:
-        leaves = [mask.detach(), table, table[2:], "text"]
-        _, structure = pytree.tree_flatten(leaves)
-        return UnitVisit(leaves, structure, {}, Gradients(()))
+        return visit_of(UnitCall(0, (mask, table, table[2:], "text"), {}))
 
     first, second, here = visit(), visit(), visit()
     world.run._localise(here)
@@ -128,6 +124,6 @@ def test_what_all_units_share_crosses_once_for_each_worker(world: World):
     world.glue.where = torch.device("meta")
     world.run._localise(first)
     world.run._localise(second)
-    assert all(leaf.device.type == "meta" for leaf in first.leaves[:3])
+    assert all(leaf.device.type == "meta" for leaf in first.leaves)
     assert all(a is b for a, b in zip(first.leaves, second.leaves, strict=True))
     assert len(world.run._copies) == 3

@@ -49,6 +49,13 @@ def test_other_architectures_too(name: str):
 
 
 @pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_models_that_are_recomputed_in_two_slots_too(name: str):
+    compare(name, 1, device="emulated:1", slots=2, activations="recompute")
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"offload": True, "slots": 2},

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -267,23 +268,27 @@ def test_hooks_inside_units_see_what_was_computed(when: str, activations: str):
     """In the recompute as well, which computes everything then; they may copy, and come before the trial or after."""
     plain = zoo.build("llama")
 
-    def watch(model: nn.Module, seen: list[torch.Tensor]) -> Any:
+    def watch(model: nn.Module, seen: SimpleQueue[torch.Tensor]) -> Any:
         part = model.get_submodule("model.layers.1.mlp.down_proj")
-        return part.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+        return part.register_forward_hook(lambda module, args, output: seen.put(output.clone()))
 
-    want: list[torch.Tensor] = []
+    want: SimpleQueue[torch.Tensor] = (
+        SimpleQueue()
+    )  # of which a recompute takes nothing back, as it does of a list
     watch(plain, want)
     plain(**BATCH).loss.backward()
     with wrapped(zoo.build("llama"), activations=activations) as model:
-        seen: list[torch.Tensor] = []
-        handle = watch(model, seen) if when == "before" else None
+        queue: SimpleQueue[torch.Tensor] = SimpleQueue()
+        handle = watch(model, queue) if when == "before" else None
         streamed_backward(model, BATCH)
-        handle = handle or watch(model, seen)
-        seen.clear()
+        handle = handle or watch(model, queue)
+        while not queue.empty():
+            queue.get()
         streamed_backward(model, BATCH)
         handle.remove()
+    seen, expected = [queue.get() for _ in range(queue.qsize())], want.get()
     assert len(seen) == (2 if activations == "recompute" else 1)
-    assert all(torch.equal(one, want[0]) for one in seen)
+    assert all(torch.equal(one, expected) for one in seen)
 
 
 def test_what_dropout_saves_is_measured_although_evaluation_came_first():

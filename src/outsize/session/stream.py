@@ -284,6 +284,7 @@ class StreamedTrainer:
             chunk_tokens=self.prepared.chunk_tokens,
             seed=config.train.seed,
             graph_in_forward=self.prepared.measured.graph_matters,
+            effects=self.prepared.measured.effects,
             needed=self.prepared.measured.needed,
             num_products=self.prepared.measured.num_products,
             num_threads=torch.get_num_threads(),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import is_accelerator, module_of, torch_name
+from outsize.accelerators import torch_name
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
@@ -31,6 +31,7 @@ from outsize.optim.split_masters import join_master, split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
+from outsize.runtime.forward.random_states import seed_generators
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.frozen_encoding import Decoded
 from outsize.session.job.job_options import clip_of
@@ -367,10 +368,7 @@ def seeding(split: Split, seed: int, step: int, microbatch: int) -> Iterator[Non
     """Seed random numbers before the model, before each unit, and after each unit, as the engine does."""
 
     def reseed(unit: int, glue: bool) -> None:
-        torch.default_generator.manual_seed(seed_of(seed, step, unit, microbatch, glue))
-        if is_accelerator(device):
-            with module_of(device).device(device):
-                module_of(device).manual_seed(seed_of(seed, step, unit, microbatch, glue))
+        seed_generators(device, seed_of(seed, step, unit, microbatch, glue))
 
     device = next(split.model.parameters()).device
     handles = []

@@ -244,4 +244,6 @@ class HomeParameters(HomeTensors):
 
 def _alone(view: Tensor) -> Tensor:
     """Return the same bytes as a storage that holds nothing else, as whoever saves tensors expects of parameters."""
+    if not view.numel():
+        return torch.empty_like(view)
     return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)

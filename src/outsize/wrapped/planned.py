@@ -464,6 +464,7 @@ class Planned:
             optimizer=self.optimizer or PlaneAdamW(),
             max_grad_norm=float("inf"),
             graph_in_forward=self._measured.graph_matters,
+            effects=self._measured.effects,
             num_threads=torch.get_num_threads(),
         )
         engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)

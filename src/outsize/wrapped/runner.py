@@ -44,6 +44,7 @@ from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.planned import Programs, flags_of
+from outsize.wrapped.uncached import without_cache
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,10 @@ class Runner(Inferring):
             OutsizeError: an op failed, or the plan does not fit; the next call finds everything as before this one.
         """
         model = self._check()
+        with without_cache(model, inputs):
+            return self._forward(model, inputs)
+
+    def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
@@ -225,7 +230,8 @@ class Runner(Inferring):
         context.touched = dict(held)
         try:
             going_on = {unit for unit, positions in held.items() if positions}
-            self._walk(step_parts.summing(program, going_on), context)
+            with without_cache(model, context.microbatches[0].inputs):  # later rounds go forward once more
+                self._walk(step_parts.summing(program, going_on), context)
         finally:
             for index, positions in context.touched.items():
                 self.parameters.show_gradients(self.split.spec.units[index], positions)

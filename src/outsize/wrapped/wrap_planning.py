@@ -18,6 +18,7 @@ from outsize.model.split import Split
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
+from outsize.runtime.forward.unit_state import SideEffects
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
@@ -199,8 +200,7 @@ def measure(
     try:
         for module in split.modules:  # a trial is not what the hooks on units are there to see
             module._forward_hooks = OrderedDict()
-        with torch.random.fork_rng(devices=[]):  # one that fails leaves the generator where it is
-            measured = _first_that_runs(tried, shape)
+        measured = _first_that_runs(tried, shape)
     finally:
         for module, own in zip(split.modules, hooks, strict=True):
             own.update(module._forward_hooks)  # what transformers hangs there on the first call
@@ -230,6 +230,8 @@ def _both(one: Measured, other: Measured) -> Measured:
     def larger(a: Any, b: Any) -> Any:
         if isinstance(a, Mapping):
             return a
+        if isinstance(a, frozenset | SideEffects):
+            return a | b
         return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
 
     return Measured(

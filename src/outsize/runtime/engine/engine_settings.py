@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from outsize.optim.update import UpdateRule, WholeRule
 from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.forward.unit_state import SideEffects
 from outsize.runtime.ops.commit_ops import Describe
 from outsize.runtime.ops.gradient_ops import GradientObserver
 
@@ -20,6 +21,7 @@ class EngineSettings:
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         seed: of dropout and other randomness.
         graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
+        effects: what units do besides returning tensors, see `Measured.effects`.
         needed: how far recomputes have to go, see `Measured.needed`.
         num_products: how many products backwards need, see `Measured.num_products`.
         num_threads: compute threads of each lane that computes.
@@ -34,6 +36,7 @@ class EngineSettings:
     chunk_tokens: int | None = None
     seed: int = 0
     graph_in_forward: bool = False
+    effects: SideEffects = field(default_factory=SideEffects)
     needed: Mapping[int, Needed] = field(default_factory=dict)
     num_products: Mapping[int, int] = field(default_factory=dict)
     num_threads: int | None = None

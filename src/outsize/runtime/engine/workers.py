@@ -220,6 +220,7 @@ def _asked_of_units(plan: Plan, settings: "EngineSettings") -> ComputeSettings:
         seed=settings.seed,
         chunk_tokens=settings.chunk_tokens,
         graph_in_forward=settings.graph_in_forward,
+        effects=settings.effects,
         needed=settings.needed,
         num_products=settings.num_products,
     )

@@ -5,19 +5,50 @@ them, and when a backward pass reaches them their gradients are kept in a `Gradi
 The box holds no activation: what the surrounding code does not need is free at once.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
+
+from outsize.errors import ModelError
+
+Forward = Callable[..., Any]
+Roots = list[GradientEdge | None]
+
+
+class Gate:
+    """Whether gradients may arrive: only while their own microbatch goes backward."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let gradients arrive while the context lasts."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
 
 
 class Gradients:
-    """Gradients of the tensors that one unit handed out, by position; None where none has arrived."""
+    """Gradients of the tensors that one unit handed out, by position; None where none has arrived.
 
-    def __init__(self, outputs: Any) -> None:
+    Args:
+        outputs: the tensors, in any nesting.
+        gate: of the microbatch; None where it stays open.
+    """
+
+    def __init__(self, outputs: Any, gate: Gate | None = None) -> None:
         self.values: list[Tensor | None] = [None] * len(pytree.tree_leaves(outputs))
+        self.gate = gate or Gate()
 
     def add(self, position: int, gradient: Tensor) -> None:
         """Add what one backward pass brings; a tensor used by several units collects several."""
@@ -39,6 +70,12 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        if not ctx.box.gate.is_open:
+            raise ModelError(
+                "a loss depends on a tensor that a layer left on itself, or in a list, and that the model's forward "
+                "did not return, or that is of another microbatch; its gradient would not reach the layer. Have the "
+                "layer and the model return it, or set microbatches=1"
+            )
         ctx.box.add(ctx.position, gradient)
         return None, None, None, None
 
@@ -72,3 +109,8 @@ def hand_out(outputs: Any, box: Gradients) -> Any:
             if is_differentiable(leaf):
                 leaves[position] = _Boundary.apply(anchor, box, position, (leaf,))  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten(leaves, structure)
+
+
+def roots_of(leaves: Sequence[Tensor]) -> Roots:
+    """Where the graph of ``leaves`` begins, by position; unlike the tensors themselves it holds no memory of them."""
+    return [get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in leaves]

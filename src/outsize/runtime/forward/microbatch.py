@@ -21,69 +21,34 @@ nothing to do for this microbatch, neither forward nor backward.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
+from outsize.runtime.forward.boundary import (
+    Forward,
+    Gate,
+    Gradients,
+    Roots,
+    cut,
+    hand_out,
+    is_differentiable,
+    roots_of,
+)
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
+from outsize.runtime.forward.unit_state import UnitState
+from outsize.runtime.forward.unit_visit import Returned, UnitVisit, visit_of
 
-Forward = Callable[..., Any]
 Reseed = Callable[[int, bool], None]
 Ambient = Callable[[], AbstractContextManager[Any]]
-Roots = list[GradientEdge | None]
-
-
-@dataclass(slots=True)
-class UnitVisit:
-    """A unit called by the model: its arguments, and the gradients of what it returned.
-
-    Attributes:
-        leaves: the flattened arguments; differentiable ones cut from their history.
-        structure: how to unflatten them into ``(args, kwargs)``.
-        sources: position in ``leaves`` → the same tensor with its history, where it has one.
-        box: gradients of the outputs, filled as later units and glue run backward.
-        roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
-        held: memory of what its forward kept, which may leave the device; None where it kept nothing.
-        selected: results that a recompute need not compute; None where there are none.
-        came_at: number of the last node of the graph of the model's own code before it.
-        known: gradients of what that code made and the model returned, and where they begin.
-    """
-
-    leaves: list[Any]
-    structure: pytree.TreeSpec
-    sources: dict[int, Tensor]
-    box: Gradients
-    roots: Roots | None = None
-    held: SavedTensors | None = None
-    selected: Selected | None = None
-    came_at: int = -1
-    known: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-
-    def call(self, forward: Forward) -> Any:
-        """Run the unit on its arguments."""
-        args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
-        return forward(*args, **kwargs)
-
-    def let_go(self) -> None:
-        """Look no longer after what the forward kept: it goes as the backward uses it up."""
-        if self.held is not None:
-            self.held.clear()
-        self.held = None
-
-    def track_inputs(self) -> None:
-        """Make the arguments that carry gradients leaves of a graph."""
-        for position in self.sources:
-            self.leaves[position] = self.leaves[position].detach().requires_grad_()
+StateOf = Callable[[int], tuple[UnitState | None, bool]]
 
 
 class MicrobatchRun:
@@ -97,6 +62,8 @@ class MicrobatchRun:
         graph: whether the model's own code makes a graph for a backward.
         ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
         shortcuts: runs units again where that may end early; None runs them in full.
+        state_of: returns the state of a unit that changes any, and whether it leaves tensors there whose history others
+            go on from; None where no unit does.
     """
 
     def __init__(
@@ -108,8 +75,12 @@ class MicrobatchRun:
         graph: bool = True,
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
+        state_of: StateOf | None = None,
     ) -> None:
         self._shortcuts = shortcuts
+        self._state_of = state_of
+        self._gate = Gate()
+        self._gate.is_open = False
         self._graph = graph
         self._ambient = ambient
         self.inputs = inputs
@@ -117,7 +88,8 @@ class MicrobatchRun:
         self._visits: dict[int, UnitVisit] = {}
         self._tracked = tracked
         self._reseed = reseed
-        self._waiting: Any = None
+        self._waiting: list[Tensor] = []
+        self._returned: Returned | None = None
         self._box: Gradients | None = None
         self._came: UnitCall | Finished | None = (
             None  # where the model has come to, beyond units it passes over
@@ -148,9 +120,9 @@ class MicrobatchRun:
             return
         visit.track_inputs()
         with keeping.hooks():
-            outputs = self._pass_on(unit, visit, forward, True)
-        visit.roots = roots_of(outputs)
-        self._hold(visit, keeping.held, outputs)
+            returned = self._pass_on(unit, visit, forward, True)
+        visit.roots = roots_of(returned)
+        self._hold(visit, keeping.held, returned)
 
     def forward_select(self, unit: int, forward: Forward, selected: Selected) -> None:
         """Run ``unit``, and keep what ``selected`` says of it for its recompute; see `forward`."""
@@ -159,15 +131,14 @@ class MicrobatchRun:
             return
         visit.track_inputs()
         with selected.recording():
-            outputs = self._pass_on(unit, visit, forward, True)
+            returned = self._pass_on(unit, visit, forward, True)
         if len(selected):
             visit.selected = selected
-            self._hold(visit, selected.held, outputs)
+            self._hold(visit, selected.held, returned)
 
-    def _hold(self, visit: UnitVisit, held: SavedTensors, outputs: Any) -> None:
+    def _hold(self, visit: UnitVisit, held: SavedTensors, returned: list[Tensor]) -> None:
         """Let what a visit's forward kept leave the device, but not what others use as well."""
-        given = [leaf for leaf in visit.leaves if isinstance(leaf, Tensor)]
-        held.stay([*given, *(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))])
+        held.stay([*visit.leaves, *returned])
         visit.held = held
 
     def held(self, unit: int) -> SavedTensors | None:
@@ -181,23 +152,26 @@ class MicrobatchRun:
         visit.let_go()
         visit.roots = visit.selected = None
 
-    def _pass_on(self, unit: int, visit: UnitVisit, forward: Forward, graph: bool) -> Any:
-        """Run a unit, hand its outputs out to the next one, and return them with their history."""
-        before = [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]
-        with self._ambient(), torch.set_grad_enabled(graph):
+    def _pass_on(self, unit: int, visit: UnitVisit, forward: Forward, graph: bool) -> list[Tensor]:
+        """Run a unit, hand what it returns out to the next one, and return its tensors with their history."""
+        given = visit.leaves[: visit.num_arguments]
+        versions = _versions(given)
+        with torch.set_grad_enabled(graph), self._ambient():
             self._reseed(unit, False)
-            outputs = visit.call(forward)
-        if before != [leaf._version for leaf in visit.leaves if is_differentiable(leaf)]:
+            returned = visit.run(forward, graph=graph)
+        if versions != _versions(given):
             raise ModelError(
                 f"unit {unit} changes its input in place, so its forward cannot be repeated from that input; "
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
-        self._set_waiting(unit, visit, outputs)
-        return outputs
+        self._note_versions(visit, versions, returned.leaves)
+        self._set_waiting(unit, visit, returned)
+        return returned.leaves
 
-    def _set_waiting(self, unit: int, visit: UnitVisit, outputs: Any) -> None:
-        """Have the outputs of ``unit`` wait, cut from their history, until the model goes on."""
-        self._waiting, visit.box = cut(outputs), Gradients(outputs)
+    def _set_waiting(self, unit: int, visit: UnitVisit, returned: Returned) -> None:
+        """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
+        self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
+        self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
 
     def finish(self, unit: int) -> Any:
@@ -224,7 +198,8 @@ class MicrobatchRun:
         """Go on backward from the gradient of `head_input`; the model's own code after the head never runs."""
         self._end_walk()
         visit = self._visits.pop(unit)
-        self._pull(list(visit.sources.values()), [gradient] * len(visit.sources))
+        with self._gate.opened():
+            self._pull(list(visit.sources.values()), [gradient] * len(visit.sources))
 
     def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
         """Run the last unit with a graph, finish the model's forward, and go backward from its loss.
@@ -239,14 +214,15 @@ class MicrobatchRun:
         visit.track_inputs()
         with torch.enable_grad():
             self._reseed(unit, False)
-            outputs = visit.call(forward)
-            self._set_waiting(unit, visit, outputs)
+            returned = visit.run(forward, graph=True)
+            self._set_waiting(unit, visit, returned)
             loss = loss_of(self.finish(unit)) / divisor
         if math.isinf(divisor):  # no target: the mean over nothing is NaN, and weighs nothing
             return torch.zeros_like(loss)
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._descend(unit, roots_of(outputs))
+        with self._gate.opened():
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._descend(unit, roots_of(returned.leaves))
         return loss.detach()
 
     def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
@@ -261,7 +237,8 @@ class MicrobatchRun:
             later = (visit.known for visit in self._visits.values() if visit.came_at >= made_at)
             next(later, pairs).append((edge, gradient))
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            with self._gate.opened():
+                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
     def backward(self, unit: int, forward: Forward) -> None:
         """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
@@ -276,9 +253,11 @@ class MicrobatchRun:
             visit.let_go()  # its graph holds what it kept
         if roots is None:
             roots = self._recompute(unit, visit, forward)
-        self._descend(unit, roots)
+        with self._gate.opened():
+            self._descend(unit, roots)
 
     def _recompute(self, unit: int, visit: UnitVisit, forward: Forward) -> Roots:
+        self._check_unchanged(unit, visit)
         visit.track_inputs()
         selected, visit.selected = visit.selected, None
         visit.let_go()
@@ -286,10 +265,17 @@ class MicrobatchRun:
         def call() -> Roots:
             if selected is not None:
                 selected.rewind()
-            self._reseed(unit, False)
-            return roots_of(visit.call(forward))
+            with self._ambient():  # what an autocast keeps is that of one attempt
+                self._reseed(unit, False)
+                roots = roots_of(visit.repeat(forward))
+            if len(roots) != len(visit.box.values):
+                raise ModelError(
+                    f"unit {unit} returned {len(visit.box.values)} tensors, or left them, and {len(roots)} when it was "
+                    "run again for its backward; a unit that does otherwise each time cannot be recomputed"
+                )
+            return roots
 
-        with self._ambient(), torch.enable_grad():
+        with torch.enable_grad():
             if selected is not None:
                 try:
                     with selected.replaying():
@@ -297,6 +283,23 @@ class MicrobatchRun:
                 except DivergedError:
                     selected.clear()  # run in full below
             return self._run_again(unit, call)
+
+    def _note_versions(self, visit: UnitVisit, versions: list[int], returned: list[Tensor]) -> None:
+        """Note how often arguments have been changed in place, but for what the unit passes on as it is.
+
+        Code behind the unit may change that: the unit needs no value of it.
+        """
+        passed = {leaf.untyped_storage()._cdata for leaf in returned}
+        given = zip(visit.leaves, versions, strict=False)  # those of its state come last
+        visit.versions = [one for one in given if one[0].untyped_storage()._cdata not in passed]
+
+    def _check_unchanged(self, unit: int, visit: UnitVisit) -> None:
+        versions, visit.versions = visit.versions, []
+        if [version for _, version in versions] != _versions([leaf for leaf, _ in versions]):
+            raise ModelError(
+                f"a tensor that unit {unit} was given has been changed in place since, so that it cannot be run again "
+                "from it: write `x = x + y` instead of `x += y` between layers, or set activations=keep"
+            )
 
     def _run_again(self, unit: int, call: Callable[[], Roots]) -> Roots:
         return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
@@ -315,25 +318,29 @@ class MicrobatchRun:
     def close(self) -> None:
         """Let go of everything; idempotent."""
         self._end_walk()
+        self._gate.is_open = False
         self._visits.clear()
-        self._waiting = self._box = self._came = None
+        self._waiting, self._returned, self._box, self._came = [], None, None, None
 
     def _end_walk(self) -> None:
         self._walk.close()
 
-    def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
+    def _advance(self, unit: int, waiting: list[Tensor]) -> UnitCall | Finished:
         """Run the model's own code up to ``unit``."""
         box, self._box = self._box, None
-        with self._ambient(), torch.set_grad_enabled(self._graph):
+        returned, self._returned = self._returned, None
+        with torch.set_grad_enabled(self._graph), self._ambient():
             self._reseed(unit, True)
-            return self._walk.advance(outputs if box is None else hand_out(outputs, box))
+            handed = waiting if box is None else hand_out(waiting, box)
+            return self._walk.advance(None if returned is None else returned.build(handed))
 
     def _come(self, unit: int) -> UnitCall | Finished:
         """Where the model has come to on the way to ``unit``."""
         came, self._came = self._came, None
         if came is None:
-            waiting, self._waiting = self._waiting, None
+            waiting, self._waiting = self._waiting, []
             came = self._advance(unit, waiting)
+            waiting.clear()
         return came
 
     def _arrive(self, unit: int) -> UnitVisit | None:
@@ -347,7 +354,8 @@ class MicrobatchRun:
         if not isinstance(came, UnitCall) or came.unit > unit:
             self._came = came
             return None
-        visit = self._visits[unit] = visit_of(came)
+        where, outlet = (None, False) if self._state_of is None else self._state_of(unit)
+        visit = self._visits[unit] = visit_of(came, where, outlet=outlet)
         return visit
 
     def _arrive_at_last(self, unit: int) -> UnitVisit:
@@ -387,14 +395,6 @@ class MicrobatchRun:
             torch.autograd.backward(tensors, gradients, retain_graph=True)
 
 
-def roots_of(outputs: Any) -> Roots:
-    """Where the graph of ``outputs`` begins, by position; unlike the tensors themselves it holds no memory of them."""
-    return [
-        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-        for leaf in pytree.tree_leaves(outputs)
-    ]
-
-
 def loss_of(output: Any) -> Tensor:
     """Return the loss of a model's output: its ``loss``, or its first element.
 
@@ -409,14 +409,6 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def visit_of(call: UnitCall) -> UnitVisit:
-    """Return a unit that is called with these arguments, each differentiable one cut from its history."""
-    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
-    sources: dict[int, Tensor] = {}
-    for position, leaf in enumerate(leaves):
-        if is_differentiable(leaf):
-            if leaf.requires_grad:
-                sources[position] = leaf
-            leaves[position] = leaf.detach()
-    came_at = max((s.grad_fn._sequence_nr() for s in sources.values() if s.grad_fn is not None), default=-1)
-    return UnitVisit(leaves, structure, sources, Gradients(()), came_at=came_at)
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often tensors have been changed in place; those made under inference mode count nothing."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

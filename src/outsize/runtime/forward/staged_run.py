@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
-from outsize.runtime.forward.boundary import box_of
-from outsize.runtime.forward.microbatch import Ambient, Forward, MicrobatchRun, Reseed, Roots, UnitVisit
+from outsize.runtime.forward.boundary import Forward, Roots, box_of
+from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
+from outsize.runtime.forward.unit_visit import UnitVisit
 
 Storage = torch.UntypedStorage
 
@@ -86,7 +86,8 @@ class StagedRun(MicrobatchRun):
             self._localise(self._visits[unit])
             super().backward(unit, forward)
         else:
-            self._descend(unit, self._recomputed.pop(unit))
+            with self._gate.opened():
+                self._descend(unit, self._recomputed.pop(unit))
 
     def input_storages(self, unit: int) -> list[Storage]:
         """Storages of what ``unit`` receives and of what moves with it, each once."""
@@ -104,7 +105,7 @@ class StagedRun(MicrobatchRun):
             old = leaves[position]
             leaves[position] = Form.of(old).shown(storages[index[old.untyped_storage()._cdata]])
         if unit not in self._visits:
-            self._waiting = pytree.tree_unflatten(leaves, pytree.tree_structure(self._waiting))
+            self._waiting = leaves
 
     def leave_below(self, unit: int) -> None:
         """Free the input of ``unit`` on its worker where a copy lies below."""
@@ -137,18 +138,21 @@ class StagedRun(MicrobatchRun):
         self._copies.clear()
         self.parameters.clear()
 
-    def _hold(self, visit: UnitVisit, held: SavedTensors, outputs: Any) -> None:
+    def _hold(self, visit: UnitVisit, held: SavedTensors, returned: list[Tensor]) -> None:
         """See `MicrobatchRun._hold`; what the unit returned moves away by itself, and is computed again."""
         if visit.selected is not None:
-            visit.selected.leave_out(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor))
-        super()._hold(visit, held, outputs)
+            visit.selected.leave_out(returned)
+        super()._hold(visit, held, returned)
 
-    def _input(self, unit: int) -> tuple[list[Any], tuple[int, ...]]:
+    def _note_versions(self, visit: UnitVisit, versions: list[int], returned: list[Tensor]) -> None:
+        """Note nothing: arguments move, and are counted anew."""
+
+    def _input(self, unit: int) -> tuple[list[Tensor], tuple[int, ...]]:
         """What ``unit`` receives, and which of it moves; before the model calls it, what the unit before returned."""
         if unit in self._visits:
             return self._visits[unit].leaves, self._moving[unit]
-        leaves = pytree.tree_leaves(self._waiting)
-        tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        leaves = list(self._waiting)
+        tensors = tuple(range(len(leaves)))
         return leaves, tuple(i for i in tensors if i in self._passed) or tensors
 
     def _moved(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
@@ -157,7 +161,7 @@ class StagedRun(MicrobatchRun):
 
     def _arrive(self, unit: int) -> UnitVisit:
         if unit not in self._visits:
-            before = _storages(pytree.tree_leaves(self._waiting))
+            before = _storages(self._waiting)
             visit = super()._arrive(unit)
             if visit is None:
                 raise ModelError(
@@ -179,15 +183,15 @@ class StagedRun(MicrobatchRun):
         """Have every argument on the worker's device; what has been copied there before is there."""
         device = self._glue.device()
         for i, leaf in enumerate(visit.leaves):
-            if isinstance(leaf, Tensor) and leaf.device != device:
+            if leaf.device != device:
                 key = (device, leaf.untyped_storage()._cdata, Form.of(leaf))
                 if key not in self._copies:
                     self._copies[key] = (leaf, leaf.to(device, non_blocking=True))
                 visit.leaves[i] = self._copies[key][1]
 
-    def _advance(self, unit: int, outputs: Any) -> UnitCall | Finished:
+    def _advance(self, unit: int, waiting: list[Tensor]) -> UnitCall | Finished:
         def piece() -> UnitCall | Finished:
-            return super(StagedRun, self)._advance(unit, outputs)
+            return super(StagedRun, self)._advance(unit, waiting)
 
         return self._glue.run(self, piece)
 
@@ -215,9 +219,9 @@ class StagedRun(MicrobatchRun):
         )
 
 
-def _storages(leaves: list[Any]) -> dict[int, int]:
+def _storages(leaves: list[Tensor]) -> dict[int, int]:
     """The storage of each tensor, by its position in ``leaves``."""
-    return {i: leaf.untyped_storage()._cdata for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    return {i: leaf.untyped_storage()._cdata for i, leaf in enumerate(leaves)}
 
 
 def _refill(source: Tensor, leaf: Tensor) -> None:

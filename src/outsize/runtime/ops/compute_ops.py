@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from outsize.accelerators import is_accelerator, module_of
+from outsize.accelerators import is_accelerator
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
@@ -22,9 +22,10 @@ from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
-from outsize.runtime.forward.random_states import Drawing
+from outsize.runtime.forward.random_states import Drawing, seed_generators
 from outsize.runtime.forward.selective_recompute import Selected
 from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
+from outsize.runtime.forward.unit_state import SideEffects, UnitState
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.load_ops import WeightOps
 
@@ -39,6 +40,7 @@ class ComputeSettings:
         seed: of the run.
         chunk_tokens: tokens per chunk of head and cross-entropy; None for the model's own loss.
         graph_in_forward: whether F makes a graph, see `Measured.graph_matters`.
+        effects: what units do besides returning tensors.
         needed: how far recomputes have to go, see `runtime.forward.short_recompute`.
         num_products: by unit, how many of its products a backward needs; a unit that is not there has all kept by FP.
     """
@@ -48,6 +50,7 @@ class ComputeSettings:
     seed: int
     chunk_tokens: int | None = None
     graph_in_forward: bool = False
+    effects: SideEffects = field(default_factory=SideEffects)
     needed: Mapping[int, Needed] = field(default_factory=dict)
     num_products: Mapping[int, int] = field(default_factory=dict)
 
@@ -105,7 +108,10 @@ class ComputeOps:
             run.drop(unit)
 
     def forward_keep(self, op: Op, context: StepContext) -> None:
-        """FK: the same, and the unit's graph waits for its backward."""
+        """FK: the same, and the unit's graph waits for its backward, unless it reads weights where they lie now."""
+        if op.unit in self._settings.effects.stashes:
+            self.forward(op, context)
+            return
         unit, run = self._find(op, context)
         planes = {u: self._planes(u) for u in (unit, len(self._forwards)) if u in self._bound}
         keeping = Keeping(planes, self._planes, self._device.look)
@@ -241,9 +247,7 @@ class ComputeOps:
         among_all = context.first_microbatch + microbatch
 
         def seeded(unit: int, glue: bool) -> None:
-            torch.default_generator.manual_seed(seed_of(seed, step, unit, among_all, glue))
-            if is_accelerator(where):
-                module_of(where).manual_seed(seed_of(seed, step, unit, among_all, glue))
+            seed_generators(where, seed_of(seed, step, unit, among_all, glue))
 
         reseed = Drawing(where) if context.draws_on else seeded
         inputs = pytree.tree_map_only(
@@ -267,9 +271,20 @@ class ComputeOps:
             graph=context.keeps,
             ambient=context.ambient,
             shortcuts=self._shortcuts,
+            state_of=self._state_of if context.keeps else None,
         )
         self._runs.add(run)
         return run
+
+    def _state_of(self, unit: int) -> tuple[UnitState | None, bool]:
+        """The state of a unit that changes any, and whether it leaves tensors there that others go on from.
+
+        Hooks that came after the trial may do both.
+        """
+        effects, module = self._settings.effects, self._split.modules[unit]
+        if unit in effects.state:
+            return UnitState(module.modules()), unit in effects.outlets
+        return (UnitState(module.modules()), True) if is_watched(module) else (None, False)
 
     def _end(self, microbatch: int, context: StepContext) -> None:
         run = context.runs.pop(microbatch)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.planner.program.ops import Op
 from outsize.planner.program.stages import Stages
@@ -50,6 +51,12 @@ class StagedComputeOps(ComputeOps):
         turns: AbstractContextManager[Any] | None,
     ) -> None:
         super().__init__(replica.split, replica.forwards, binder, device, weights, settings)
+        if settings.effects.state:
+            name = split.spec.units[min(settings.effects.state)].name
+            raise ModelError(
+                f"unit {name} changes state of its own in a forward (buffers, attributes, or what a hook writes), of "
+                "which each of several devices would have another: use one device"
+            )
         self._model, self._originals = split.model, split.modules
         self._worker = worker
         self._glue = glue

@@ -25,6 +25,7 @@ from outsize.model.walk import UnitCall, Walk
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.trial.calibrate import Discard
+from outsize.runtime.trial.no_trace import without_trace
 from outsize.runtime.trial.trial_pass import signature
 from outsize.runtime.trial.trial_weights import bind_trial_weights
 
@@ -69,9 +70,10 @@ def _leak(split: Split, forwards: tuple[Callable[..., Any], ...], vocab_size: in
     split.model.eval()  # as much is random as dropout makes it
     try:
         bind_trial_weights(binder, split.spec, deviation=_DEVIATION)
-        trial.together(torch.cat(documents, 1), torch.cat(positions, 1))
-        for ids, where in zip(documents, positions, strict=True):
-            trial.alone(ids, where)
+        with without_trace(split.model):
+            trial.together(torch.cat(documents, 1), torch.cat(positions, 1))
+            for ids, where in zip(documents, positions, strict=True):
+                trial.alone(ids, where)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:

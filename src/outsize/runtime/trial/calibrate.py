@@ -10,14 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.microbatch import Ambient
+from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.measured import Measured, scale
+from outsize.runtime.trial.no_trace import without_trace
 from outsize.runtime.trial.trial_pass import TrialPass
 from outsize.runtime.trial.trial_weights import bind_trial_weights
 
@@ -80,14 +81,14 @@ def _calibrate(
     binder = Binder(split, Discard())
     try:
         memory = bind_trial_weights(binder, split.spec)
-        state = torch.get_rng_state()
-        rows = [
-            TrialPass(split, forwards, make_inputs(1, length), chunk_tokens, ambient).run(
-                memory.untyped_storage()
-            )
-            for length in lengths
-        ]
-        torch.set_rng_state(state)
+        effects: dict[Any, UnitEffects] = {}
+        with without_trace(split.model):
+            rows = [
+                TrialPass(split, forwards, make_inputs(1, length), chunk_tokens, ambient, effects).run(
+                    memory.untyped_storage()
+                )
+                for length in lengths
+            ]
     except OutsizeError:
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ from outsize.runtime.forward.binding import Binder, buffers_on
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.calibrate import Discard
+from outsize.runtime.trial.no_trace import without_trace
 from outsize.runtime.trial.trial_weights import bind_trial_weights
 
 
@@ -31,11 +32,15 @@ def compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.devi
 
 
 def _compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-    binder, state = Binder(split, Discard()), torch.get_rng_state()
+    binder = Binder(split, Discard())
     on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
     run = MicrobatchRun(split.model, on_device, tracked_units(split.spec), lambda *_: None)
     try:
-        with Boundaries(split.modules) as boundaries, buffers_on(split.model, device):
+        with (
+            Boundaries(split.modules) as boundaries,
+            buffers_on(split.model, device),
+            without_trace(split.model, device),
+        ):
             bind_trial_weights(binder, split.spec, device)
             compiled = [unit for unit, forward in enumerate(boundaries.forwards) if is_compiled(forward)]
             for unit in range(1 + max(compiled, default=-1)):
@@ -43,5 +48,4 @@ def _compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.dev
                 run.drop(unit)
     finally:
         run.close()
-        torch.set_rng_state(state)
         binder.close()

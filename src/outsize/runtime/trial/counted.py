@@ -20,9 +20,11 @@ from outsize.model.sizes.model_spec import Workload
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries, UnitCall, Walk
 from outsize.runtime.forward.binding import weight_planes, weight_views
+from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.selective_recompute import ATTENTION
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.calibrate import Discard, trial_lengths
+from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.extrapolate import extrapolate
 from outsize.runtime.trial.live_bytes import LiveBytes
 from outsize.runtime.trial.measured import Kept, Measured, Row, scale
@@ -289,6 +291,10 @@ class _CountedPass(TrialPass):
         self.flops.append(_UnitFlops(forward=forward, needed=forward, gradient=(1 + trains) * forward))
         with self._formed, live:
             super()._last(unit, call, walk, live)
+
+    def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
+        """Only what a call tells: there are no values to compare."""
+        return UnitEffects(objects=bool(outline_of((call.args, tuple(call.kwargs.values())))[1].places))
 
     def _is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         return True

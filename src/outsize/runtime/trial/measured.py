@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.forward.unit_state import SideEffects
 from outsize.runtime.trial.extrapolate import Trace, extrapolate
 from outsize.runtime.trial.op_outputs import Yield, Yields
 
@@ -35,6 +38,7 @@ class Measured:
         products: per unit, the same of its attention and of those products that its backward needs.
         num_products: by unit, how many of its products that are; for those where lengths agree on it.
         num_saved: per unit, tensors that its forward saves for its backward.
+        effects: what units do besides returning tensors.
         num_sequences: of the microbatch.
         seq_len: tokens of each.
     """
@@ -57,6 +61,7 @@ class Measured:
     products: tuple[Yield, ...] = ()
     num_products: Mapping[int, int] = field(default_factory=dict)
     num_saved: tuple[int, ...] = ()
+    effects: SideEffects = field(default_factory=SideEffects)
     num_sequences: int = 1
     seq_len: int = 1
 
@@ -90,6 +95,7 @@ class Row:
     rest_users: set[int] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
     random: bool = False
+    effects: SideEffects = field(default_factory=SideEffects)
 
 
 def scale(
@@ -133,6 +139,7 @@ def scale(
         attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept),
         products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept),
         num_products=_same_counts(kept),
+        effects=reduce(or_, (row.effects for row in rows)),
         num_saved=tuple(max(one.num_saved for one in unit) for unit in kept),
         num_sequences=num_sequences,
         seq_len=seq_len,

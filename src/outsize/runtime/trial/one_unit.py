@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from outsize.model.walk import UnitCall
-from outsize.runtime.forward.boundary import is_differentiable
-from outsize.runtime.forward.microbatch import MicrobatchRun, UnitVisit, visit_of
+from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.unit_visit import UnitVisit, visit_of
 from outsize.runtime.ops.compute_ops import seed_of
 
 
@@ -26,13 +26,18 @@ class OneUnit(MicrobatchRun):
         visit = self._visits[unit] = visit_of(self._call)
         return visit
 
+    def hand_out(self) -> Any:
+        """Return what the unit returned last, with gradients that go nowhere."""
+        assert self._returned is not None
+        return self._returned.build(hand_out(self._waiting, Gradients(self._waiting)))
+
     @property
-    def outputs(self) -> Any:
-        """What the unit handed out last."""
-        return self._waiting
+    def meets_objects(self) -> bool:
+        """Whether the unit is given or returns what code may write into."""
+        assert self._returned is not None
+        return bool(self._returned.outline.places)
 
     def bring_gradients(self, unit: int) -> None:
         """Have gradients of all outputs, zeros, arrive at the unit."""
-        leaves = pytree.tree_leaves(self._waiting)
-        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in leaves]
+        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in self._waiting]
         self._visits[unit].box.values = values

@@ -1,11 +1,11 @@
 """One forward over the units of a model at a short length, each distinct unit measured forward and backward."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from outsize.errors import ModelError
@@ -15,8 +15,12 @@ from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
+from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial
+from outsize.runtime.forward.unit_state import SideEffects, UnitState, untouched
+from outsize.runtime.forward.unit_visit import visit_of
 from outsize.runtime.trial.compiled_trial import measure_compiled
+from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
 from outsize.runtime.trial.extrapolate import Trace
 from outsize.runtime.trial.live_bytes import LiveBytes
 from outsize.runtime.trial.loss_form import is_plain, is_shifted
@@ -26,7 +30,11 @@ from outsize.runtime.trial.outer_parameters import OuterUses, units_that_share
 
 
 class TrialPass:
-    """The forward, over ``inputs``; the other arguments are those of `runtime.trial.calibrate.calibrate`."""
+    """The forward, over ``inputs``; most other arguments are those of `runtime.trial.calibrate.calibrate`.
+
+    Args:
+        effects: what is known of units of each kind besides what they return; more is added.
+    """
 
     def __init__(
         self,
@@ -35,7 +43,9 @@ class TrialPass:
         inputs: Mapping[str, Any],
         chunk_tokens: int | None,
         ambient: Ambient = nullcontext,
+        effects: dict[Any, UnitEffects] | None = None,
     ) -> None:
+        self._effects = {} if effects is None else effects
         self._split = split
         self._bare = forwards
         self._forwards = tuple(_within(ambient, forward) for forward in forwards)
@@ -146,15 +156,17 @@ class TrialPass:
                 "tuning); they add to it, and would once more in the recompute of a backward. Prompt tuning, P-tuning "
                 "and LoRA can be streamed"
             )
-        tensors = [leaf for leaf in leaves if is_differentiable(leaf) and leaf.requires_grad]
+        given, _ = outline_of((call.args, tuple(call.kwargs.values())))
+        tensors = [leaf for leaf in given if is_differentiable(leaf) and leaf.requires_grad]
         unique = {_place(tensor): tensor for tensor in tensors}
         self._row.boundary.append(sum(tensor.untyped_storage().nbytes() for tensor in unique.values()))
         return list(unique.values())
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         key = self._form(unit, call)
+        effects = self._effects_of(key, unit, call, live)
         if key not in self._known:
-            found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live)
+            found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live, effects)
             with live.suspended():  # a form to make others by, which takes no memory
                 outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
             self._known[key] = *found[:-1], outputs
@@ -162,19 +174,62 @@ class TrialPass:
         self._row.forward.append(forward)
         self._row.backward.append(backward)
         self._row.kept.append(kept)
+        if effects.state or effects.objects:
+            return self._passed_on(unit, call, effects, live)
         fresh = pytree.tree_map_only(Tensor, _like, outputs)
         return hand_out(fresh, Gradients(fresh))
 
-    def _measure(self, unit: int, call: UnitCall, live: LiveBytes) -> tuple[Trace, Trace, Kept, Any]:
+    def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
+        """Return what a unit does besides returning tensors, and note it."""
+        kind = (*key[:2], _marks_of(self._split.modules[unit]))
+        found = self._effects.get(kind)
+        if found is None and not is_compiled(self._bare[unit]):
+            with live.suspended():
+                found = effects_of(self._split.modules[unit], self._forwards[unit], call)
+            self._effects[kind] = found
+        found = found or UnitEffects()
+        self._row.effects |= SideEffects(
+            *(frozenset({unit} if one else ()) for one in (found.state, found.outlet, found.stashes))
+        )
+        return found
+
+    @contextmanager
+    def _unnoticed(self, effects: UnitEffects, unit: int, call: UnitCall, live: LiveBytes) -> Iterator[None]:
+        """Measure a unit that changes things on what there is, and leave no change."""
+        if not (effects.state or effects.objects):
+            yield
+            return
+        with ExitStack() as stack:
+            with live.suspended():
+                state = UnitState(self._split.modules[unit].modules() if effects.state else ())
+                stack.enter_context(untouched(state, (call.args, tuple(call.kwargs.values()))))
+            yield
+
+    def _passed_on(self, unit: int, call: UnitCall, effects: UnitEffects, live: LiveBytes) -> Any:
+        """Run a unit for what it writes, and return what it returns; no two such units write the same."""
+        with live.suspended():
+            state = UnitState(self._split.modules[unit].modules()) if effects.state else None
+            visit = visit_of(call, state, outlet=effects.outlet)
+            drawn = torch.get_rng_state()
+            with torch.no_grad():
+                returned = visit.run(self._forwards[unit], graph=False)
+            self._note_random(drawn)
+        fresh = [_like(leaf) for leaf in returned.leaves]
+        return returned.build(hand_out(fresh, Gradients(fresh)))
+
+    def _measure(
+        self, unit: int, call: UnitCall, live: LiveBytes, effects: UnitEffects
+    ) -> tuple[Trace, Trace, Kept, Any]:
         before = live.restart()
         state = torch.get_rng_state()
-        with torch.no_grad():
+        with self._unnoticed(effects, unit, call, live), torch.no_grad():
             outputs = self._forwards[unit](*call.args, **call.kwargs)
         forward = live.since(before)
         self._note_random(state)
         torch.set_rng_state(state)
         before = live.restart()
-        same, kept = self._backward(unit, call, live, outputs)
+        with self._unnoticed(effects, unit, call, live):
+            same, kept = self._backward(unit, call, live, outline_of((outputs,))[0])
         self._row.graph_matters |= not same
         return forward, live.since(before), kept, outputs
 
@@ -209,7 +264,7 @@ class TrialPass:
         return type(self._split.modules[unit]), shapes
 
     def _backward(
-        self, unit: int, call: UnitCall, live: LiveBytes, expected: Any = None
+        self, unit: int, call: UnitCall, live: LiveBytes, expected: Sequence[Tensor] = ()
     ) -> tuple[bool, Kept]:
         """Run the unit with a graph and backward.
 
@@ -217,19 +272,20 @@ class TrialPass:
             Whether it gave what was expected, bit for bit; and what it saved for its backward.
         """
         before = live.now
-        args, kwargs = _leaves_of(call)
+        visit = visit_of(call)
+        visit.track_inputs()
         trial = Trial([], [])
         live.ops = trial.ops
         returned = YieldTrial(trial.ops)
         with trial.hooks(), trial.parts(), returned.watching():
-            outputs = self._forwards[unit](*args, **kwargs)
+            outputs = visit.repeat(self._forwards[unit])
         live.ops = None
-        given = {_place(tensor) for tensor in _tensors((args, kwargs))}
-        made = {_place(t): t.untyped_storage().nbytes() for t in _tensors(outputs) if _place(t) not in given}
+        given = {_place(tensor) for tensor in visit.leaves}
+        made = {_place(t): t.untyped_storage().nbytes() for t in outputs if _place(t) not in given}
         saved = max(live.now - before - sum(made.values()), 0)
-        leaves = [leaf for leaf in _tensors(outputs) if is_differentiable(leaf)]
+        leaves = [leaf for leaf in outputs if is_differentiable(leaf)]
         del outputs
-        others = [t for t in pytree.tree_leaves(expected) if is_differentiable(t)]
+        others = [t for t in expected if is_differentiable(t)]
         same = self._is_same(leaves, others)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
@@ -250,12 +306,16 @@ class TrialPass:
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
         forward = self._forwards[unit]
+        effects = self._effects_of(self._form(unit, call), unit, call, live)
         with torch.no_grad():
             state = torch.get_rng_state()
-            made = forward(*call.args, **call.kwargs)
-            self._note_random(state)
-            outputs = pytree.tree_map_only(Tensor, _like, made)
-            del made
+            if effects.state or effects.objects:
+                outputs = self._passed_on(unit, call, effects, live)
+            else:
+                made = forward(*call.args, **call.kwargs)
+                self._note_random(state)
+                outputs = pytree.tree_map_only(Tensor, _like, made)
+                del made
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
             self._note_output(ending)
@@ -273,7 +333,8 @@ class TrialPass:
         live.restart()
         loss = 0
         if isinstance(ending, Finished):
-            _, kept = self._backward(unit, call, live)
+            with self._unnoticed(effects, unit, call, live):
+                _, kept = self._backward(unit, call, live)
             self._row.kept[-1] = kept
             # What the loss adds: logits in fp32, their softmax and their gradient.
             logits = getattr(ending.output, "logits", None)
@@ -329,6 +390,18 @@ def signature(call: UnitCall) -> Any:
         for leaf in leaves
     ]
     return (str(structure), tuple(forms))
+
+
+def _marks_of(module: nn.Module) -> Any:
+    """Return what tells units of one class apart by what they do: flags, and whether hooks look into them."""
+    return tuple(
+        (
+            len(one._forward_hooks),
+            len(one._forward_pre_hooks),
+            *((name, value) for name, value in vars(one).items() if isinstance(value, (bool, str))),
+        )
+        for one in module.modules()
+    )
 
 
 def _like(tensor: Tensor) -> Tensor:

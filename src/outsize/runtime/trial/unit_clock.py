@@ -31,9 +31,11 @@ from outsize.model.walk import UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
-from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
+from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.trial.no_trace import without_trace
 from outsize.runtime.trial.one_unit import OneUnit
 from outsize.runtime.trial.trial_pass import signature
 from outsize.runtime.trial.trial_weights import bind_trial_weights
@@ -101,9 +103,8 @@ def _time_units(
 ) -> UnitTimes:
     sums = GradientSums()
     binder = Binder(split, sums)
-    state = torch.get_rng_state()
     try:
-        with buffers_on(split.model, device):
+        with buffers_on(split.model, device), without_trace(split.model, device):
             weights = bind_trial_weights(binder, split.spec, device)
             numel = max(unit.numel for unit in split.spec.units)
             gradient = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -117,7 +118,6 @@ def _time_units(
             f"{type(split.model).__name__} raised while its units were timed: {error}"
         ) from error
     finally:
-        torch.set_rng_state(state)
         binder.close()
 
 
@@ -168,7 +168,7 @@ class _Clock:
                     seconds, kept_s, made = self._unit(unit, call)
                     times.append(seconds)
                     kept.append(kept_s)
-                    outputs = hand_out(made, Gradients(made))
+                    outputs = made
         finally:
             walk.close()
         forward, backward = zip(*times, strict=True)
@@ -189,13 +189,18 @@ class _Clock:
         key = (type(self._split.modules[unit]), form, signature(call))
         if key not in self._known:
             run = self._passage(call)
-            seconds = self._timed(f"unit {unit}", lambda count: self._recomputed(unit, run, count))
-            made = pytree.tree_map_only(Tensor, Tensor.detach, run.outputs)
-            kept_s: Sample = ()
-            if self._num_kept:
-                kept_s = self._timed_kept(unit, call)
-            self._known[key] = seconds, kept_s, made
-        return self._known[key]
+            with untouched(UnitState(()), (call.args, tuple(call.kwargs.values()))):
+                seconds = self._timed(f"unit {unit}", lambda count: self._recomputed(unit, run, count))
+                kept_s: Sample = ()
+                if self._num_kept:
+                    kept_s = self._timed_kept(unit, call)
+            self._known[key] = seconds, kept_s, run
+        seconds, kept_s, run = self._known[key]
+        if run.meets_objects:  # into which the unit writes, each one something else
+            run = self._passage(call)
+            run.forward(unit, self._forwards[unit])
+            run.drop(unit)
+        return seconds, kept_s, run.hand_out()
 
     def _passage(self, call: UnitCall) -> OneUnit:
         return OneUnit(self._split.model, call, len(self._forwards))

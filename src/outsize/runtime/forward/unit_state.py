@@ -1,0 +1,132 @@
+"""What a unit may change besides its arguments: buffers and attributes of its modules, and what code and hooks name.
+
+Few units do; a trial tells which (`runtime.trial.effects_trial`). Only of these is the state gone through in a step.
+"""
+
+import inspect
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from outsize.runtime.forward.outline import outline_of
+
+# Of what code names outside of itself, what it may write into; other objects there belong to libraries.
+_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class SideEffects:
+    """What units do besides returning tensors.
+
+    Attributes:
+        state: units that change their state.
+        outlets: those of them that leave tensors with a history there.
+        stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
+            while other weights come to lie in their place.
+    """
+
+    state: frozenset[int] = frozenset()
+    outlets: frozenset[int] = frozenset()
+    stashes: frozenset[int] = frozenset()
+
+    def __or__(self, other: "SideEffects") -> "SideEffects":
+        """Return what either says."""
+        return SideEffects(
+            self.state | other.state, self.outlets | other.outlets, self.stashes | other.stashes
+        )
+
+
+class UnitState:
+    """Where the state of some modules lies.
+
+    Args:
+        modules: of a unit, or all of a model.
+
+    Attributes:
+        modules: those whose attributes and buffers are state.
+        others: containers, objects and generators that code and hooks name.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules: list[nn.Module] = []
+        self.others: list[Any] = []
+        for module in modules:
+            self.modules.append(module)
+            for value in _named_by(module):
+                if isinstance(value, nn.Module):
+                    self.modules.append(value)
+                elif type(value) in _WRITABLE or not _is_of_code(value):
+                    self.others.append(value)
+
+
+@contextmanager
+def untouched(state: UnitState, values: Iterable[Any] = ()) -> Iterator[None]:
+    """Leave ``state``, and places in ``values``, behind as they are now, whatever runs while the context lasts."""
+    leaves, outline = outline_of(values, state.modules, state.others)
+    start = outline.ends[-1] if outline.ends else 0
+    with torch.no_grad():
+        former = [leaf.detach().clone() for leaf in leaves[start:]]
+    try:
+        yield
+    finally:
+        outline.restore(leaves)
+        with torch.no_grad():
+            for leaf, value in zip(leaves[start:], former, strict=True):
+                if not torch.equal(leaf, value):
+                    leaf.copy_(value)
+
+
+def _named_by(module: nn.Module) -> Iterator[Any]:
+    """Yield what the code of a module and of the hooks in it names outside of itself."""
+    for function in _functions_of(cast("Hashable", type(module))):
+        yield from _named_in(function)
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in hooks.values():
+            yield from _held_by(hook)
+
+
+def _held_by(hook: Any) -> Iterator[Any]:
+    """Yield what a hook holds: what its closure names, the object whose method it is, its first arguments."""
+    if isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    if inspect.ismethod(hook):
+        yield hook.__self__
+        hook = hook.__func__
+    if inspect.isfunction(hook):
+        yield from _named_in(hook)
+    elif not inspect.isbuiltin(hook):
+        yield hook
+
+
+def _named_in(function: Callable[..., Any]) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if type(value) in _WRITABLE or isinstance(value, torch.Generator):
+            yield value
+
+
+@cache
+def _functions_of(kind: Any) -> tuple[Any, ...]:
+    """Return the functions of a class of modules, below PyTorch's own."""
+    classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object]
+    found = [
+        inspect.unwrap(value) for one in classes for value in vars(one).values() if inspect.isfunction(value)
+    ]
+    return tuple(value for value in found if inspect.isfunction(value))
+
+
+def _is_of_code(value: Any) -> bool:
+    """Whether a value that a closure names is code, or a class."""
+    return isinstance(value, type) or inspect.isroutine(value) or inspect.ismodule(value)

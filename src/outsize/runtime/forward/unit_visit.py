@@ -1,0 +1,205 @@
+"""A unit that the model has called: what it was given, what it returned or left, and how it runs again.
+
+A unit may do more than return tensors. It writes into a dict or a cache that it is given, returns an object of some
+class, leaves a tensor on itself for the model's own code to find, counts in a buffer. So
+
+* tensors are taken out of whatever holds them (`outline`), cut from their history, and gradients of all of them,
+  returned or left, find back;
+* what runs again runs on what there was at first, in copies, and leaves nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from outsize.model.walk import UnitCall
+from outsize.runtime.forward.boundary import Forward, Gradients, Roots, is_differentiable
+from outsize.runtime.forward.outline import Outline, outline_of
+from outsize.runtime.forward.saved_tensors import SavedTensors
+from outsize.runtime.forward.selective_recompute import Selected
+from outsize.runtime.forward.unit_state import UnitState
+
+
+@dataclass(slots=True)
+class Returned:
+    """What a unit has returned and left.
+
+    Attributes:
+        leaves: its tensors, with their history.
+        outline: how they hang together.
+        changed: whether the state of the unit is another than before.
+        left: whether a tensor with a history lies in that state.
+    """
+
+    leaves: list[Tensor]
+    outline: Outline
+    changed: bool = False
+    left: bool = False
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether what was returned holds something that code may write into."""
+        return self.outline.holds_places
+
+    def build(self, leaves: list[Tensor]) -> Any:
+        """Return what the unit returned, and have what it left lie there, with ``leaves`` for its tensors."""
+        return self.outline.build(leaves)[0][0]
+
+
+@dataclass(slots=True)
+class UnitVisit:
+    """A unit called by the model: its arguments, and the gradients of what it returned.
+
+    Attributes:
+        leaves: the tensors in its arguments, and then those of its state; differentiable ones cut from their history.
+        given: the same as they were given, until it has run.
+        names: of its keyword arguments, which come last.
+        arguments: how the arguments hang together.
+        sources: position in ``leaves`` → the same tensor with its history, where it has one.
+        box: gradients of the outputs, filled as later units and glue run backward.
+        num_arguments: leaves that are not of its state.
+        where: its state; None of a unit that changes none.
+        state: what it held.
+        outlet: whether what it leaves in its state has a history that others go on from.
+        roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
+        held: memory of what its forward kept, which may leave the device; None where it kept nothing.
+        selected: results that a recompute need not compute; None where there are none.
+        came_at: number of the last node of the graph of the model's own code before it.
+        known: gradients of what that code made and the model returned, and where they begin.
+        versions: tensors in its arguments, and how often they had been changed in place when it had run.
+    """
+
+    leaves: list[Tensor]
+    given: list[Tensor]
+    names: tuple[str, ...]
+    arguments: Outline
+    sources: dict[int, Tensor]
+    box: Gradients
+    num_arguments: int
+    where: UnitState | None = None
+    state: Outline | None = None
+    outlet: bool = False
+    roots: Roots | None = None
+    held: SavedTensors | None = None
+    selected: Selected | None = None
+    came_at: int = -1
+    known: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def run(self, forward: Forward, *, graph: bool) -> Returned:
+        """Run the unit for the first time: what it writes stays.
+
+        Args:
+            forward: its own.
+            graph: whether a graph is made that may need what the unit changes in place as it was meanwhile.
+        """
+        leaves, given = list(self.leaves), self.given
+        if self.state is not None:
+            for position in self._own():
+                self.leaves[position] = given[position].detach().clone()
+                leaves[position] = given[position].detach().clone() if graph else given[position]
+            self.state.restore(leaves[self.num_arguments :])
+        returned = self._called(forward, leaves, fresh=False)
+        if graph and self.state is not None:
+            with torch.no_grad():
+                for position in self._own():
+                    given[position].copy_(leaves[position])
+        if returned.outline.places:
+            returned.outline.restore([leaf.detach() for leaf in returned.leaves])
+        self.given = []
+        return returned
+
+    def repeat(self, forward: Forward) -> list[Tensor]:
+        """Run the unit again, on what there was at first, and return the leaves of `run`; nothing it writes stays."""
+        if self.state is None or self.where is None:
+            return self._called(forward, self.leaves, fresh=True).leaves
+        leaves = list(self.leaves)
+        for position in self._own():
+            leaves[position] = leaves[position].clone()
+        now, state = outline_of((), self.where.modules, self.where.others)
+        try:
+            self.state.restore(leaves[self.num_arguments :])
+            return self._called(forward, leaves, fresh=True).leaves
+        finally:
+            state.restore(now)
+
+    def changes_in_place(self, given: list[Tensor]) -> bool:
+        """Whether the run has changed tensors of the state: ``given`` is what `given` was before it."""
+        return not all(torch.equal(self.leaves[position], given[position]) for position in self._own())
+
+    def _called(self, forward: Forward, leaves: list[Tensor], *, fresh: bool) -> Returned:
+        arguments, num = self.arguments, self.num_arguments
+        (args, values), targets = arguments.build(leaves, fresh=fresh)
+        outputs = forward(*args, **dict(zip(self.names, values, strict=True)))
+        if not targets and self.where is None:
+            return Returned(*outline_of((outputs,)))
+        if not fresh:
+            arguments.note_written(leaves)
+        changed = self.state is not None and self.state.note_written(leaves[num:])
+        where = self.where or UnitState(())
+        found, outline = outline_of((outputs, *targets), where.modules, where.others)
+        returned_until, left_from = outline.ends[0], outline.ends[-1]
+        passed = {id(leaf): position for position, leaf in enumerate(leaves)}
+        constants: dict[int, Tensor] = {}
+        for index in range(returned_until, len(found)):
+            position = passed.get(id(found[index]))
+            if position is not None:
+                constants[index] = self.given[position] if self.given else found[index]
+            elif index >= left_from and not self.outlet:
+                constants[index] = found[index].detach()
+        left = any(leaf.requires_grad for leaf in found[left_from:] if id(leaf) not in passed)
+        others = outline.settle(constants, len(found))
+        return Returned([found[index] for index in others], outline, changed, left)
+
+    def _own(self) -> list[int]:
+        """Positions of the tensors of the state that the unit may change in place."""
+        return [p for p in range(self.num_arguments, len(self.leaves)) if p not in self.sources]
+
+    def let_go(self) -> None:
+        """Look no longer after what the forward kept: it goes as the backward uses it up."""
+        if self.held is not None:
+            self.held.clear()
+        self.held = None
+
+    def track_inputs(self) -> None:
+        """Make the arguments that carry gradients leaves of a graph."""
+        for position in self.sources:
+            self.leaves[position] = self.leaves[position].detach().requires_grad_()
+
+
+def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = False) -> UnitVisit:
+    """Return a unit that is called with these arguments, each differentiable one cut from its history.
+
+    Args:
+        call: of the unit.
+        where: its state, if it changes any.
+        outlet: whether what it leaves there has a history that others go on from.
+    """
+    given, arguments = outline_of((call.args, tuple(call.kwargs.values())))
+    num_arguments, state = len(given), None
+    if where is not None:
+        lying, state = outline_of((), where.modules, where.others)
+        given = given + lying
+    leaves, sources = list(given), dict[int, Tensor]()
+    for position, leaf in enumerate(given):
+        if is_differentiable(leaf) and (position < num_arguments or leaf.requires_grad):
+            if leaf.requires_grad:
+                sources[position] = leaf
+            leaves[position] = leaf.detach()
+    came_at = max((s.grad_fn._sequence_nr() for s in sources.values() if s.grad_fn is not None), default=-1)
+    return UnitVisit(
+        leaves,
+        given,
+        tuple(call.kwargs),
+        arguments,
+        sources,
+        Gradients(()),
+        num_arguments,
+        where,
+        state,
+        outlet,
+        came_at=came_at,
+    )

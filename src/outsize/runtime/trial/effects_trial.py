@@ -1,0 +1,129 @@
+"""What a unit does besides returning tensors, found out by running it once, and undone.
+
+* Whether it changes state: buffers, attributes of its modules, what its code and its hooks name.
+* Whether its graph reads weights behind autograd's back, as a function does that keeps one on its context. A graph that
+  waits for its backward is told where weights lie then (`runtime.forward.kept_graph`), but only of those that autograd
+  saves. So these are replaced by zeros, and what lies in memory by numbers that are none: if those reach a gradient,
+  something has read the memory itself.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.model.walk import UnitCall
+from outsize.runtime.forward.boundary import is_differentiable
+from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.forward.unit_visit import visit_of
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEffects:
+    """What one unit does besides returning tensors.
+
+    Attributes:
+        state: whether it changes its state.
+        outlet: whether it leaves a tensor with a history there.
+        stashes: whether its graph reads weights that autograd did not save.
+        objects: whether it is given, or returns, lists, dicts or objects that code may write into.
+    """
+
+    state: bool = False
+    outlet: bool = False
+    stashes: bool = False
+    objects: bool = False
+
+
+def effects_of(module: nn.Module, forward: Callable[..., Any], call: UnitCall) -> UnitEffects:
+    """Run a unit that is called with ``call``, and leave everything as it was.
+
+    Args:
+        module: the unit, its parameters on weights of a trial.
+        forward: its own.
+        call: its arguments.
+    """
+    state = UnitState(module.modules())
+    generator = torch.get_rng_state()
+    with untouched(state, (call.args, tuple(call.kwargs.values()))), torch.enable_grad():
+        visit = visit_of(call, state, outlet=True)
+        given = visit.given
+        visit.track_inputs()
+        saving = _Saving(module)
+        with saving.hooks():
+            returned = visit.run(forward, graph=True)
+        found = UnitEffects(
+            state=returned.changed or visit.changes_in_place(given),
+            outlet=returned.left,
+            objects=bool(visit.arguments.places) or returned.has_objects,
+        )
+        inputs = [visit.leaves[position] for position in visit.sources]
+        ends = [leaf for leaf in returned.leaves if is_differentiable(leaf) and leaf.requires_grad]
+        stashes = bool(ends) and saving.reads_memory(ends, inputs)
+    torch.set_rng_state(generator)
+    return UnitEffects(found.state, found.outlet, stashes, found.objects)
+
+
+class _Saving:
+    """Saves what autograd saves of a unit's graph, but of weights only their form."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights = [one for one in module.parameters() if one.is_floating_point() and one.numel()]
+        self._storages = {one.untyped_storage()._cdata for one in self._weights}
+        self._poisoned = False
+
+    def hooks(self) -> Any:
+        """A context in which the forward runs."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def reads_memory(self, ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+        """Whether a backward from ``ends`` to ``inputs`` and weights reads the weights where they lie."""
+        wanted = [*inputs, *(one for one in self._weights if one.requires_grad)]
+        if not wanted:
+            return False
+        ones = [torch.ones_like(end) for end in ends]
+
+        def gradients() -> list[Tensor]:
+            found = torch.autograd.grad(ends, wanted, ones, retain_graph=True, allow_unused=True)
+            return [one for one in found if one is not None]
+
+        with self._poison():
+            poisoned = gradients()
+        reached = any(bool(one.isnan().any()) for one in poisoned)
+        return reached and not any(bool(one.isnan().any()) for one in gradients())
+
+    @contextmanager
+    def _poison(self) -> Iterator[None]:
+        """Have the first number of each matrix of the weights be none, while the context lasts."""
+        firsts = [_firsts_of(one) for one in self._weights]
+        former = [one.clone() for one in firsts]
+        try:
+            for one in firsts:
+                one.fill_(math.nan)
+            yield
+        finally:
+            for one, value in zip(firsts, former, strict=True):
+                one.copy_(value)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages:
+            return tensor.shape, tensor.dtype
+        return tensor.detach()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, dtype = packed
+        return torch.zeros(shape, dtype=dtype)
+
+
+def _firsts_of(weight: Tensor) -> Tensor:
+    """Return the first number of each matrix in ``weight``, in its own memory but with a count of changes apart."""
+    shown = torch.empty(0, dtype=weight.dtype).set_(
+        weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride()
+    )
+    return shown[..., 0, 0] if shown.dim() > 1 else shown[..., :1]
