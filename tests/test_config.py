@@ -445,6 +445,7 @@ LISTS = {
     "lora.exclude_modules": ("k_proj,o_proj", ("k_proj", "o_proj")),
     "lora.modules_to_save": ("lm_head,on", ("lm_head", "on")),
     "lora.layers_to_transform": ("0,2", (0, 2)),
+    "lora.layers_pattern": ("layers,blocks", ("layers", "blocks")),
     "model.freeze": ("*.embed*,lm_head*", ("*.embed*", "lm_head*")),
     "optimizer.betas": ("0.8,0.95", (0.8, 0.95)),
     "telemetry.writers": ("wandb,trackio", ("wandb", "trackio")),
@@ -468,7 +469,8 @@ def test_names_with_commas_are_a_list_for_every_key_that_takes_one():
             *method,
             "model.path=m",
             "data.path=d",
-            *(["lora.layers_pattern=layers"] if "layers" in name else []),
+            *(["lora.layers_pattern=layers"] if name == "layers_to_transform" else []),
+            *(["lora.layers_to_transform=[0]"] if name == "layers_pattern" else []),
         ]
         variable = f"OUTSIZE_{section.upper()}__{name.upper()}"
         for config in (

@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import outsize
 from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.export import export
 from outsize.config import Config, load_config
+from outsize.data.chat import CHATML_TEMPLATE
 from outsize.errors import CheckpointError, ConfigError, OutsizeError
 from outsize.session.job.prepare import prepare
 from outsize.training.run import train
-from outsize.training.run_data import open_dataset
+from outsize.training.run_data import open_dataset, preview
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
@@ -154,27 +156,67 @@ def test_a_checkpoint_of_adapters_does_not_go_on_with_the_whole_model(begun: Pat
         train(config)
 
 
-def test_a_run_begins_with_adapters_as_pefts_own_loop_does(begun: Path, tmp_path: Path):
-    config = run_of(begun, lora={"from": str(begun / "adapters")}, run_dir=str(tmp_path / "run"))
-    losses: list[float] = []
-    train(config, progress=lambda record: losses.append(record.loss))
+def losses_of_peft(config: Config, adapters: Path, directory: Path) -> list[float]:
+    """Losses of PEFT's model of adapters, trained in a loop of torch."""
     base = AutoModelForCausalLM.from_pretrained(config.model.path)
-    model = peft.PeftModel.from_pretrained(base, begun / "adapters", is_trainable=True)
+    model = peft.PeftModel.from_pretrained(base, adapters, is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     recipe = config.optimizer
     optimizer = torch.optim.AdamW(trained, lr=recipe.lr, weight_decay=recipe.weight_decay, fused=True)
-    want, rows = [], rows_of(config, tmp_path / "rows")
-    for step in range(STEPS):
+    losses, rows = [], rows_of(config, directory)
+    for step in range(config.train.steps):
         part = rows[step * SEQUENCES : (step + 1) * SEQUENCES]
         loss = model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, recipe.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        want.append(float(loss.detach()))
-    assert losses == want
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_run_begins_with_adapters_as_pefts_own_loop_does(begun: Path, tmp_path: Path):
+    config = run_of(begun, lora={"from": str(begun / "adapters")}, run_dir=str(tmp_path / "run"))
+    losses: list[float] = []
+    train(config, progress=lambda record: losses.append(record.loss))
+    assert losses == losses_of_peft(config, begun / "adapters", tmp_path / "rows")
     told = load_config(tmp_path / "run" / "config.yaml").lora
     assert (told.r, told.lora_alpha, told.target_modules) == (4, 6, ("down_proj", "q_proj"))
+
+
+# Of one adapter of rank 4: what PEFT, its older versions and other programs write of it.
+WRITTEN: dict[str, dict[str, Any]] = {
+    "a fraction": {"lora_alpha": 0.5},
+    "a whole number with a point": {"lora_alpha": 16.0},
+    "fractions by name": {"alpha_pattern": {"q_proj": 1.5}},
+    "all layers, as a pattern": {"layers_to_transform": [0, 1, 2], "layers_pattern": ["layers"]},
+    "another pattern": {"layers_to_transform": [0, 1, 2], "layers_pattern": ""},
+    "no beginning": {"init_lora_weights": None},
+    "nothing of the way round": {"fan_in_fan_out": None},
+    "a key of another version": {"use_something": True},
+    "a pattern of names": {"target_modules": r".*\.(q|down)_proj"},
+}
+
+
+@pytest.mark.parametrize("entries", WRITTEN.values(), ids=WRITTEN.keys())
+def test_however_a_configuration_of_adapters_is_written_it_trains_as_with_peft(
+    entries: dict[str, Any], begun: Path, tmp_path: Path
+):
+    adapters = shutil.copytree(begun / "adapters", tmp_path / "adapters")
+    changed(adapters, **entries)
+    losses: list[float] = []
+    config = run_of(begun, lora={"from": str(adapters)}, steps=2, run_dir=str(tmp_path / "run"))
+    train(config, progress=lambda record: losses.append(record.loss))
+    assert losses == losses_of_peft(config, adapters, tmp_path / "rows")
+    assert train(run_of(begun, lora={"from": str(adapters)}, run_dir=str(tmp_path / "run"), resume="auto"))
+
+
+def test_adapters_of_one_layer_by_its_number_alone_are_taken(begun: Path, tmp_path: Path):
+    adapted(run_of(begun), {**LORA, "layers_to_transform": 1}).save_pretrained(tmp_path / "adapters")
+    losses: list[float] = []
+    config = run_of(begun, lora={"from": str(tmp_path / "adapters")}, run_dir=str(tmp_path / "run"))
+    train(config, progress=lambda record: losses.append(record.loss))
+    assert losses == losses_of_peft(config, tmp_path / "adapters", tmp_path / "rows")
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])
@@ -251,6 +293,7 @@ REFUSED = {
     "another kind": (lambda d: changed(d, peft_type="LOHA"), "kind LOHA.*outsize.wrap"),
     "a weight missing": (without_rank, "is missing"),
     "embeddings as well": (with_embedding, "more than adapters that train .*embed_tokens"),
+    "a value that cannot be": (lambda d: changed(d, bias="some"), "adapter_config.json: bias: must be none"),
     "nothing": (lambda d: (d / "adapter_config.json").unlink(), "lora.from: .* holds no adapters"),
 }
 
@@ -288,6 +331,30 @@ def test_the_tokenizer_beside_adapters_is_the_one_of_the_run(begun: Path, tmp_pa
     config = run_of(begun, lora={"from": str(tmp_path / "adapters")}, steps=1, run_dir=str(tmp_path / "run"))
     train(config)
     assert AutoTokenizer.from_pretrained(newest(config)).chat_template == tokenizer.chat_template
+    merged = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert AutoTokenizer.from_pretrained(merged).chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("chosen", [None, "chatml"])
+def test_a_template_that_lies_alone_beside_adapters_is_the_one_of_the_run(
+    chosen: str | None, begun: Path, tmp_path: Path
+):
+    """Unless another is chosen; `outsize data` shows what the run trains on."""
+    shutil.copytree(begun / "adapters", tmp_path / "adapters")
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    (tmp_path / "adapters" / "chat_template.jinja").write_text(template)
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    config = run_of(begun, lora={"from": str(tmp_path / "adapters")}, steps=1, run_dir=str(tmp_path / "run"))
+    data = config.data.model_copy(update={"path": str(tmp_path / "chats.jsonl"), "template": chosen})
+    config = config.model_copy(update={"data": data})
+    shown = json.dumps(preview(config, lambda _: None)["sources"])
+    assert ("<question>" in shown, "<|im_start|>" in shown) == (chosen is None, chosen is not None)
+    train(config)
+    want = template if chosen is None else CHATML_TEMPLATE
+    assert AutoTokenizer.from_pretrained(newest(config)).chat_template == want
+    more = config.train.model_copy(update={"steps": 2, "resume": "auto"})
+    assert train(config.model_copy(update={"train": more})).steps == 2
 
 
 def test_adapters_name_their_model_from_wherever_they_are_loaded(

@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, lone_template
 from outsize.checkpoint.trained_model import servable
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.config import Config
 from outsize.config.lora_section import OWN_KEYS, LoraConfig
+from outsize.config.messages import as_config_error
 from outsize.errors import ConfigError
 from outsize.model.stored_adapters import StoredAdapters, find_adapters
 
@@ -21,6 +25,8 @@ _NOTED = (
     "lora_ga_config init_lora_weights ensure_weight_tying"
 )
 _NOTES = frozenset(_NOTED.split())
+# What PEFT takes null for.
+_EMPTY: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": False}
 _WITH_WRAP = "train them on with PEFT's model in outsize.wrap"
 
 
@@ -45,7 +51,7 @@ def with_begun_adapters(
     line = _of_another_model(stored, config)
     if line is not None:
         announce(line)
-    return _with_settings_of(stored, config), stored.directory
+    return _with_template_of(stored, _with_settings_of(stored, config)), stored.directory
 
 
 def _find(config: Config, resumed: Path | None) -> StoredAdapters | None:
@@ -76,8 +82,23 @@ def _with_settings_of(stored: StoredAdapters, config: Config) -> Config:
             )
     if "lora_dropout" in said:
         theirs["lora_dropout"] = ours["lora_dropout"]
-    section = type(config.lora).model_validate({**config.lora.model_dump(), **theirs})
+    try:
+        section = type(config.lora).model_validate({**config.lora.model_dump(), **theirs})
+    except ValidationError as error:
+        raise ConfigError(
+            f"{stored.directory / ADAPTER_CONFIG}: {as_config_error(error, {})}; correct it there, or begin with others"
+        ) from error
     return config.model_copy(update={"lora": section})
+
+
+def _with_template_of(stored: StoredAdapters, config: Config) -> Config:
+    """Return ``config`` with the chat template that lies beside stored adapters without a tokenizer, if any does."""
+    template = lone_template(stored.directory)
+    if template is None or config.data.template is not None:
+        return config
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"template": str(template.resolve())})}
+    )
 
 
 def _of_another_model(stored: StoredAdapters, config: Config) -> str | None:
@@ -117,15 +138,21 @@ def _settings(stored: StoredAdapters) -> dict[str, Any]:
             f"{where} holds adapters with init_lora_weights={found.init_lora_weights}, which needs other weights of "
             f"the model, or trains a part of them; {_WITH_WRAP}"
         )
-    taken = {key: _as_said(getattr(found, key)) for key in sorted(keys) if hasattr(found, key)}
+    taken = {key: _as_said(key, getattr(found, key)) for key in sorted(keys) if hasattr(found, key)}
     return {**taken, "init_lora_weights": True}  # they have begun
 
 
-def _as_said(value: Any) -> Any:
+def _as_said(key: str, value: Any) -> Any:
     """Return a value of PEFT's configuration as the section has it."""
+    if value is None and key in _EMPTY:
+        return _EMPTY[key]
+    if key == "layers_to_transform" and isinstance(value, int):
+        return (value,)
+    if value == "":
+        return None
     if isinstance(value, set | frozenset):
         return tuple(sorted(value))
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) or None if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

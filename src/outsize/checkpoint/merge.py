@@ -14,7 +14,6 @@ from outsize.checkpoint.checkpoint_dir import STATE
 from outsize.checkpoint.checkpoint_state import read_state
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_WEIGHTS, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
-from outsize.checkpoint.files.checkpoint_shards import chat_template_in
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.errors import CheckpointError, ModelError
@@ -65,9 +64,10 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False, base
     def read(unit: UnitSpec) -> dict[str, Tensor]:
         return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
 
-    template = chat_template_in(checkpoint)  # that of training, which may not be the model's
     units = parts.spec.units
-    return write_checkpoint(out_dir, plain, hf_config, units, read, tokenizer_source=path, template=template)
+    return write_checkpoint(
+        out_dir, plain, hf_config, units, read, tokenizer_source=path, adapters=checkpoint
+    )
 
 
 def _dtype_of(checkpoint: Path, hf_config: Any) -> str:

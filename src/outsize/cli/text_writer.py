@@ -131,7 +131,7 @@ def _tokenizer(places: Sequence[str | Path], trust_remote_code: bool) -> Any:
     """Return the tokenizer of the first of ``places`` that has one."""
     from transformers import AutoTokenizer
 
-    from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
+    from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint, lone_template
 
     *before, last = places
     own = (Path(each) for each in before if has_tokenizer(Path(each)))
@@ -143,9 +143,9 @@ def _tokenizer(places: Sequence[str | Path], trust_remote_code: bool) -> Any:
         raise ConfigError(
             f"{directory} has no tokenizer that transformers can read: {first_line}; put its files beside the weights"
         ) from error
-    template = next((path for each in before if (path := Path(each) / "chat_template.jinja").is_file()), None)
+    template = next((path for each in before if (path := lone_template(Path(each)))), None)
     if template is not None:
-        tokenizer.chat_template = template.read_text(encoding="utf-8")  # beside adapters, perhaps alone
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

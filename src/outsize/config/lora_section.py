@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, create_model
 
 from outsize.choices import FrozenCodec
-from outsize.config.section import Fraction, Modules, PathText, Section
+from outsize.config.section import Fraction, Modules, PathText, Positive, Section
 
 # Keys that are not PEFT's.
 OWN_KEYS = frozenset({"from", "base_codec", "table_codec"})
@@ -29,8 +29,8 @@ class LoraConfig(_Begun):
     """
 
     r: int = Field(default=8, ge=1, description="Rank of the adapters.")
-    lora_alpha: int = Field(
-        default=8, ge=1, description="Adapters are scaled by lora_alpha / r, or lora_alpha / sqrt(r)."
+    lora_alpha: Positive = Field(
+        default=8, description="Adapters are scaled by lora_alpha / r, or lora_alpha / sqrt(r)."
     )
     lora_dropout: Fraction = Field(default=0.0, description="Dropout on the inputs of adapters.")
     target_modules: Modules | None = Field(
@@ -65,14 +65,14 @@ class LoraConfig(_Begun):
     rank_pattern: dict[str, int] = Field(
         default={}, description="Ranks of modules that have another, by name."
     )
-    alpha_pattern: dict[str, int] = Field(
+    alpha_pattern: dict[str, Positive] = Field(
         default={}, description="lora_alpha of modules with another, by name."
     )
     layers_to_transform: tuple[int, ...] | None = Field(
         default=None, strict=False, description="Numbers of the layers that get adapters; null is all."
     )
-    layers_pattern: str | None = Field(
-        default=None, description="Name of the list of layers, for layers_to_transform."
+    layers_pattern: Modules | None = Field(
+        default=None, description="Name of the list of layers, or of several, for layers_to_transform."
     )
     fan_in_fan_out: bool = Field(
         default=False, description="Whether weights are stored (in, out), as in GPT-2; PEFT sets it there."

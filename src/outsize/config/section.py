@@ -36,6 +36,10 @@ def _modules(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(_size)]
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1)]
 Device = Annotated[str, AfterValidator(check_device_name)]
+# Whole ones stay whole, so that they are written as they were.
+Positive = Annotated[
+    float, Field(gt=0), AfterValidator(lambda value: int(value) if value % 1 == 0 else value)
+]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Modules = Annotated[str | tuple[str, ...], BeforeValidator(_modules)]
 

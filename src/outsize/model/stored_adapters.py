@@ -43,7 +43,7 @@ _REASONS = {"ADAMSS": _ANEW, "FROD": _ANEW, "OSF": _ANEW, "PSOFT": _ANEW, "POLY"
 # Settings of LoRA with which a forward needs more than the layers.
 _BEYOND = ("alora_invocation_tokens", "arrow_config", "kasa_config")
 # How LoRA may begin: what leaves the model as it is, and what takes its beginning out of the model's weights.
-_LEAVES = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_LEAVES = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _CHANGES = ("pissa", "olora")
 _OTHER_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM")
 
@@ -236,7 +236,7 @@ def _check_runs(directory: Path, config: Any) -> None:
         return
     beyond = [key for key in _BEYOND if getattr(config, key, None)]
     init = config.init_lora_weights
-    if init not in (*_LEAVES, *_CHANGES) or (kind == "LORA" and not isinstance(init, bool | str)):
+    if init not in (*_LEAVES, *_CHANGES) or not isinstance(init, bool | str | None):
         beyond.append(f"init_lora_weights={init}")
     if beyond:
         raise ModelError(

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
+from outsize.checkpoint.begun_adapters import with_begun_adapters
+from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.config import Config, SourceConfig
 from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.chat import ChatTemplate
@@ -187,14 +188,18 @@ class _Files:
     hf_config: Any
 
 
-def files_of(config: Config) -> ModelFiles:
+def files_of(config: Config, begun: Path | None = None) -> ModelFiles:
     """Return what is read of a run's model where its weights are not.
+
+    Args:
+        config: of the run.
+        begun: directory of adapters that it begins with; None for no directory.
 
     Raises:
         OutsizeError: there is no such model.
     """
     return _Files(
-        locate_checkpoint(config.model.path),
+        begun if begun is not None and has_tokenizer(begun) else locate_checkpoint(config.model.path),
         load_hf_config(config.model.path, config.model.trust_remote_code),
     )
 
@@ -212,8 +217,9 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         OutsizeError: what would keep the data from being used.
     """
+    config, begun = with_begun_adapters(config)
     config = config.model_copy(update={"data": config.data.model_copy(update={"window": None})})
-    files = files_of(config)
+    files = files_of(config, begun)
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir
         directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))

@@ -15,8 +15,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Of adapters, in PEFT's format.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
+# Where transformers keeps the default chat template of a tokenizer.
+TEMPLATE = "chat_template.jinja"
 # A directory with any of these holds a tokenizer.
 _OF_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -39,6 +39,12 @@ def is_own_file(path: Path, directory: Path) -> bool:
         return True
     _log.warning("%s links to a file outside of the model's directory, and is not copied", path)
     return False
+
+
+def lone_template(directory: Path) -> Path | None:
+    """Return the chat template in ``directory`` where no tokenizer lies beside it; None for no such template."""
+    path = directory / TEMPLATE
+    return path if path.is_file() and not has_tokenizer(directory) else None
 
 
 def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file, locate_checkpoint
+from outsize.checkpoint.files.checkpoint_files import (
+    INDEX,
+    TEMPLATE,
+    has_tokenizer,
+    is_own_file,
+    locate_checkpoint,
+    lone_template,
+)
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, bytes_of, sum_the_rest, write_file
 from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, persistent_buffers
@@ -21,8 +28,8 @@ from outsize.model.sizes.model_spec import UnitSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# What belongs to a tokenizer, and how the model generates; weights and config are written anew.
-_COPIED = (
+# What belongs to a tokenizer; weights and config are written anew.
+_OF_TOKENIZER = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
@@ -31,10 +38,10 @@ _COPIED = (
     "chat_template*",
     "*.model",
     "*.tiktoken",
-    "generation_config.json",
 )
-# Where transformers keeps the default chat template of a tokenizer, and any others.
-_TEMPLATE, _NAMED_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_GENERATION, _CODE = "generation_config.json", "*.py"
+# Where transformers keeps the chat templates of a tokenizer beside its default one.
+_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 class CheckpointWriter:
@@ -110,7 +117,11 @@ class CheckpointWriter:
         return self._name(self._numbers[unit.index])
 
     def finish(
-        self, hf_config: "PretrainedConfig", tokenizer_source: Any, template: str | None = None
+        self,
+        hf_config: "PretrainedConfig",
+        tokenizer_source: Any,
+        template: str | None = None,
+        adapters: Path | None = None,
     ) -> None:
         """Write everything but weights; see `write_checkpoint`.
 
@@ -127,7 +138,7 @@ class CheckpointWriter:
         files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
         with_code = bool(getattr(hf_config, "auto_map", None))
-        copy_tokenizer(directory, tokenizer_source, with_code, template)
+        copy_tokenizer(directory, tokenizer_source, with_code, template, adapters)
         CheckpointReader(directory, self._model, self._tied)  # every name and shape is there, or this raises
         sum_the_rest(directory, self.files)
 
@@ -232,27 +243,45 @@ def _write_config(
         files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
 
 
-def copy_tokenizer(directory: Path, source: Any, with_code: bool, template: str | None = None) -> None:
+def copy_tokenizer(
+    directory: Path,
+    source: Any,
+    with_code: bool,
+    template: str | None = None,
+    adapters: Path | None = None,
+) -> None:
     """Copy tokenizer files, a generation config where there is one, and the code that a model brings.
 
     Args:
         directory: where to.
         source: directory or hub id, a tokenizer, or None for nothing.
-        with_code: copy the code too.
+        with_code: copy the code too; that of a tokenizer is copied in any case.
         template: the chat template, instead of those of ``source``; None takes them.
+        adapters: directory of adapters of ``source``, whose tokenizer, or chat template alone, goes before.
     """
-    _copy_files(directory, source, with_code)
+    if source is None:
+        return
+    if hasattr(source, "save_pretrained"):
+        source.save_pretrained(directory)
+    else:
+        origin = locate_checkpoint(source)
+        owner = adapters if adapters is not None and has_tokenizer(adapters) else origin
+        _copy_files(directory, origin, (_GENERATION, _CODE) if with_code else (_GENERATION,))
+        _copy_files(directory, owner, (*_OF_TOKENIZER, _CODE) if _brings_code(owner) else _OF_TOKENIZER)
+        lone = lone_template(adapters) if adapters is not None else None
+        template = files.read_text(lone) if template is None and lone is not None else template
+        if template is None:
+            copy_named_templates(owner, directory)
     if template is not None:
-        files.write_text(directory / _TEMPLATE, template)
-    elif source is not None and not hasattr(source, "save_pretrained"):
-        copy_named_templates(locate_checkpoint(source), directory)
+        files.write_text(directory / TEMPLATE, template)
 
 
-def chat_template_in(directory: Path) -> str | None:
-    """Return the only chat template of a directory; None where there is none, or there are several."""
-    path = directory / _TEMPLATE
-    is_only = path.is_file() and not (directory / _NAMED_TEMPLATES).is_dir()
-    return path.read_text(encoding="utf-8") if is_only else None
+def _brings_code(directory: Path) -> bool:
+    """Whether the tokenizer in ``directory`` is one of its own code."""
+    try:
+        return "auto_map" in json.loads(files.read_text(directory / "tokenizer_config.json"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def copy_named_templates(origin: Path, directory: Path) -> None:
@@ -264,14 +293,7 @@ def copy_named_templates(origin: Path, directory: Path) -> None:
             files.copy(path, directory / _NAMED_TEMPLATES / path.name)
 
 
-def _copy_files(directory: Path, source: Any, with_code: bool) -> None:
-    if source is None:
-        return
-    if hasattr(source, "save_pretrained"):
-        source.save_pretrained(directory)
-        return
-    origin = locate_checkpoint(source)
-    for pattern in (*_COPIED, "*.py") if with_code else _COPIED:
-        for path in origin.glob(pattern):
-            if is_own_file(path, origin):
-                files.copy(path, directory / path.name)
+def _copy_files(directory: Path, origin: Path, patterns: Sequence[str]) -> None:
+    for path in (path for pattern in patterns for path in origin.glob(pattern)):
+        if is_own_file(path, origin):
+            files.copy(path, directory / path.name)

@@ -35,7 +35,7 @@ def write_checkpoint(
     read: Callable[[UnitSpec], Mapping[str, Tensor]],
     *,
     tokenizer_source: "str | os.PathLike[str] | PreTrainedTokenizerBase | None" = None,
-    template: str | None = None,
+    adapters: Path | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint that ``from_pretrained`` loads, with one shard per unit, and return its directory.
@@ -52,7 +52,7 @@ def write_checkpoint(
             it returned is let go before the next call.
         tokenizer_source: directory or hub id to copy the tokenizer and the generation config from, or a
             tokenizer.
-        template: the chat template, instead of the tokenizer's; None for that.
+        adapters: directory of adapters that were merged in, whose tokenizer and chat template go before those.
         overwrite: whether a directory that is there already is replaced, once the new one is complete.
 
     Raises:
@@ -64,7 +64,7 @@ def write_checkpoint(
         for unit in units:
             if unit.all_tensors:
                 writer.write_unit(unit, read(unit))
-        writer.finish(hf_config, tokenizer_source, template)
+        writer.finish(hf_config, tokenizer_source, adapters=adapters)
     return final
 
 
