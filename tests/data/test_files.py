@@ -138,3 +138,24 @@ def test_a_dataset_that_cannot_be_read_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr("datasets.load_from_disk", Mock(side_effect=KeyError("shape")))
     with pytest.raises(DataError, match="look at the files that save_to_disk has written"):
         list(read_records(Path("saved"), "dataset", lambda _: None))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.bin", "a.parquet", "a.jsonl.gz"])
+def test_a_pointer_of_git_lfs_is_not_read_as_the_file(tmp_path, name):
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a' * 16}\nsize 12345\n"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_text(pointer)
+    for path in (tmp_path / "in", tmp_path / "in" / name):
+        with pytest.raises(DataError, match=rf"{name} is a pointer of Git LFS.*git lfs pull"):
+            find_sources(path)
+
+
+def test_links_to_files_are_followed_and_links_to_directories_are_told(tmp_path):
+    for name in ("real/b.jsonl", "blob", "in/deep/c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    (tmp_path / "in" / "a.jsonl").symlink_to(tmp_path / "blob")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "real")
+    sources = find_sources(tmp_path / "in")
+    assert names(sources, tmp_path / "in") == ["a.jsonl", "deep/c.jsonl"]
+    assert sources.note == "links to directories are not followed: more"

@@ -53,6 +53,8 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _LONGEST_MARK = max(map(len, _MARKS))
+# How a file begins that stands for one in Git LFS, and how many bytes it has at most.
+_POINTER, _MOST_POINTER = b"version https://git-lfs.github.com/spec/", 1 << 10
 # What the datasets library and the hub write about data.
 _ABOUT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 
@@ -75,7 +77,7 @@ class Sources:
         files: never empty.
         container: ``None`` only for a single file with an unknown suffix.
         num_skipped: files of a directory that were left out, by suffix or because they are not of its kind.
-        note: which split of a directory is read, and which are left out; None where there are no splits.
+        note: which split of a directory is read, and what is left out; None where there is nothing to say.
     """
 
     files: tuple[SourceFile, ...]
@@ -98,8 +100,20 @@ def find_sources(path: Path, glob: str | None = None, *, measured: bool = False)
         measured: of a directory with splits, take what models are measured on, and not what is for training.
 
     Raises:
-        DataError: nothing there, nothing readable, or files of more than one kind.
+        DataError: nothing there, nothing readable, files of more than one kind, or what stands for a file in git.
     """
+    sources = _find(path, glob, measured)
+    for file in sources.files:
+        if 0 < file.size_bytes <= _MOST_POINTER and file.path.is_file():
+            with open_binary(file.path, "r", buffered=False) as opened:
+                if opened.read(len(_POINTER)) == _POINTER:
+                    raise DataError(
+                        f"{file.path} is a pointer of Git LFS, and not the file; get it with git lfs pull"
+                    )
+    return sources
+
+
+def _find(path: Path, glob: str | None, measured: bool) -> Sources:
     if path.is_file():
         file = _source_file(path)
         return Sources((file,), file.container)
@@ -127,7 +141,9 @@ def _of_pattern(path: Path, pattern: str) -> Sources:
 def _of_directory(path: Path, measured: bool) -> Sources:
     """Return the files of a directory that are data, and of these what is for training, or to be ``measured`` on."""
     wanted = TO_MEASURE if measured else TO_TRAIN
-    seen = [each for each in sorted(path.glob("**/*")) if each.is_file() and not _is_hidden(each, path)]
+    there = [each for each in sorted(path.glob("**/*")) if not _is_hidden(each, path)]
+    links = [each.relative_to(path).as_posix() for each in there if each.is_symlink() and each.is_dir()]
+    seen = [each for each in there if each.is_file()]
     seen = [each for each in seen if each.name not in _ABOUT_DATA] or seen
     names = {each.relative_to(path).as_posix(): each for each in seen}
     files = {name: file for name, each in names.items() if (file := _source_file(each)).container is not None}
@@ -141,7 +157,9 @@ def _of_directory(path: Path, measured: bool) -> Sources:
     if splits is not None and all(_has_splits(file) for file in files.values()):
         chosen, note = splits.choose(list(files), path, wanted)
         files = {name: files[name] for name in chosen}
-    kind = _one_kind(path, list(files.values()), f"{len(seen)} files seen")
+    told = f"links to directories are not followed: {', '.join(links)}" if links else ""
+    kind = _one_kind(path, list(files.values()), "; ".join(filter(None, [f"{len(seen)} files seen", told])))
+    note = "; ".join(filter(None, [note, told])) or None
     return Sources(tuple(files.values()), kind, len(seen) - len(files), note)
 
 
