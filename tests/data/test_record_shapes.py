@@ -174,7 +174,9 @@ def test_alpaca_without_either_is_written_as_ever(read):
         read({**ALPACA, "history": True})
 
 
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), json.dumps(TOOLS[0])])
+@pytest.mark.parametrize(
+    "tools", [TOOLS, json.dumps(TOOLS), json.dumps(TOOLS[0]), list(map(json.dumps, TOOLS))]
+)
 @pytest.mark.parametrize("way", [way for way in WAYS if "text" not in way])
 def test_tools_beside_a_conversation_are_offered_however_they_are_written(read, way, tools):
     whole, trained, notes = read({**WAYS[way](ASKED[2:]), "tools": tools})
@@ -273,6 +275,35 @@ def test_what_is_for_a_template_is_told_beside_texts(read):
 def test_a_part_that_is_no_text_is_refused_by_its_kind(read, content, words):
     with pytest.raises(DataError, match=words):
         read({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "b"}]})
+
+
+@pytest.mark.parametrize(
+    "written", [json.dumps, lambda calls: calls[0], lambda calls: list(map(json.dumps, calls))]
+)
+def test_calls_may_be_json_text_or_one_alone(read, written):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    asked = {"role": "user", "content": "q"}
+    whole = read({"messages": [asked, {"role": "assistant", "content": "", "tool_calls": calls}]})
+    assert (
+        read({"messages": [asked, {"role": "assistant", "content": "", "tool_calls": written(calls)}]})
+        == whole
+    )
+
+
+@pytest.mark.parametrize("calls", ["f(1)", [7], "[1]"])
+def test_calls_that_are_none_are_refused(read, calls):
+    with pytest.raises(DataError, match="'tool_calls'"):
+        read({"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]})
+
+
+def test_a_refusal_without_content_is_refused_and_not_trained_as_silence(read):
+    with pytest.raises(DataError, match="has a 'refusal' and no 'content'"):
+        read({"messages": [{"role": "assistant", "content": None, "refusal": "I cannot"}]})
+
+
+@pytest.mark.parametrize("way", TEXTS)
+def test_a_column_of_another_format_that_holds_nothing_decides_nothing(read, way):
+    assert read({"messages": None, **TEXTS[way]})[:2] == read(TEXTS[way])[:2]
 
 
 @pytest.mark.parametrize("key", ["images", "audio", "videos"])

@@ -166,22 +166,45 @@ def test_variables_that_a_template_cannot_have_are_refused_and_those_that_it_doe
     ]
 
 
+NAMED = "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}</s>{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    ("template", "message", "is_told"),
+    ("template", "message", "told"),
     [
-        (PLAIN, said("", refusal="I cannot"), True),
-        (PLAIN, said("a", refusal=None), False),
-        (PLAIN + "{{ messages[-1].refusal or '' }}", said("a", refusal="I cannot"), False),
-        (PLAIN, {**user("q"), "name": "Ann"}, True),
-        (PLAIN + "{{ messages[0]['name'] }}", {**user("q"), "name": "Ann"}, False),
-        (PLAIN, result("r"), False),
-        (WITH_TOOLS, {**system("s"), "tools": TOOLS}, True),
+        (PLAIN, said("a", refusal="I cannot"), "the field 'refusal' of messages of the role assistant"),
+        (PLAIN, said("a", refusal=None), None),
+        (PLAIN + "{{ messages[0].refusal or '' }}", said("a", refusal="I cannot"), None),
+        (PLAIN, {**user("q"), "name": "Ann"}, "the field 'name' of messages of the role user"),
+        (NAMED, {**user("q"), "name": "Ann"}, None),
+        (
+            without_marks(chatml()),
+            said("a", name="Ann"),
+            "the field 'name' of messages of the role assistant",
+        ),
+        (PLAIN, result("r"), None),
+        (PLAIN, said("a", id="7", timestamp=7), None),
+        (WITH_TOOLS, {**system("s"), "tools": TOOLS}, "the field 'tools' of messages of the role system"),
+        (PLAIN, {**user("q"), "tool_calls": [call()]}, "the field 'tool_calls' of messages of the role user"),
     ],
 )
-def test_fields_of_messages_that_a_template_does_not_name_are_told(make, template, message, is_told, caplog):
-    ChatTemplate(make(template)).render([message, user("q"), said("a")], (2,), None, "f:7")
-    assert [line for line in caplog.messages if "leaves out the field" in line] == caplog.messages
-    assert len(caplog.messages) == is_told
+def test_fields_of_messages_that_a_template_does_not_write_are_told_once(
+    make, template, message, told, caplog
+):
+    written = ChatTemplate(make(template))
+    for _ in range(2):
+        written.render([message, user("q"), said("a")], (2,), None, "f:7")
+    assert [line.partition("leaves out ")[2].partition(" (")[0] for line in caplog.messages] == [told] * bool(
+        told
+    )
+
+
+@pytest.mark.parametrize(("template", "is_told"), [(PLAIN, True), (WITH_TOOLS, False)])
+def test_tools_that_a_template_does_not_write_are_told(make, template, is_told, caplog):
+    ChatTemplate(make(template)).render([user("q"), said("a")], (1,), TOOLS, "f:7")
+    assert ["leaves out the tools that a record offers" in line for line in caplog.messages] == [
+        True
+    ] * is_told
 
 
 def test_marks_that_end_in_white_space_do_not_run_on(make):

@@ -10,26 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Message = dict[str, Any]
-# Of a message, what is told in another way where it is lost, and what says nothing that a model would learn.
-_SEEN = {
-    *("role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"),
-    *(
-        "id",
-        "tool_call_id",
-        "call_id",
-        "uuid",
-        "message_id",
-        "parent_id",
-        "parent",
-        "index",
-        "idx",
-        "turn",
-        "created",
-    ),
-    *("created_at", "timestamp", "time", "date", "lang", "language", "model", "source", "metadata", "tokens"),
-    *("num_tokens", "token_count", "finish_reason", "usage", "annotations", "status", "type"),
-}
-_WRITES_ALL = re.compile(r"\bm(?:sg|essages?)?\s*\|\s*tojson|\.items\(\)")
 _PART = re.compile(r"""(['"])type\1: ?(['"])text\2""")
 
 
@@ -57,19 +37,6 @@ def is_misread(messages: Sequence[Message], text: str) -> bool:
         and any(json.dumps(arguments, ensure_ascii=each) in text for each in (False, True))
         for arguments in said
     )
-
-
-def unread_keys(messages: Sequence[Message], template: str) -> Iterator[tuple[int, str]]:
-    """Yield the fields of messages that hold something and that a template does not name, with their messages."""
-    if _WRITES_ALL.search(template):
-        return
-    for number, message in enumerate(messages):
-        for key, value in message.items():
-            is_name = key == "name" and message["role"] == "tool"  # told by the call
-            if value in (None, "", [], {}) or key in _SEEN or is_name:
-                continue
-            if not re.search(rf"""\.{re.escape(key)}\b|(['"]){re.escape(key)}\1""", template):
-                yield number, f"the field {key!r} of messages"
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:

@@ -20,10 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from outsize.data.chat.chat_forms import Message, forms, is_misread, unread_keys
+from outsize.data.chat.chat_forms import Message, forms, is_misread
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
 from outsize.data.chat.reply_borders import USERS, Borders, Reading, header_of, read
 from outsize.data.chat.reply_spans import Span
+from outsize.data.chat.unread_fields import UnreadFields
 from outsize.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class ChatTemplate:
         self._is_own = self.templates == _find_templates(tokenizer, None)
         self._headers: dict[tuple[str, bool, str], str] = {}
         self._said: set[str] = set()
+        self._unread = UnreadFields()
 
     @property
     def text(self) -> str:
@@ -197,7 +199,9 @@ class ChatTemplate:
         if taken is None:
             assert error is not None
             raise error
-        self._tell([*(taken[2].left_out() if taken[2] else ()), *unread_keys(messages, template)], where)
+        form, text, reading = taken
+        unread = self._unread.of(form, given, text, template, render)
+        self._tell([*(reading.left_out() if reading else ()), *unread], where)
         return taken
 
     def _check(

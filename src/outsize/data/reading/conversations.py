@@ -103,6 +103,8 @@ def read_tools(record: Record, where: str) -> list[Any] | None:
     if not tools and isinstance(record.get("functions"), list):  # OpenAI's, before tools
         tools = [{"type": "function", "function": function} for function in record["functions"]]
     tools = [tools] if isinstance(tools, dict) else tools
+    if isinstance(tools, list):
+        tools = [from_json_text(tool, "tools", where) for tool in tools]
     if tools is not None and not isinstance(tools, list):
         raise DataError(
             f"{where}: field 'tools' must be a list of JSON schemas, found {type(tools).__name__}"
@@ -176,6 +178,8 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
         return {"role": "assistant", "content": "", **rest, "tool_calls": _calls(value, where)}
     if isinstance(rest.get("function_call"), dict) and not rest.get("tool_calls"):  # OpenAI's, before tools
         rest = {**rest, "tool_calls": _calls(rest.pop("function_call"), where)}
+    if calls := _listed_calls(rest.pop("tool_calls", None), where):
+        rest["tool_calls"] = calls
     role = _role(name, speaker, where, roles)
     if said == "value" and not isinstance(value, str):
         raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
@@ -185,7 +189,28 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
         )
     if said not in turn and not rest.get("tool_calls"):
         raise DataError(f"{where}: a message of the {role} has no 'content', found {listed(turn)}")
+    if is_blank(value) and not is_blank(rest.get("refusal")):
+        raise DataError(
+            f"{where}: a message of the {role} has a 'refusal' and no 'content'; put the words there"
+        )
     return {**rest, "role": role, "content": _flat_content(value, where, "content")}
+
+
+def _listed_calls(value: Any, where: str) -> list[Any]:
+    """Return the calls of a message, which may be JSON text or one alone.
+
+    Raises:
+        DataError: they are no objects.
+    """
+    calls = from_json_text(value, "tool_calls", where)
+    if is_blank(calls):
+        return []
+    calls = [
+        from_json_text(call, "tool_calls", where) for call in (calls if isinstance(calls, list) else [calls])
+    ]
+    if not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where}: field 'tool_calls' must be a list of objects, found {value!r}")
+    return calls
 
 
 def _one_of(turn: Message, names: tuple[str, str], where: str) -> tuple[str, Any]:

@@ -66,7 +66,7 @@ def detect_format(record: Record, text_field: str, where: str) -> FormatName:
     if text_field != DEFAULT_TEXT_FIELD and text_field in record:
         return "text"
     for name, fields in _REQUIRED_FIELDS.items():
-        if all(field in record for field in fields):
+        if all(record.get(field) is not None for field in fields):
             return name
     if text_field in record:
         return "text"
