@@ -182,6 +182,41 @@ def test_prompts_of_records_and_of_standard_input(model: Path, tmp_path: Path, m
     assert "p.jsonl:1: a record needs 'prompt'" in capsys.readouterr().err
 
 
+def test_a_record_that_is_a_conversation_keeps_its_system_message_and_tools(
+    model: Path, tmp_path: Path, capsys: Any, caplog: Any
+):
+    copy, file = Path(shutil.copytree(model, tmp_path / "model")), tmp_path / "p.jsonl"
+    (copy / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}[{{ (t.function or t).name }}]{% endfor %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    user, tools = [{"role": "user", "content": "hi"}], [{"name": "add"}]
+    records: list[tuple[list[str], dict[str, Any], str]] = [
+        ([], {"messages": user, "tools": tools, "system": "brief"}, "[add]system:brief;user:hi;"),
+        ([], {"messages": user, "tools": json.dumps(tools)}, "[add]user:hi;"),
+        ([], {"conversations": [{"from": "human", "value": "hi"}]}, "user:hi;"),
+        ([], {"prompt": user, "functions": tools, "answer": "2"}, "[add]user:hi;"),
+        (["--chat"], {"prompt": "hi", "system": "brief"}, "system:brief;user:hi;"),
+        (["--chat", "--system", "brief"], {"messages": user, "tools": tools}, "[add]system:brief;user:hi;"),
+        ([], {"prompt": " "}, " "),
+    ]
+    shared = ["--max-new-tokens", 1, "--home", "host", *ROOM, "--json"]
+    for how, record, want in records:
+        file.write_text(json.dumps(record))
+        assert run(copy, *how, "--prompts", file, *shared) == 0
+        assert json.loads(capsys.readouterr().out)["written"][0]["prompt"] == want
+    assert "no prompt is made of these fields (records that have them): answer (1)" in caplog.text
+    refused: list[tuple[list[str], dict[str, Any], str]] = [
+        ([], {"prompt": "hi", "tools": tools}, "p.jsonl:1: tools: beside a 'prompt' that is a text"),
+        ([], {"prompt": "hi", "system": "brief"}, "p.jsonl:1: system: beside a 'prompt' that is a text"),
+        (["--chat", "--system", "brief"], {"messages": user, "system": "long"}, "--system says another"),
+    ]
+    for how, record, message in refused:
+        file.write_text(json.dumps(record))
+        assert run(copy, *how, "--prompts", file, *shared) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_tokens_are_drawn_as_transformers_draws_them(model: Path, capsys: Any):
     drawing = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
     flags = [word for name, value in drawing.items() for word in (f"--{name.replace('_', '-')}", value)]
@@ -307,8 +342,8 @@ def test_a_full_disk_behind_a_redirect_is_said(model: Path, capsys: Any, monkeyp
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sys.stdout", Full())
-    assert status_of("inspect", model) == 2
-    assert "No space left on device" in capsys.readouterr().err
+    assert status_of("inspect", model) == 1
+    assert "could not be written to stdout; is its disk full?" in capsys.readouterr().err
 
 
 def test_the_checkpoints_own_temperature_holds_where_none_is_said(model: Path, tmp_path: Path, capsys: Any):

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cli.command_line import status_of
 from outsize.cli.completions import CompletionHandler, Completions, read_request
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.loopback import LoopbackServer
@@ -61,6 +63,7 @@ def test_a_chat_is_answered_as_a_whole_and_piece_by_piece(served: tuple[str, Com
     *pieces, last, done = events(ask(address, CHAT, {**body, "stream": True})[1])
     assert done == "[DONE]"
     assert json.loads(last)["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "length"}
+    assert json.loads(pieces[0])["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert (
         "".join(json.loads(p)["choices"][0]["delta"]["content"] for p in pieces)
         == choice["message"]["content"]
@@ -96,16 +99,21 @@ def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completion
         (PLAIN, {"prompt": "x", "max_tokens": True}, 400, "max_tokens is True"),
         (PLAIN, '{"prompt": "x", "temperature": NaN}', 400, "temperature is nan"),
         (PLAIN, {"prompt": "x", "top_k": 2.5}, 400, "top_k is 2.5"),
-        (PLAIN, {"prompt": "x", "top_p": 0}, 400, "top_p is 0"),
+        (PLAIN, {"prompt": "x", "top_p": -1}, 400, "top_p is -1"),
+        (PLAIN, {"prompt": "x", "n": True}, 400, "n: not supported"),
+        (PLAIN, {"prompt": ["a", "b"]}, 400, "a list of one text"),
+        (PLAIN, {"prompt": [1, 2]}, 400, "a list of one text"),
+        (CHAT, {"messages": [{"role": "oracle", "content": "x"}]}, 400, "unknown role 'oracle'"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "a message of the user has no 'content'"),
         (PLAIN, {"prompt": "x", "min_p": 2}, 400, "min_p is 2"),
         (PLAIN, {"prompt": "x", "seed": 2**64}, 400, "seed is 1844"),
         (PLAIN, {"prompt": "x", "min_tokens": 4, "repetition_penalty": 1.2}, 400, "min_tokens, repetition_penalty:"),
-        (PLAIN, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options: not supported"),
+        (PLAIN, {"prompt": "x", "stream_options": {"more": True}}, 400, "stream_options is {'more': True}"),
         (CHAT, {"messages": [{"role": "user", "content": "emoji \ud83d"}]}, 400, "unpaired surrogate"),
         (PLAIN, {"prompt": "\ud83d", "stream": True}, 400, "unpaired surrogate"),
         (PLAIN, "[" * 200_000, 400, "not valid JSON"),
         (PLAIN, {"prompt": "x" * 300, "stream": True}, 400, "positions of the model"),
-        ("/v1/other", {"prompt": "x"}, 404, ""),
+        ("/v1/other", {"prompt": "x"}, 404, '{"error": {"message": "there is nothing at /v1/other'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -114,6 +122,67 @@ def test_what_cannot_be_is_refused(
     got, text = ask(served[0], path, body)
     assert got == status
     assert message in text
+
+
+def test_a_setting_that_is_not_done_is_refused_before_the_server_listens(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("signal.pause", lambda: 1 / 0)
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    (copy / "generation_config.json").write_text(json.dumps({"token_healing": True}))
+    assert status_of("serve", copy, "--device", "cpu", "--port", 0) == 2
+    assert "generation_config.json: token_healing is True" in capsys.readouterr().err
+
+
+# What clients send unasked, and what of it changes no answer.
+UNASKED: tuple[dict[str, Any], ...] = (
+    {"n": 1, "stop": None, "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "logit_bias": {}},
+    {"user": "me", "service_tier": "auto", "metadata": {}, "store": False, "frequency_penalty": 0},
+    {"top_k": -1},
+    {"top_p": 0},
+    {"prompt": ["once"]},
+    {"stream_options": {"include_usage": False}},
+)
+
+
+@pytest.mark.parametrize("unasked", UNASKED, ids=lambda one: "-".join(one))
+def test_what_changes_no_answer_is_taken(served: tuple[str, Completions], unasked: dict[str, Any]):
+    body = {"prompt": "once", "temperature": 0}
+    answers = [json.loads(ask(served[0], PLAIN, each)[1]) for each in (body, {**body, **unasked})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+def test_a_stream_ends_with_its_usage_where_that_is_asked(served: tuple[str, Completions]):
+    address, _ = served
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 3}
+    usage = json.loads(ask(address, CHAT, body)[1])["usage"]
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    *_, last, done = events(ask(address, CHAT, asked)[1])
+    assert (json.loads(last)["choices"], json.loads(last)["usage"], done) == ([], usage, "[DONE]")
+
+
+def test_a_model_is_told_by_its_name(served: tuple[str, Completions]):
+    assert json.loads(ask(served[0], "/v1/models/tiny")[1])["id"] == "tiny"
+    status, text = ask(served[0], "/v1/models/other")
+    assert status == 404
+    assert "there is nothing at /v1/models/other" in json.loads(text)["error"]["message"]
+
+
+def test_calls_and_results_of_tools_are_part_of_a_conversation(model: Path):
+    """Arguments are text in OpenAI's interface, and an object in the templates of most models."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    asked = read_request(json.dumps({"messages": messages}).encode(), is_chat=True).prompt
+    with TextWriter(ModelOptions(model=str(model), device="cpu", home="host")) as writer:
+        writer._tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+        )
+        assert writer.text_of(asked) == 'user:hello;assistant:{"a": 1};tool:2;'
 
 
 def test_pages_from_elsewhere_can_ask_nothing(served: tuple[str, Completions]):

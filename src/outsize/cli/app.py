@@ -1,7 +1,6 @@
 """The application: its commands, and what becomes of an error."""
 
 import errno
-import io
 import os
 import sys
 from typing import Annotated, Any
@@ -55,8 +54,9 @@ class _Commands(TyperGroup):
 def _write_any_text() -> None:
     """Have a stream whose encoding lacks a character, as in a container without a locale, show another."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            stream.reconfigure(errors="replace")
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None and stream.errors in ("strict", "surrogateescape"):
+            reconfigure(errors="replace")
 
 
 def _speaker() -> str:

@@ -15,35 +15,47 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError, OutsizeError
 from outsize.loopback import LoopbackHandler
 
 if TYPE_CHECKING:
     from outsize.cli.text_writer import TextWriter
+    from outsize.training.conversation import Conversation
     from outsize.wrapped.writing.text import Written
 
 _log = logging.getLogger(__name__)
 
 MOST_BYTES = 16 * 2**20  # of a request
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
-_PASSED = {"model", "user", "metadata", "store", "stream", "seed", "max_tokens", "max_completion_tokens"}
+MODELS = "/v1/models"
+# Read elsewhere, or about the account of a client, which there is none of.
+_PASSED = {
+    *("model", "stream", "stream_options", "seed", "max_tokens", "max_completion_tokens"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+}
 # What is asked for by number: its kind, from where to where, and what holds without.
 _NUMBERS: Mapping[str, tuple[type, float, float, float | None]] = {
     "temperature": (float, 0, 100, None),
-    "top_p": (float, 1e-9, 1, None),
+    "top_p": (float, 0, 1, None),
     "min_p": (float, 0, 1, None),
-    "top_k": (int, 0, 2**31 - 1, None),
+    "top_k": (int, -1, 2**31 - 1, None),
 }
-_LEAST_TEMPERATURE = 1e-5  # below it the likeliest token is the only one
+_LEAST = {"temperature": 1e-5, "top_p": 1e-9}  # below it the likeliest token is the only one
 _WAIT_S = 0.2
+_OPTIONS = "chat_template_kwargs"  # further variables of the template, as vLLM and llama.cpp have them
 # What is not done, and the values of it that ask for nothing; of what is named nowhere only None does.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "stop": (None, "", []),
     "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),  # without tools nothing is chosen
+    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
     "logprobs": (None, False, 0),
     "logit_bias": (None, {}),
     "echo": (None, False),
@@ -52,7 +64,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
-    "stream_options": (None, {}, {"include_usage": False}),
 }
 
 
@@ -64,13 +75,15 @@ class Completion:
         prompt: a text, or a conversation.
         max_new_tokens: at most so many are written; None for as many as the server writes unasked.
         streams: whether the text is sent as it is written.
+        tells_usage: whether a stream ends with the numbers of tokens.
         seed: of the choice of tokens; None goes on with the chances of before.
         choice: how tokens are chosen, as `generate` of transformers takes it.
     """
 
-    prompt: "str | list[dict[str, Any]]"
+    prompt: "str | Conversation"
     max_new_tokens: int | None
     streams: bool
+    tells_usage: bool
     seed: int | None
     choice: Mapping[str, Any]
 
@@ -91,21 +104,27 @@ def read_request(body: bytes, *, is_chat: bool) -> Completion:
         raise DataError(f"the request is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError("the request is to be a JSON object")
-    known = {*_PASSED, *_NUMBERS, "messages" if is_chat else "prompt"}
-    refused = [name for name in found if name not in known and found[name] not in _REFUSED.get(name, (None,))]
+    known = {*_PASSED, *_NUMBERS, *(("messages", _OPTIONS) if is_chat else ("prompt",))}
+    refused = [name for name in found if name not in known and not _asks_nothing(name, found[name])]
     if refused:
         raise DataError(f"{', '.join(refused)}: not supported; leave it out")
     name = "max_tokens" if found.get("max_completion_tokens") is None else "max_completion_tokens"
     most = _number(found, name, int, 1, 2**63 - 1, None)
     choice = {name: _number(found, name, *how) for name, how in _NUMBERS.items()}
-    temperature = choice["temperature"]
-    draws = temperature is None or temperature >= _LEAST_TEMPERATURE
-    if not isinstance(found.get("stream"), bool | None):
-        raise DataError(f"stream is {found['stream']!r}; it has to be true or false")
+    draws = all(choice[name] is None or choice[name] >= least for name, least in _LEAST.items())
+    if choice["top_k"] == -1:  # all of them, as others write it
+        choice["top_k"] = 0
+    options = found.get("stream_options") or {}
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise DataError(f"stream_options is {options!r}; it may say include_usage and nothing else")
+    for where, key in ((found, "stream"), (options, "include_usage")):
+        if not isinstance(where.get(key), bool | None):
+            raise DataError(f"{key} is {where[key]!r}; it has to be true or false")
     return Completion(
-        prompt=_messages(found) if is_chat else _text(found.get("prompt"), "prompt"),
+        prompt=_conversation(found) if is_chat else _prompt(found.get("prompt")),
         max_new_tokens=most,
         streams=bool(found.get("stream")),
+        tells_usage=bool(options.get("include_usage")),
         seed=_number(found, "seed", int, -(2**63), 2**63 - 1, None),
         choice={name: value for name, value in choice.items() if value is not None} | {"do_sample": True}
         if draws
@@ -127,21 +146,35 @@ def _number(
     return kind(value)
 
 
-def _messages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _asks_nothing(name: str, value: Any) -> bool:
+    """Return whether a key that is not done has a value that asks for nothing; `True` is not 1 there."""
+    return any(type(value) is type(one) and value == one for one in _REFUSED.get(name, (None,)))
+
+
+def _conversation(found: Mapping[str, Any]) -> "Conversation":
+    """Return the messages of a request; calls of tools and their results may be among them."""
+    from outsize.training.conversation import read_prompt
+
     messages = found.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise DataError("messages has to be a list of objects with role and content")
-    return [{**one, "content": _text(one.get("content"), "content")} for one in messages]
+    for message in messages:
+        parts = message.get("content")
+        if isinstance(parts, list) and not all(
+            isinstance(part, dict) and part.get("type") == "text" for part in parts
+        ):
+            raise DataError("content has to be a text, or a list of parts that are texts")
+    asked = read_prompt({"messages": messages, _OPTIONS: found.get(_OPTIONS)}, "the request")
+    assert not isinstance(asked, str)
+    return asked
 
 
-def _text(value: Any, name: str) -> str:
-    """Return a text that may come in parts."""
-    if isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in value
-    ):
-        value = "".join(str(part.get("text", "")) for part in value)
+def _prompt(value: Any) -> str:
+    """Return a prompt, which may stand in a list of one."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
     if not isinstance(value, str):
-        raise DataError(f"{name} has to be a text")
+        raise DataError("prompt has to be a text, or a list of one text; send several one after the other")
     return value
 
 
@@ -231,16 +264,22 @@ class CompletionHandler(LoopbackHandler):
 
     def answer(self) -> None:
         """Tell which model there is."""
-        if self.path.rstrip("/") != "/v1/models":
-            super().answer()
-            return
-        model = {"id": self.server.told.name, "object": "model", "created": 0, "owned_by": "outsize"}
-        self._send_json({"object": "list", "data": [model]})
+        name = self.server.told.name
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "outsize"}
+        path = unquote(self.path.partition("?")[0]).rstrip("/")
+        if path == MODELS:
+            self._send_json({"object": "list", "data": [model]})
+        elif path == f"{MODELS}/{name}":
+            self._send_json(model)
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {path}; {MODELS} names the model")
 
     def answer_post(self) -> None:
         """Write a text."""
         if self.path not in (CHAT, PLAIN):
-            super().answer()
+            self._refuse(
+                HTTPStatus.NOT_FOUND, f"there is nothing at {self.path}; there are {CHAT} and {PLAIN}"
+            )
             return
         # A page from elsewhere may post forms and plain text to this machine, and nothing else unasked.
         if self.headers.get_content_type() != "application/json":
@@ -295,9 +334,10 @@ class _Answer:
         self._handler = handler
         self._model: Completions = handler.server.told
         self._is_chat = is_chat
+        self._kind = "chat.completion.chunk" if is_chat else "text_completion"
         self.has_begun = False
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self._model.name,
         }
@@ -305,33 +345,44 @@ class _Answer:
     def send(self, body: bytes) -> None:
         """Write what the request asks for, and send it, as it is written or as a whole."""
         asked = read_request(body, is_chat=self._is_chat)
-        on_text = (lambda text: self._chunk(text, None)) if asked.streams else lambda _: None
+        on_text = self._piece if asked.streams else lambda _: None
         written, prompt_tokens = self._model.write(asked, on_text, self._handler.is_heard)
         why = written.finish_reason
-        if asked.streams:
-            self._chunk("", why)
-            self._line("[DONE]")
-            return
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": written.num_tokens,
             "total_tokens": prompt_tokens + written.num_tokens,
         }
+        if asked.streams:
+            self._begin()
+            self._chunk({"delta": {}} if self._is_chat else {"text": ""}, why)
+            if asked.tells_usage:
+                self.event({**self._head, "object": self._kind, "choices": [], "usage": usage})
+            self._line("[DONE]")
+            return
         kind, told = "text_completion", {"text": written.text}
         if self._is_chat:
             kind, told = "chat.completion", {"message": {"role": "assistant", "content": written.text}}  # type: ignore[dict-item]
-        choice = {"index": 0, **told, "finish_reason": why}
+        choice = {"index": 0, **told, "logprobs": None, "finish_reason": why}
         self._handler._send_json({**self._head, "object": kind, "choices": [choice], "usage": usage})
 
     def event(self, content: Mapping[str, Any]) -> None:
         """Send an event of a stream."""
         self._line(json.dumps(content))
 
-    def _chunk(self, text: str, why: str | None) -> None:
-        kind, told = "text_completion", {"text": text}
-        if self._is_chat:
-            kind, told = "chat.completion.chunk", {"delta": {"content": text} if why is None else {}}  # type: ignore[dict-item]
-        self.event({**self._head, "object": kind, "choices": [{"index": 0, **told, "finish_reason": why}]})
+    def _piece(self, text: str) -> None:
+        self._begin()
+        self._chunk({"delta": {"content": text}} if self._is_chat else {"text": text})
+
+    def _begin(self) -> None:
+        """Say who speaks, before what is said."""
+        if self._is_chat and not self.has_begun:
+            self._chunk({"delta": {"role": "assistant", "content": ""}})
+
+    def _chunk(self, told: Mapping[str, Any], why: str | None = None) -> None:
+        self.event(
+            {**self._head, "object": self._kind, "choices": [{"index": 0, **told, "finish_reason": why}]}
+        )
 
     def _line(self, data: str) -> None:
         if not self.has_begun:

@@ -17,6 +17,7 @@ from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from outsize.training.conversation import Conversation
     from outsize.wrapped.writing.text import Figures, Written
 
 
@@ -99,8 +100,8 @@ def generate(options: GenerateOptions, output: Output) -> None:
         if talks:
             alone = {**how, "batch_size": 1}
 
-            def reply(messages: list[dict[str, Any]]) -> str:
-                return writer.write([messages], _print, on_written=shown, **alone)[0][0].text
+            def reply(asked: "Conversation") -> str:
+                return writer.write([asked], _print, on_written=shown, **alone)[0][0].text
 
             conversation(reply, options.system, sys.stdin, output.say)
             return

@@ -31,6 +31,7 @@ def serve(options: ServeOptions, output: Output) -> None:
     from outsize.loopback import LoopbackServer
 
     with TextWriter(options) as writer:
+        writer.check_settings()
         name = Path(options.model).name or options.model
         completions = Completions(writer, name, options.max_new_tokens)
         with LoopbackServer(CompletionHandler, completions, options.port) as server:

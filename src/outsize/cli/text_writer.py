@@ -12,6 +12,7 @@ from outsize.choices import Dtype, Home
 from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outsize.training.conversation import Conversation
     from outsize.wrapped.writing.text import Figures, Prompt, Written
 
 
@@ -70,7 +71,18 @@ class TextWriter:
             self._tokenizer = _tokenizer(places, options.trust_remote_code)
             self._stack = stack.pop_all()
 
-    def text_of(self, prompt: "str | list[dict[str, Any]]") -> str:
+    def check_settings(self) -> None:
+        """Refuse what the checkpoint's generation_config.json says and is not done, whether tokens are drawn or not.
+
+        Raises:
+            ConfigError: names the key.
+        """
+        from outsize.wrapped.writing.generation_settings import settle_settings
+
+        for draws in (True, False):
+            settle_settings(self._model, self._tokenizer, {"do_sample": draws})
+
+    def text_of(self, prompt: "str | Conversation") -> str:
         """Return a prompt as text; a conversation by the tokenizer's template, open for a reply.
 
         Raises:
@@ -78,11 +90,11 @@ class TextWriter:
         """
         if isinstance(prompt, str):
             return prompt
-        from outsize.training.run_data import chat_text
+        from outsize.training.conversation import chat_text
 
         return chat_text(self._tokenizer, prompt)
 
-    def num_tokens(self, prompt: "str | list[dict[str, Any]]") -> int:
+    def num_tokens(self, prompt: "str | Conversation") -> int:
         """Return how many tokens a prompt has.
 
         Raises:
@@ -102,7 +114,7 @@ class TextWriter:
         return positions_of(self._model)
 
     def write(
-        self, prompts: "Sequence[str | list[dict[str, Any]]]", on_text: Callable[[str], None], **choice: Any
+        self, prompts: "Sequence[str | Conversation]", on_text: Callable[[str], None], **choice: Any
     ) -> "tuple[list[Written], Figures]":
         """Return what the model writes after texts and conversations; see `outsize.wrapped.writing.text.write`."""
         from outsize.wrapped.writing.text import write
@@ -110,7 +122,7 @@ class TextWriter:
         asked = [self._prompt_of(prompt) for prompt in prompts]
         return write(self._model, self._tokenizer, asked, on_text=on_text, **choice)
 
-    def _prompt_of(self, prompt: "str | list[dict[str, Any]]") -> "Prompt":
+    def _prompt_of(self, prompt: "str | Conversation") -> "Prompt":
         from outsize.wrapped.writing.text import Prompt
 
         return Prompt(self.text_of(prompt), is_templated=not isinstance(prompt, str))

@@ -12,7 +12,6 @@ from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.config import Config, SourceConfig
 from outsize.data import Corpus, ModelLimits, open_data
-from outsize.data.chat import ChatTemplate
 from outsize.data.loader_sweep import enough_workers, sweep_loader
 from outsize.data.masking import Masker
 from outsize.data.packed_dataset import PackedDataset
@@ -169,15 +168,6 @@ def load_tokenizer(model: ModelFiles, trust_remote_code: bool) -> Any:
             f"no tokenizer in {model.directory}: {first_line}; copy the tokenizer files of the model there, or use "
             "pre-tokenised data with data.format=tokens"
         ) from error
-
-
-def chat_text(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """Return a conversation as text, by the template of its tokenizer, up to where the reply begins.
-
-    Raises:
-        DataError: the template refuses the conversation.
-    """
-    return ChatTemplate(tokenizer).open(messages)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """What a model is asked: prompts of the command line, of a file, of standard input, and a conversation line by line."""
 
 import json
+import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from outsize.errors import DataError
+from outsize.training.conversation import Conversation, read_prompt, unread_of
 
-Messages = list[dict[str, Any]]
-Prompt = str | Messages
+Prompt = str | Conversation
+
+_log = logging.getLogger(__name__)
 
 
 def read_prompts(
@@ -19,26 +23,33 @@ def read_prompts(
 
     Args:
         given: on the command line.
-        file: with one on each line, or as ``.jsonl`` a record with ``prompt`` or ``messages``; ``-`` is standard input.
+        file: with one on each line, or as ``.jsonl`` a record (`read_prompt`); ``-`` is standard input.
         chat: whether a text is the message of a user.
         system: message that such a conversation begins with.
 
     Raises:
         DataError: the file cannot be read, or a line of it is no prompt; says where.
     """
-    prompts: list[Prompt] = list(given)
+    prompts: list[Prompt] = [_spoken(text) if chat else text for text in given]
+    where = ["--prompt"] * len(prompts)
     if file is not None:
-        lines = ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
-        is_records = file.suffix == ".jsonl"
-        prompts += [_of_record(line, f"{file}:{number}") if is_records else line for number, line in lines]
-    if not chat:
+        lines = [(line, f"{file}:{number}") for number, line in enumerate(_lines(file), 1) if line.strip()]
+        where += [at for _, at in lines]
+        if file.suffix == ".jsonl":
+            records = [_record(line, at) for line, at in lines]
+            prompts += [
+                read_prompt(record, at, chat=chat) for record, (_, at) in zip(records, lines, strict=True)
+            ]
+            _tell_unread(records, file)
+        else:
+            prompts += [_spoken(line) if chat else line for line, _ in lines]
+    if system is None:
         return prompts
-    first: Messages = [] if system is None else [{"role": "system", "content": system}]
-    return [[*first, *_as_messages(prompt)] for prompt in prompts]
+    return [_with_system(prompt, system, at) for prompt, at in zip(prompts, where, strict=True)]
 
 
 def conversation(
-    reply: Callable[[Messages], str], system: str | None, lines: Iterable[str], say: Callable[[str], None]
+    reply: Callable[[Conversation], str], system: str | None, lines: Iterable[str], say: Callable[[str], None]
 ) -> None:
     """Answer line by line, each with all that was said before; ends with the lines.
 
@@ -49,11 +60,11 @@ def conversation(
         say: told how to end it.
     """
     say("one message per line; end with Ctrl-D")
-    messages: Messages = [] if system is None else [{"role": "system", "content": system}]
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     for line in lines:
         if line.strip():
             messages.append({"role": "user", "content": line.strip()})
-            messages.append({"role": "assistant", "content": reply(messages)})
+            messages.append({"role": "assistant", "content": reply(Conversation(messages))})
 
 
 def _lines(file: Path) -> list[str]:
@@ -71,16 +82,36 @@ def _lines(file: Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def _of_record(line: str, where: str) -> Prompt:
+def _record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON: {error}") from error
-    found = (record.get("messages") or record.get("prompt")) if isinstance(record, dict) else None
-    if isinstance(found, str) or (isinstance(found, list) and all(isinstance(m, dict) for m in found)):
-        return found
-    raise DataError(f"{where}: a record needs 'prompt', a text, or 'messages', a list of objects")
+    return record if isinstance(record, dict) else {}
 
 
-def _as_messages(prompt: Prompt) -> Messages:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _tell_unread(records: Sequence[dict[str, Any]], file: Path) -> None:
+    unread = Counter(name for record in records for name in unread_of(record))
+    if unread:
+        counts = ", ".join(f"{name} ({count})" for name, count in unread.items())
+        _log.warning("%s: no prompt is made of these fields (records that have them): %s", file, counts)
+
+
+def _spoken(text: str) -> Conversation:
+    return Conversation([{"role": "user", "content": text}])
+
+
+def _with_system(prompt: Prompt, system: str, where: str) -> Prompt:
+    """Return a conversation that begins with the system message of the command; a text stays as it is."""
+    if isinstance(prompt, str):
+        return prompt
+    first = prompt.messages[0]
+    if first["role"] not in ("system", "developer"):
+        return Conversation(
+            [{"role": "system", "content": system}, *prompt.messages], prompt.tools, prompt.options
+        )
+    if first["content"] != system:
+        raise DataError(
+            f"{where}: the conversation has a system message, and --system says another; leave one out"
+        )
+    return prompt

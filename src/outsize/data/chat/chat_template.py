@@ -161,16 +161,23 @@ class ChatTemplate:
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
         return spans
 
-    def open(self, messages: list[Message]) -> str:
-        """Return a conversation as text, up to where the assistant's reply begins.
+    def open(
+        self,
+        messages: list[Message],
+        tools: list[Any] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return a conversation as text, up to where the assistant's reply begins; arguments as of `render`.
 
         Raises:
             DataError: the template refuses the conversation.
         """
         where = "the conversation"
-        template = self._choose(None, where)
-        form, _, _ = self._read(messages, (), template, where, {})
-        return self._apply(form, template=template, where=where, given={}, add_generation_prompt=True)
+        template = self._choose(tools, where)
+        self._check_options(options, template, where)
+        given = {"tools": tools, **options}
+        form, _, _ = self._read(messages, (), template, where, given)
+        return self._apply(form, template=template, where=where, given=given, add_generation_prompt=True)
 
     def _read(
         self,

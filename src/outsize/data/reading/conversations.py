@@ -248,8 +248,8 @@ def _role(speaker: object, field: str, where: str, roles: Roles) -> str:
     role = roles.get(speaker) or ROLES.get(speaker.lower())
     if role is None:
         raise DataError(
-            f"{where}: unknown role {speaker!r}; known are {listed(ROLES)}; data.roles says which role a speaker "
-            f"has, e.g. {{{speaker}: assistant}}"
+            f"{where}: unknown role {speaker!r}; known are {listed(ROLES)}; write one of them, or for training "
+            f"have data.roles say which role the speaker has, e.g. {{{speaker}: assistant}}"
         )
     return role
 
