@@ -70,7 +70,7 @@ def newest_home(
     run_state.check_same_run(state, path, config, prepared.dtype)
     if not is_laid_out(record.layout, spec, planes, own, prepared.whole):
         changed = [line.removeprefix("note: ") for line in run_state.changed_settings(state, config)]
-        holds = "; ".join([_otherwise(record, prepared) or _ANOTHER, *changed])
+        holds = _otherwise(record, prepared) or "; ".join([_ANOTHER, *changed])
         raise StorageError(
             f"{path} holds {holds}; resume with the former settings, or remove the file to go on without it"
         )

@@ -76,10 +76,9 @@ class Run:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
         self.epoch_after = partial(dataset.epoch, num_sequences=self.config.sequences_per_step)
-        commits, first = self.prepared.plan.layout.commits, self.position.step
-        self.watchdog.saved = lambda: (
-            self.saver.has_saved or first > 0 or (commits and self.position.step > 0)
-        )
+        # Over the saver alone: what the run holds must not hold the run.
+        saver, commits, first = self.saver, self.prepared.plan.layout.commits, self.position.step
+        self.watchdog.saved = lambda done: saver.has_saved or first > 0 or (commits and done > 0)
         self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
             device = self.prepared.machine.device

@@ -92,7 +92,7 @@ class Watchdog:
 
     Attributes:
         doing: what is watched where that is no step; empty for a step.
-        saved: whether there is something to go on from, asked without a disk.
+        saved: whether there is something to go on from after so many steps, asked without a disk.
         setting: what says ``floor_s``; empty where nobody can.
         tick_s: seconds between two looks.
         grace_s: seconds that a run has to end after it was given up.
@@ -127,7 +127,7 @@ class Watchdog:
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._links_are_disk = links_are_disk
         self.doing = ""
-        self.saved: Callable[[], bool] = lambda: True
+        self.saved: Callable[[int], bool] = lambda _: True
         self.setting = "train.stall_floor_s="
         self._step = 0
         self._reported = -1
@@ -229,7 +229,7 @@ class Watchdog:
         if self._action == "abort":
             goes_on = (
                 "Go on with --resume auto"
-                if self.saved()
+                if self.saved(self._step - 1)
                 else "Nothing is saved yet, --resume auto starts with step 1 again"
             )
             error = StalledError(
