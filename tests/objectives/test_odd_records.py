@@ -10,6 +10,7 @@ import transformers
 from objectives.test_objectives import losses, make_run, make_t5
 from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.functions import train
+from outsize.objectives.objective_data import tell_of_lengths
 from outsize.objectives.objective_records import Classes, read_rows
 from outsize.objectives.recipes import RECIPES
 from tiny import tiny_run
@@ -105,6 +106,20 @@ def test_a_run_is_not_gone_on_with_as_another(how: str, other: str, tmp_path: Pa
     run = make_run(tmp_path, "dpo", "run" if how == "auto" else "other", train=more)
     with pytest.raises(OutsizeError, match=f"has dpo, and cannot go on with {other}"):
         train(run)
+
+
+def test_answers_that_are_cut_and_records_that_are_left_out_are_told(tmp_path: Path):
+    config = make_run(tmp_path, "dpo", train={"objective": "dpo"}, data={"seq_len": 8})
+    short, long = ({"prompt_ids": [1] * 4, "chosen_ids": [1] * 4, "rejected_ids": [1] * n} for n in (4, 5))
+    said: list[str] = []
+    tell_of_lengths(config, [short, long], [short, long, long], said.append)
+    assert said == [
+        "1 of 3 records are left out: what is asked, or an answer, is too long for data.seq_len=8",
+        "1 of 2 records are longer than data.seq_len (8): their answers are cut",
+    ]
+    said.clear()
+    tell_of_lengths(config, [short], [short], said.append)
+    assert not said
 
 
 @pytest.mark.parametrize("how", ["auto", "path"])

@@ -9,8 +9,9 @@ import pytest
 
 from data.conftest import make_tokenizer
 from objectives.test_objectives import make_run
+from outsize.data.chat import ChatTemplate
 from outsize.errors import DataError
-from outsize.objectives.objective_data import _as_dataset
+from outsize.objectives.objective_data import _as_dataset, as_read
 from outsize.objectives.objective_records import read_rows
 from outsize.objectives.recipes import RECIPES
 
@@ -176,6 +177,24 @@ def test_calls_and_tools_become_the_tokens_that_trl_makes_of_the_same_records(re
         assert list(ours[name]) == list(theirs[name])
     assert "PARIS" in tokenizer.decode(ours[0]["chosen_ids"])
     assert '"look"' in tokenizer.decode(ours[0]["prompt_ids"])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "glm4moe"])
+def test_arguments_as_text_become_what_the_template_reads(read, name: str):
+    path = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    chat = ChatTemplate(make_tokenizer(path.read_text()))
+    written = []
+    for arguments in ({"city": "PARIS"}, json.dumps({"city": "PARIS"})):
+        call = said("", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": arguments}}])
+        (row,), _ = read("dpo", {**PAIR, "chosen": [call], "tools": TOOLS})
+        row = as_read(chat, row, "f")
+        asked, tools = [*row["prompt"], *row["chosen"]], json.loads(row["tools"])
+        written.append(
+            make_tokenizer(path.read_text()).apply_chat_template(asked, tools=tools, tokenize=False)
+        )
+        assert row["rejected"] == [said("bad")]
+    assert written[0].replace(" ", "") == written[1].replace(" ", "")
+    assert "PARIS" in written[0]
 
 
 def test_no_tools_are_none_however_they_are_written(read):

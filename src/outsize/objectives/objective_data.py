@@ -1,6 +1,7 @@
 """From the records of an objective to what its trainer takes: rows, and what makes a batch of them."""
 
 import importlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -85,8 +86,12 @@ def prepare_data(
     )
     if recipe.by_trl:
         if any(isinstance(value, list) for value in rows[0].values()):
-            chosen = ChatTemplate(tokenizer, config.data.template).templates
-            tokenizer.chat_template = chosen if len(chosen) > 1 else next(iter(chosen.values()))
+            chat = ChatTemplate(tokenizer, config.data.template)
+            tokenizer.chat_template = (
+                chat.templates if len(chat.templates) > 1 else next(iter(chat.templates.values()))
+            )
+            rows = [as_read(chat, row, config.data.path) for row in rows]
+            measured = measured and [as_read(chat, row, config.data.path) for row in measured]
         return _of_trl(tokenizer, rows, measured, recipe)
     return _encoded(config, objective, files, tokenizer, (rows, measured), announce)
 
@@ -99,6 +104,24 @@ def _of_trl(tokenizer: Any, rows: list[Row], measured: list[Row] | None, recipe:
         measured=None if measured is None else _as_dataset(measured),
         changes=changes,
     )
+
+
+def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
+    """Return a row whose tool calls have the form that a template reads: arguments as objects, or as JSON text.
+
+    Raises:
+        DataError: the template refuses a conversation of the row, or reads no form of it.
+    """
+    messages = {name: value for name, value in row.items() if isinstance(value, list)}
+    if not any(message.get("tool_calls") for value in messages.values() for message in value):
+        return row
+    tools, options = row.get("tools"), row.get("chat_template_kwargs") or {}
+    prompt = messages.pop("prompt", [])
+    changed: Row = {}
+    for name, answer in messages.items():
+        form = chat.form([*prompt, *answer], tools and json.loads(tools), where, options)
+        changed |= {name: form[len(prompt) :], **({"prompt": form[: len(prompt)]} if prompt else {})}
+    return {**row, **changed}
 
 
 def _as_dataset(rows: list[Row]) -> Any:
@@ -245,6 +268,38 @@ def _packed(
         held = stack.enter_context(open_dataset(config, files, run_dir, announce, measured=True))
         measured = PackedRows(held, config.eval.sequences)
     return Prepared(tokenizer=tokenizer, rows=PackedRows(dataset), measured=measured, collate=_stacked)
+
+
+def tell_of_lengths(config: Config, trained: Any, read: Any, announce: Callable[[str], None]) -> None:
+    """Say how many records are left out or cut, for they are longer than a sequence.
+
+    Raises:
+        DataError: none is left.
+    """
+    seq_len = config.data.seq_len
+    if not len(trained):
+        raise DataError(
+            f"{config.data.path}: no record is trained: of each, what is asked (system prompt, tools and all) or an "
+            f"answer is longer than data.seq_len={seq_len} tokens; raise it"
+        )
+    if num_left_out := len(read) - len(trained):
+        announce(
+            f"{num_left_out:,} of {len(read):,} records are left out: what is asked, or an answer, is too long for "
+            f"data.seq_len={seq_len}"
+        )
+    if isinstance(trained, PackedRows):
+        return
+    if num_cut := sum(width_of(row) > seq_len for row in trained):
+        announce(
+            f"{num_cut:,} of {len(trained):,} records are longer than data.seq_len ({seq_len}): their answers are cut"
+        )
+
+
+def width_of(row: dict[str, Any]) -> int:
+    """Return the tokens of the longest sequence that a batch has of a record."""
+    named = ((name, value) for name, value in row.items() if name.endswith("ids") or name == "labels")
+    lengths = {name: len(value) for name, value in named if hasattr(value, "__len__")}
+    return lengths.pop("prompt_ids", 0) + max(lengths.values(), default=0)
 
 
 def preview(config: Config, objective: str, announce: Callable[[str], None]) -> dict[str, Any]:

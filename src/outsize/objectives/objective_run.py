@@ -26,9 +26,9 @@ from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.config import Config, DataConfig, Surroundings, dump_config
-from outsize.errors import ConfigError, DataError, OutsizeError
+from outsize.errors import ConfigError, OutsizeError
 from outsize.group.launched import launched
-from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
+from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data, tell_of_lengths, width_of
 from outsize.objectives.objective_models import Models, open_models, store_of, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
@@ -169,13 +169,7 @@ def _opened(
     with _refused_as_configuration(objective):
         arguments = _arguments(config, objective, recipe, kinds[1], own_dir)
         trainer = _trainer(config, recipe, kinds[0], arguments, data, models)
-    left, there = len(trainer.train_dataset), len(data.rows)
-    if not left:
-        raise DataError(
-            f"{config.data.path}: no record is trained: all are too long for data.seq_len; raise it"
-        )
-    if left < there:
-        announce(f"{there - left:,} of {there:,} records are left out: too long for data.seq_len")
+    tell_of_lengths(config, trainer.train_dataset, data.rows, announce)
     return trainer, models
 
 
@@ -273,7 +267,7 @@ def _rehearse(trainer: Any) -> None:
     if not is_wrapped(streamed(trainer.model)):
         return
     rows = trainer.train_dataset
-    longest = rows[0] if isinstance(rows, PackedRows) else max(rows, key=_width)
+    longest = rows[0] if isinstance(rows, PackedRows) else max(rows, key=width_of)
     count = trainer.args.per_device_train_batch_size
     trainer.create_optimizer()
     trainer.model.train()
@@ -283,13 +277,6 @@ def _rehearse(trainer: Any) -> None:
     for kind in ("_metrics", "_stored_metrics"):
         for told in getattr(trainer, kind, {}).values():
             told.clear()
-
-
-def _width(row: dict[str, Any]) -> int:
-    """Return the tokens of the longest sequence that a batch has of a record."""
-    named = ((name, value) for name, value in row.items() if name.endswith("ids") or name == "labels")
-    lengths = {name: len(value) for name, value in named if hasattr(value, "__len__")}
-    return lengths.pop("prompt_ids", 0) + max(lengths.values(), default=0)
 
 
 @contextlib.contextmanager

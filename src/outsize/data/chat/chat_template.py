@@ -179,6 +179,16 @@ class ChatTemplate:
         form, _, _ = self._read(messages, (), template, where, given)
         return self._apply(form, template=template, where=where, given=given, add_generation_prompt=True)
 
+    def form(
+        self, messages: list[Message], tools: list[Any] | None, where: str, options: Mapping[str, Any]
+    ) -> list[Message]:
+        """Return a conversation as the template reads it: arguments of calls and contents in the form that it writes.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        return self._read(messages, (), self._choose(tools, where), where, {"tools": tools, **options})[0]
+
     def _read(
         self,
         messages: list[Message],
