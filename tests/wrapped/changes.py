@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+import outsize
+
 HOMES: dict[str, dict[str, str]] = {
     "host": {"home": "host"},
     "disk": {"home": "disk"},
@@ -59,7 +61,7 @@ class Loop:
         return self.model.get_input_embeddings().weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One thing that programs do.
 
@@ -459,6 +461,16 @@ def _(loop: Loop) -> Any:
     return {n: v.clone() for n, v in state.items()}
 
 
+@row("aliases kept over a step show what it has trained")
+def _(loop: Loop) -> list[Tensor]:
+    kept = [p.data for p in loop.model.parameters()]
+    views = [p.detach().view(-1)[1:] for p in loop.model.parameters()]
+    moments = [loop.optimizer.state[p]["exp_avg"] for p in loop.model.parameters()]
+    with torch.enable_grad():
+        loop.step()
+    return [value.clone() for value in (*kept, *views, *moments)]
+
+
 # --- form -----------------------------------------------------------------------------------------------------
 
 
@@ -600,6 +612,126 @@ def _(loop: Loop) -> Any:
 def _(loop: Loop) -> Any:
     loop.head.register_post_accumulate_grad_hook(lambda p: None)
     loop.step()
+
+
+def _task(loop: Loop, sequence: int) -> None:
+    loop.model(**{name: value[sequence : sequence + 1] for name, value in loop.batch.items()}).loss.backward()
+
+
+@row("gradients of two tasks kept beyond zero_grad, and projected", kind="gradients")
+def _(loop: Loop) -> None:
+    parameters, tasks = list(loop.model.parameters()), []
+    for sequence in range(2):
+        loop.optimizer.zero_grad()
+        _task(loop, sequence)
+        tasks.append([p.grad for p in parameters])
+    for p, one, other in zip(parameters, *tasks, strict=True):
+        p.grad = one + other - (one * other).sum().clamp(max=0) * other
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@row("views of gradients kept beyond zero_grad", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    tasks = []
+    for sequence in range(2):
+        _task(loop, sequence)
+        tasks.append([p.grad.view(-1) for p in loop.model.parameters()])
+        loop.model.zero_grad()
+    return [one @ other for one, other in zip(*tasks, strict=True)]
+
+
+@row("clipped gradients kept beyond zero_grad", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    _task(loop, 0)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+    kept = [p.grad for p in loop.model.parameters()]
+    loop.optimizer.zero_grad()
+    loop.step()
+    return kept
+
+
+@row("gradients set aside and put back", kind="gradients")
+def _(loop: Loop) -> None:
+    parameters = list(loop.model.parameters())
+    _task(loop, 0)
+    aside = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    _task(loop, 1)
+    for p, gradient in zip(parameters, aside, strict=True):
+        p.grad = gradient
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@row("gradients of two parameters exchanged", kind="gradients")
+def _(loop: Loop) -> None:
+    loop.backward()
+    loop.head.grad, loop.table.grad = loop.table.grad, loop.head.grad
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _clip(loop: Loop) -> Tensor:
+    if hasattr(loop.optimizer, "settle"):
+        return outsize.clip_grad_norm_(loop.model, 0.1)
+    return nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+
+
+for _name, _do in {
+    "outsize.clip_grad_norm_": _clip,
+    "clip_grad_norm_ of torch": lambda r: nn.utils.clip_grad_norm_(r.model.parameters(), 0.1),
+}.items():
+
+    @row(f"{_name}, and gradients read after the step", kind="gradients")
+    def _(loop: Loop, clip: Callable[[Loop], Tensor] = _do) -> list[Tensor]:
+        loop.backward()
+        norm = clip(loop)
+        loop.optimizer.step()
+        found = [norm, *(p.grad.clone() for p in loop.model.parameters())]
+        loop.optimizer.zero_grad()
+        return found
+
+    @row(f"{_name}, and a step without zero_grad", kind="gradients")
+    def _(loop: Loop, clip: Callable[[Loop], Tensor] = _do) -> None:
+        loop.backward()
+        clip(loop)
+        loop.optimizer.step()
+        loop.optimizer.step()
+        loop.step()
+
+
+@row("perturbed weights, and a second backward (SAM)", kind="gradients")
+def _(loop: Loop) -> None:
+    loop.backward()
+    with torch.no_grad():
+        former = {p: p.data.clone() for p in loop.model.parameters()}
+        for p in loop.model.parameters():
+            p.add_(p.grad, alpha=0.5)
+    loop.optimizer.zero_grad()
+    loop.backward()
+    for p in loop.model.parameters():
+        p.data = former[p]
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@row("GradScaler, with an inf on the way", kind="gradients")
+def _(loop: Loop) -> list[Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for number in range(2):
+        scaler.scale(loop.model(**loop.batch).loss).backward()
+        if not number:
+            loop.head.grad[0, 0] = float("inf")
+        scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+        scaler.step(loop.optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+        loop.optimizer.zero_grad()
+    return found
 
 
 @row("a step written by hand", kind="gradients")

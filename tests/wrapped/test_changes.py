@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import outsize
 import zoo
 from outsize.errors import OutsizeError
+from outsize.wrapped.module import runner_of
 from wrapped.changes import HOMES, ROWS, Loop, Row
 from wrapped.loops import wrapped
 
@@ -28,10 +30,10 @@ CHUNKS = 6
 
 
 def run(row: Row, loop: Loop) -> tuple[Any, list[Tensor], dict[str, Tensor]]:
-    """A step, the row, and two steps more: what the row returns, the losses, and the weights."""
+    """A step, the row, and a step more: what the row returns, the losses, and the weights."""
     losses = [loop.step()]
     found = copied(row.do(loop))
-    losses += [loop.step(), loop.step()]
+    losses += [loop.step()]
     return found, losses, {name: value.clone() for name, value in loop.model.state_dict().items()}
 
 
@@ -67,6 +69,7 @@ def begin(model: nn.Module, weights: dict[str, Tensor], make: Callable[[], torch
     return Loop(model, make(), make, BATCH)
 
 
+@cache
 def run_plain(row: Row) -> tuple[Any, list[Tensor], dict[str, Tensor]]:
     """What the row does to a model that nobody wrapped."""
     plain = zoo.build("llama")
@@ -128,6 +131,45 @@ def test_the_page_on_tests_counts_them():
         in page
     )
     assert len(ROWS) == len({row.name for row in ROWS})
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
+    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+        loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)
+        loop.step()
+        loop.backward()
+        held = {
+            **model.state_dict(),
+            "gradient": model.lm_head.weight.grad,
+            "view": model.lm_head.weight.grad[1:],
+        }
+        moments = loop.optimizer.state[model.lm_head.weight]
+        held |= {"exp_avg": moments["exp_avg"], "data": model.lm_head.weight.data}
+        want = copied(held)
+    gone = held.keys() - {"gradient", "view"} if home == "disk" else set()
+    for name in held.keys() - gone:
+        assert torch.equal(held[name], want[name]), name
+    for name in gone:
+        with pytest.raises(OutsizeError, match=r"keep tensor.clone\(\)"):
+            held[name].sum()
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_step_returns_at_once_where_nobody_holds_what_it_changes(home: str):
+    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+        loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)
+        handed_out = runner_of(model).parameters.handed_out
+        for _ in range(2):
+            loop.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            loop.optimizer.step()
+            assert not handed_out.is_held()
+            loop.optimizer.zero_grad()
+        held = loop.head.detach()[1:]
+        assert handed_out.is_held() == (home != "disk")
+        del held
+        assert not handed_out.is_held()
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])

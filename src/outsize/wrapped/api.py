@@ -276,11 +276,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Make a wrapped model an ordinary one again, its weights in host memory, and free all that streamed it.
 
     Raises:
-        ConfigError: it is not wrapped.
+        ConfigError: it is not wrapped, or tensors of it are held that there is no room for.
     """
     runner = runner_of(model)
     runner.settle()
     runner.stop()
+    runner.parameters.leave()
     for unit in runner.split.spec.units:
         values = {name: value.clone() for name, value in runner.parameters.read(unit).items()}
         for name, value in values.items():
@@ -293,6 +294,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             parameter = nn.Parameter(value, requires_grad=former.requires_grad)
             for module, attribute in runner.split.owners[name]:
                 module._parameters[attribute] = parameter
+    runner.parameters.is_left = True
     runner.close()
     detach(model)
     _take_own(model)

@@ -23,7 +23,8 @@ from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.units import align_up
-from outsize.wrapped.at_home.at_rest import AtRest
+from outsize.wrapped.at_home.at_rest import AtRest, Place
+from outsize.wrapped.at_home.handed_out import HandedOut
 
 _log = logging.getLogger(__name__)
 _SECTOR_BYTES = 4096
@@ -39,7 +40,9 @@ class HomeTensors:
 
     Attributes:
         errors: what codecs have done to frozen weights, by name: root mean square by that of the weights.
+        handed_out: weights and optimizer state that a program may hold.
         factors: what gradients are yet to be multiplied by, at the latest in the next step, by name.
+        is_left: whether the home is no more.
         num_writes: how often `write` has replaced weights, by unit.
     """
 
@@ -50,6 +53,8 @@ class HomeTensors:
         self._given_masters: set[int] = set()
         self._shown: weakref.WeakValueDictionary[object, Tensor] = weakref.WeakValueDictionary()
         self.settle = settle
+        self.handed_out = HandedOut()
+        self.is_left = False
         self.errors: dict[str, float] = {}
         self.factors: dict[str, Tensor] = {}
         self.num_writes: Counter[int] = Counter()
@@ -200,10 +205,10 @@ class HomeTensors:
     def at_rest(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
         """Return one tensor of a plane as it can be looked at and changed: a view over a host home, else `AtRest`."""
         if self._is_view(unit, plane):
-            return self._view(unit, tensor, plane)
+            return self.handed_out.tensor(f"{plane} of {tensor.name}", self._view(unit, tensor, plane))
         return AtRest(self.place(unit, tensor, plane))
 
-    def place(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> "_Place":
+    def place(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Place:
         """Return where one tensor of a plane rests."""
         return _Place(weakref.ref(self), unit, tensor, plane, self._form(unit, plane)[1])
 
@@ -216,7 +221,7 @@ class HomeTensors:
         self.errors |= errors_of(part, exact, decoded)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Place:
     """Where one tensor of a plane rests, see `Place`; weakly, as the collector does not see what tensors hold."""
 
@@ -225,16 +230,23 @@ class _Place:
     tensor: TensorSpec
     plane: str
     dtype: torch.dtype
+    _apart: Tensor | None = None
 
     @property
     def key(self) -> object:
-        return id(self._alive()), self.tensor.name, self.plane
+        return id(self if self._apart is not None else self._alive()), self.tensor.name, self.plane
+
+    def part(self) -> None:
+        """Rest apart from what is at home from now on: a gradient that was let go of, and that somebody holds."""
+        self._apart = self.read()
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape
 
     def read(self) -> Tensor:
+        if self._apart is not None:
+            return self._apart.clone()
         own = self._alive()
         own.settle()
         value = own.read_one(self.unit, self.tensor, self.plane)
@@ -243,6 +255,9 @@ class _Place:
         return value
 
     def write(self, value: Tensor) -> None:
+        if self._apart is not None:
+            self._apart.copy_(value)
+            return
         own = self._alive()
         own.settle()
         if self.plane == GRADIENT:
@@ -254,6 +269,8 @@ class _Place:
         )
 
     def scale(self, factor: Tensor) -> bool:
+        if self._apart is not None:
+            return False
         own = self._alive()
         if self.plane != GRADIENT or self.tensor.name in own.factors:
             return False
@@ -267,8 +284,10 @@ class _Place:
 
     def _alive(self) -> HomeTensors:
         found = self.parameters()
-        if found is None:
-            raise ConfigError("the wrapped model of this tensor is gone, and its home with it")
+        if found is None or found.is_left:
+            raise ConfigError(
+                "the wrapped model of this tensor is gone, and its home with it: keep tensor.clone() beyond that"
+            )
         return found
 
 

@@ -65,6 +65,7 @@ class Wrapped(nn.Module):
         runner = runner_of(self)
         if not set_to_none:
             runner.settle()
+            runner.parameters.multiply_gradients(list(runner.parameters.factors))
         with plainly():
             for parameter in runner.parameters.named.values():
                 if parameter.grad is not None:

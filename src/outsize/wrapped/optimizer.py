@@ -29,8 +29,9 @@ class AdamW(torch.optim.Optimizer):
 
     So it is with moments in fp32. `outsize.wrap` with ``state="bf16"`` or ``"int8"`` keeps them in fewer bits.
 
-    `step` returns at once. Each unit's next load waits for its own step; ``model.parameters()``, ``state_dict()`` and
-    saving wait for all of them, and so does `settle`, for those who look at parameters that they have kept.
+    `step` returns at once, unless the program holds tensors that it changes (``parameter.data``, those of a
+    ``state_dict()``). Each unit's next load waits for its own step; whatever looks at a parameter, saving and `settle`
+    wait for all of them.
 
     It is a `torch.optim.Optimizer`: learning-rate schedulers, ``Trainer`` and ``accelerate`` take it as one.
 
@@ -124,6 +125,7 @@ class AdamW(torch.optim.Optimizer):
         """See `torch.optim.Optimizer.zero_grad`."""
         if not set_to_none:
             self._runner.settle()
+            self._runner.parameters.multiply_gradients(list(self._runner.parameters.factors))
         with plainly():
             super().zero_grad(set_to_none=set_to_none)
 

@@ -8,6 +8,7 @@ written, and those that ``transport.weights`` keeps encoded.
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import cast
 
@@ -21,7 +22,8 @@ from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
-from outsize.wrapped.at_home.at_rest import AtRest
+from outsize.wrapped.at_home.at_rest import AtRest, Place
+from outsize.wrapped.at_home.handed_out import HandedGradient, alone
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_at_home, weakly
 from outsize.wrapped.home_tensors import HomeTensors, codec_part, follow
 
@@ -62,6 +64,8 @@ class HomeParameters(HomeTensors):
         self.named: dict[str, nn.Parameter] = {}
         self._names: dict[int, str] = {}
         self._pointers: dict[str, int] = {}
+        self._handed_gradients: dict[str, HandedGradient] = {}
+        self._gradient_places: weakref.WeakValueDictionary[str, Place] = weakref.WeakValueDictionary()
         units = split.spec.units
         for group in (units,) if at_once else ((unit,) for unit in units):
             for unit in group:
@@ -76,11 +80,11 @@ class HomeParameters(HomeTensors):
             for position, tensor in enumerate(unit.tensors):
                 gradient = self.named[tensor.name].grad
                 if gradient is None:
-                    self.factors.pop(tensor.name, None)
+                    self._let_go(tensor.name)
                     continue
                 found.add(position)
                 if not self._is_own(unit, tensor, gradient):
-                    self.factors.pop(tensor.name, None)
+                    self._let_go(tensor.name)
                     self.write(unit, {tensor.name: gradient}, GRADIENT)
                     self._show(unit, tensor)
         return frozenset(found)
@@ -163,12 +167,36 @@ class HomeParameters(HomeTensors):
                 follow(self._view(unit, tensor, MASTER), parameter.detach())
                 self._versions[tensor.name] = parameter._version
 
+    def leave(self) -> None:
+        """Give what a program holds of it bytes apart: the home is about to be given back.
+
+        Raises:
+            ConfigError: there is no room for that.
+        """
+        self.handed_out.part()
+        for name in self._names.values():
+            self._let_go(name)
+
     def _show(self, unit: UnitSpec, tensor: TensorSpec) -> None:
         parameter = self.named[tensor.name]
         if self._half:
             parameter.grad = None
             parameter.grad_dtype = torch.float32
-        parameter.grad = self.at_rest(unit, tensor, GRADIENT)
+        if self._is_view(unit, GRADIENT):
+            view = self._view(unit, tensor, GRADIENT)
+            parameter.grad = made = alone(view)
+            self._handed_gradients[tensor.name] = HandedGradient(made, view)
+            return
+        place = self._gradient_places[tensor.name] = self.place(unit, tensor, GRADIENT)
+        parameter.grad = AtRest(place)
+
+    def _let_go(self, name: str) -> None:
+        """Give whoever still holds a former gradient bytes apart, as the next one comes to where it lies."""
+        if name in self._gradient_places:
+            self._gradient_places.pop(name).part()
+        factor = self.factors.pop(name, None)
+        if name in self._handed_gradients:
+            self._handed_gradients.pop(name).part(name, factor)
 
     def _is_own(self, unit: UnitSpec, tensor: TensorSpec, gradient: Tensor) -> bool:
         """Whether a gradient is what `_show` has shown."""
@@ -232,7 +260,10 @@ class HomeParameters(HomeTensors):
         with plainly():
             former.grad = None
         if self._is_view(unit, plane):
-            return show_at_home(former, _alone(self._view(unit, tensor, plane)), weakly(self._look))
+            view = self.handed_out.tensor(
+                f"{plane} of {tensor.name}", self._view(unit, tensor, plane), num_usual=1
+            )
+            return show_at_home(former, view, weakly(self._look))
         place = self.place(unit, tensor, plane)
         if isinstance(former, AtRest):
             former.moved(place)
@@ -240,10 +271,3 @@ class HomeParameters(HomeTensors):
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
         return cast(nn.Parameter, made)
-
-
-def _alone(view: Tensor) -> Tensor:
-    """Return the same bytes as a storage that holds nothing else, as whoever saves tensors expects of parameters."""
-    if not view.numel():
-        return torch.empty_like(view)
-    return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)

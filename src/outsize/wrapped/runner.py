@@ -237,7 +237,7 @@ class Runner(Inferring):
                 self.parameters.show_gradients(self.split.spec.units[index], positions)
 
     def step(self, lr: float, names: frozenset[str]) -> tuple[str, ...]:
-        """Begin the optimizer's step of the parameters ``names``; returns at once.
+        """Begin the optimizer's step of the parameters ``names``; returns at once, unless a program holds what changes.
 
         Returns:
             Those of them that train and have no gradient.
@@ -276,6 +276,8 @@ class Runner(Inferring):
         if self.records is not None:
             self.records.counts(context)
         self._engine.submit(step_parts.step_units(self._plan.layout, due), context)
+        if self.parameters.handed_out.is_held():
+            self.settle()
         return without
 
     def held(self) -> dict[int, frozenset[int]]:
@@ -326,8 +328,6 @@ class Runner(Inferring):
         noted = [self.parameters.factors.get(name) for name in names]
         first = noted[0] if noted else None
         if first is not None and all(f is not None and torch.equal(f, first) for f in noted):
-            for name in names:
-                del self.parameters.factors[name]
             return first
         self.parameters.multiply_gradients(names)
         return None

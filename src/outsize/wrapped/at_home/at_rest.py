@@ -45,6 +45,9 @@ class Place(Protocol):
     def show(self) -> Tensor:
         """Return a copy that all who look at it share as long as anybody holds it, filled anew."""
 
+    def part(self) -> None:
+        """Keep a copy of the tensor from now on, and leave what is at home to others."""
+
 
 class AtRest(torch.Tensor):
     """A tensor without bytes; see above. Arguments: where it rests, and how a part of that is seen."""
