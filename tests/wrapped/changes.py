@@ -215,6 +215,11 @@ def _(loop: Loop) -> None:
     loop.head.resize_(3)
 
 
+@row("swap_tensors", all="put values in with copy_")
+def _(loop: Loop) -> None:
+    torch.utils.swap_tensors(loop.head, nn.Parameter(torch.zeros(97, 32)))
+
+
 @row("a module's parameter replaced", all="replaced")
 def _(loop: Loop) -> None:
     loop.model.lm_head.weight = nn.Parameter(torch.zeros(97, 32))

@@ -90,10 +90,15 @@ class HomeParameters(HomeTensors):
         return frozenset(found)
 
     def strayed(self) -> str | None:
-        """Return the name of a parameter in memory that shows other bytes than those of its home; None for none."""
+        """Return the name of a parameter that shows other bytes than those of its home; None for none."""
         with plainly():
-            own = ((name, self.named[name].data_ptr(), then) for name, then in self._pointers.items())
-            return next((name for name, now, then in own if now != then), None)
+            for name, parameter in self.named.items():
+                if name not in self._pointers:
+                    if not isinstance(parameter, AtRest):  # `torch.utils.swap_tensors`
+                        return name
+                elif parameter.data_ptr() != self._pointers[name]:
+                    return name
+        return None
 
     def show_gradients(self, unit: UnitSpec, positions: frozenset[int]) -> None:
         """Let the parameters at ``positions`` have a ``.grad``."""

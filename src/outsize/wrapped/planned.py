@@ -315,7 +315,7 @@ class Planned:
         strayed = self.parameters.strayed()
         if strayed is not None:
             raise ModelError(
-                f"{strayed} was given other memory than its home's (set_, resize_): put values in with copy_, or by "
+                f"{strayed} was given other memory than its home's (set_, resize_, swap_tensors): put values in with copy_, or by "
                 "parameter.data ="
             )
         return model

@@ -53,8 +53,8 @@ class HandedOut:
                     storage.share_memory_()  # all of a storage moves at once
                 except RuntimeError as error:
                     raise ConfigError(
-                        f"{key}: the program holds a tensor of it (parameter.data, state_dict()), and shared memory has "
-                        f"no room for what is about to be given back ({error}): keep tensor.clone(), or let go of it"
+                        f"{key}: the program holds a tensor of it (parameter.data, state_dict()), and shared memory "
+                        f"has no room for it ({error}), while its home is given back: keep tensor.clone(), or let go"
                     ) from error
 
 
