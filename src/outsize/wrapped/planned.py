@@ -315,8 +315,8 @@ class Planned:
         strayed = self.parameters.strayed()
         if strayed is not None:
             raise ModelError(
-                f"{strayed} was given other memory than its home's (set_, resize_, swap_tensors): put values in with copy_, or by "
-                "parameter.data ="
+                f"{strayed} was given other memory than its home's (set_, resize_, swap_tensors): put values in with "
+                "copy_, or by parameter.data ="
             )
         return model
 
