@@ -246,7 +246,7 @@ ARROWS = {
         "runtime",
         "storage",
     },
-    "wrapped.at_home": {"errors"},
+    "wrapped.at_home": {"compat", "errors"},
     "wrapped.calls": {"errors"},
     "wrapped": GROUND
     | {
