@@ -155,6 +155,14 @@ def test_settings_that_a_run_of_a_trainer_goes_on_with_otherwise_are_said(tmp_pa
     ]
 
 
+def test_how_alike_two_texts_are_is_told_as_unused(tmp_path: Path):
+    config = make_run(tmp_path, "embed")
+    Path(config.data.path).write_text('{"anchor": "a", "positive": "b", "score": 0.1}\n' * 2)
+    said: list[str] = []
+    read_rows(config, "embed", RECIPES["embed"], said.append)
+    assert [line.partition(": ")[2] for line in said] == ["in the records and not used: score (2 records)"]
+
+
 def test_a_checkpoint_of_the_engines_is_no_trainers(tmp_path: Path):
     sft = tiny_run(tmp_path, memory={"home": "host"}, train={"run_dir": str(tmp_path / "sft")})
     alone = Path(train(sft).export_dir or "").rename(tmp_path / "alone")  # apart from the run that made it

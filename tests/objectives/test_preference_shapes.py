@@ -157,8 +157,30 @@ def test_messages_come_out_of_a_dataset_as_they_went_in():
     rows = [
         {**PAIR, "chosen": [said("", tool_calls=calls(city="Paris"))]},
         {**PAIR, "chosen": [said("", tool_calls=calls(days=3, unit={"name": "C"}))]},
+        {**PAIR, "chosen": [said("", tool_calls=calls(days="three", unit="C"))]},
     ]
     assert list(_as_dataset(rows)) == rows
+    options = ({}, {"enable_thinking": False}, {"effort": "high", "python_tools": [{"a": 1}, "b"]})
+    rows = [{**row, "chat_template_kwargs": each} for row, each in zip(rows, options, strict=True)]
+    assert list(_as_dataset(rows)) == rows
+
+
+def test_records_without_arguments_of_the_template_have_none_beside_others(read):
+    options = {"enable_thinking": False}
+    rows, _ = read("dpo", {**PAIR, "chat_template_kwargs": options}, PAIR)
+    assert [row["chat_template_kwargs"] for row in rows] == [options, {}]
+
+
+def test_what_a_template_does_not_read_of_a_preference_is_told_or_refused(read, caplog):
+    chat = ChatTemplate(
+        make_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}")
+    )
+    (row,), _ = read("dpo", {**PAIR, "tools": TOOLS, "chat_template_kwargs": {"effort": "high"}})
+    assert as_read(chat, row, "f") == row
+    told = ("reads no effort", "leaves out the tools that a record offers")
+    assert [part in line for part, line in zip(told, caplog.messages, strict=True)] == [True, True]
+    with pytest.raises(DataError, match="sets add_generation_prompt, which training decides"):
+        as_read(chat, {**row, "chat_template_kwargs": {"add_generation_prompt": True}}, "f")
 
 
 def test_calls_and_tools_become_the_tokens_that_trl_makes_of_the_same_records(read):

@@ -109,13 +109,16 @@ def _of_trl(tokenizer: Any, rows: list[Row], measured: list[Row] | None, recipe:
 def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
     """Return a row whose tool calls have the form that a template reads: arguments as objects, or as JSON text.
 
+    What the template does not read of the row is told.
+
     Raises:
         DataError: the template refuses a conversation of the row, or reads no form of it.
     """
     messages = {name: value for name, value in row.items() if isinstance(value, list)}
-    if not any(message.get("tool_calls") for value in messages.values() for message in value):
-        return row
     tools, options = row.get("tools"), row.get("chat_template_kwargs") or {}
+    has_calls = any(message.get("tool_calls") for value in messages.values() for message in value)
+    if not (has_calls or tools or options):
+        return row
     prompt = messages.pop("prompt", [])
     changed: Row = {}
     for name, answer in messages.items():
@@ -134,15 +137,20 @@ def _as_dataset(rows: list[Row]) -> Any:
         ConfigError: the library keeps no JSON.
     """
     library: Any = importlib.import_module("datasets")
-    made = library.Dataset.from_list(rows)
     of_messages = [name for name, value in rows[0].items() if isinstance(value, list)]
-    if not of_messages:
-        return made
+    of_objects = [name for name, value in rows[0].items() if isinstance(value, dict)]
+    if not of_messages and not of_objects:
+        return library.Dataset.from_list(rows)
     if not hasattr(library, "Json"):
         raise ConfigError(
             "conversations as records need a datasets library with Json; pip install -U datasets"
         )
-    features = {**made.features, **{name: library.List(library.Json()) for name in of_messages}}
+    features = {
+        **dict.fromkeys(of_messages, library.List(library.Json())),
+        **dict.fromkeys(of_objects, library.Json()),
+    }
+    plain = [{name: value for name, value in row.items() if name not in features} for row in rows]
+    features |= library.Dataset.from_list(plain).features
     return library.Dataset.from_list(rows, features=library.Features(features))
 
 

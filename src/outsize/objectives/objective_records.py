@@ -27,7 +27,7 @@ from outsize.objectives.preference_records import (
 from outsize.objectives.recipes import Recipe
 from outsize.training.run_data import corpora_of
 
-_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def read_rows(
@@ -51,8 +51,9 @@ def read_rows(
     rows: list[Row] = []
     for corpus in corpora_of(config, measured=measured):
         rows += _of_source(corpus, objective, recipe, config.train.seed, announce)
-    if any("tools" in row for row in rows):
-        rows = [{**row, "tools": row.get("tools")} for row in rows]
+    for name, nothing in (("tools", None), ("chat_template_kwargs", {})):
+        if any(name in row for row in rows):
+            rows = [{**row, name: row.get(name, nothing)} for row in rows]
     kinds = {tuple(sorted((name, _kind(value)) for name, value in row.items())) for row in rows}
     if len(kinds) > 1 and recipe.by_trl:
         raise DataError(
@@ -66,7 +67,7 @@ def read_rows(
 
 def _kind(value: Any) -> str:
     """Return what has to be alike in all values of a field."""
-    return ", ".join(sorted(value)) if isinstance(value, dict) else str(type(value) is list)
+    return str(type(value) is list)
 
 
 def _of_source(
@@ -151,7 +152,10 @@ def _row(
     row = {name: values[name] for name in names if name in values and name in read}
     if is_chat and "prompt" in values:
         row["prompt"] = values["prompt"]
-    return row, unread_fields(record, read)
+    unread = unread_fields(record, read)
+    if objective == "embed" and "score" in record:  # how alike the texts are
+        unread.append("score")
+    return row, unread
 
 
 def _value(value: Any, name: str, objective: str, where: str) -> Any:

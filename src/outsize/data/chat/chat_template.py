@@ -187,7 +187,9 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        return self._read(messages, (), self._choose(tools, where), where, {"tools": tools, **options})[0]
+        template = self._choose(tools, where)
+        self._check_options(options, template, where)
+        return self._read(messages, (), template, where, {"tools": tools, **options})[0]
 
     def _read(
         self,
