@@ -1,6 +1,7 @@
 """The chat template that a run trains with is that of its checkpoints, exports and adapters."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,30 @@ def test_the_code_of_a_tokenizer_lies_beside_what_was_trained(tmp_path, method):
     for place in (latest(tmp_path / "run"), export(tmp_path / "run", tmp_path / "out")):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=True)
         assert type(tokenizer).__name__ == "OwnTokenizer"
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("change", ["removed", "edited"])
+def test_what_lies_beside_a_model_is_saved_as_it_was_when_the_run_began(tmp_path, method, change):
+    """Nobody looks after the directory of a model once a run of days has begun."""
+    config = make_run(tmp_path, train={"steps": 2, "method": method})
+    model = Path(config.model.path)
+    (model / "generation_config.json").write_text('{"temperature": 0.25}')
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": OWN, "tool_use": OWN + "!"}
+    tokenizer.save_pretrained(model)
+    before = {path.name: path.read_bytes() for path in model.glob("tokenizer*")}
+
+    def change_it(_: Any) -> None:
+        if change == "removed":
+            shutil.rmtree(model, ignore_errors=True)
+            return
+        for path in (*model.glob("tokenizer*"), *model.rglob("*.jinja")):
+            path.write_text("{}")
+
+    train(config, progress=change_it)
+    saved = latest(tmp_path / "run")
+    assert saved is not None
+    assert {path.name: path.read_bytes() for path in saved.glob("tokenizer*")} == before
+    assert template_of(saved) == tokenizer.chat_template
+    assert json.loads((saved / "generation_config.json").read_text()) == {"temperature": 0.25}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from outsize import files
+from outsize.checkpoint.files.beside_weights import Beside, write_beside
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
 from outsize.checkpoint.files.checkpoint_planes import Chunk, pieces
-from outsize.checkpoint.files.checkpoint_shards import copy_tokenizer
 from outsize.model.adapters import Adapters
 from outsize.model.sizes.model_spec import UnitSpec
 
@@ -47,13 +47,13 @@ class AdapterWriter:
         """Name of the file that holds the adapters of ``unit``."""
         return ADAPTER_WEIGHTS
 
-    def finish(self, hf_config: Any, tokenizer_source: Any, template: str | None = None) -> None:
-        """Write everything but weights."""
+    def finish(self, hf_config: Any, beside: Beside) -> None:
+        """Write everything but weights; ``beside`` are the files beside them."""
         assert self._file is not None
         self.files[ADAPTER_WEIGHTS] = self._file.sync()
         self.close()
         files.write_text(self._directory / ADAPTER_CONFIG, _config_text(self._config))
-        copy_tokenizer(self._directory, tokenizer_source, with_code=False, template=template)
+        write_beside(self._directory, beside)
         sum_the_rest(self._directory, self.files)
 
     def close(self) -> None:

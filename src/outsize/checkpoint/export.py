@@ -5,8 +5,8 @@ from pathlib import Path
 from outsize import files
 from outsize.checkpoint import merge as merging
 from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.files.beside_weights import copy_named_templates
 from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file
-from outsize.checkpoint.files.checkpoint_shards import copy_named_templates
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.checkpoint.files.joined_shards import join_shards
 from outsize.checkpoint.trainer_checkpoint import KEPT

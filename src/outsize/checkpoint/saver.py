@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outsize.checkpoint.checkpoint_dir import name_of
+from outsize.checkpoint.files.beside_weights import Beside, read_beside
 from outsize.checkpoint.saving import Saving
 from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
@@ -67,6 +68,9 @@ class Saver:
             them in the same order.
         writes: whether this rank writes; others send it what they hold.
 
+    Raises:
+        CheckpointError: a file beside the weights of the model cannot be read.
+
     Attributes:
         num_failed: checkpoints that were due and could not be written.
     """
@@ -89,6 +93,7 @@ class Saver:
         self._decide = decide
         self._writes = writes
         self._trainer = trainer
+        self._beside = _beside(trainer.prepared) if writes else {}
         self._run_dir = run_dir
         self._config = config
         minutes = config.save_minutes
@@ -183,9 +188,8 @@ class Saver:
         self._started_s, self._next_s = self._clock(), self._interval_s
         state, limit = self._state_of(position), self._config.save_total_limit
         engine = self._trainer.engine
-        saving = Saving(
-            self._trainer.prepared, self._run_dir, state, position.step, limit, engine.note_progress
-        )
+        prepared, beside = self._trainer.prepared, self._beside
+        saving = Saving(prepared, self._run_dir, state, beside, position.step, limit, engine.note_progress)
         self._under_way = saving, engine.store(saving)
 
     def _collect(self) -> Saving | None:
@@ -216,3 +220,9 @@ class Saver:
                 else "there is no checkpoint yet"
             )
             self._announce(f"warning: {saving.error}; the run goes on, {stands}")
+
+
+def _beside(prepared: Job) -> Beside:
+    """Return the files beside the weights of a run's model, as they are when the run begins."""
+    with_code = prepared.adapters is None and bool(getattr(prepared.hf_config, "auto_map", None))
+    return read_beside(prepared.directory, with_code=with_code, template=prepared.template)

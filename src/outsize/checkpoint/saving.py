@@ -48,6 +48,7 @@ from outsize.checkpoint.checkpoint_state import (
     render_state,
     state_planes,
 )
+from outsize.checkpoint.files.beside_weights import Beside
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, write_file
 from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
@@ -72,6 +73,7 @@ class Saving:
         prepared: the model.
         directory: of the run.
         state: what `trainer_state.json` says besides what is found out on the way.
+        beside: the files beside the weights.
         step: steps done.
         limit: checkpoints to keep; None keeps all.
         moved: called after every piece that was read or written.
@@ -89,6 +91,7 @@ class Saving:
         prepared: Job,
         directory: Path,
         state: dict[str, Any],
+        beside: Beside,
         step: int,
         limit: int | None,
         moved: Moved = lambda: None,
@@ -103,6 +106,7 @@ class Saving:
         self._final = self._checkpoints / name_of(step)
         self._staging = self._final.with_name(self._final.name + files.PARTIAL)
         self._state = state
+        self._beside = beside
         self._limit = limit
         self._moved = moved
         self._updates: dict[str, int] = {}
@@ -210,9 +214,7 @@ class Saving:
     def _finish(self, writer: CheckpointWriter | AdapterWriter) -> None:
         """Write everything else; when nothing can be lost any more, point ``latest`` to the checkpoint."""
         prepared, staging = self._prepared, self._staging
-        # Not from where the run began: that may be a checkpoint that has been removed since.
-        origin = self._former[0] if self._former else prepared.directory
-        writer.finish(prepared.hf_config, origin, prepared.template)
+        writer.finish(prepared.hf_config, self._beside)
         found = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
             of_unit = [file_of(unit, plane) for plane in state_planes(prepared.plan.state, unit)]

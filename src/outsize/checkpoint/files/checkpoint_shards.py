@@ -1,4 +1,4 @@
-"""The files of a checkpoint in Hugging Face layout: a shard per unit, an index, the config, the tokenizer."""
+"""The files of a checkpoint in Hugging Face layout: a shard per unit, an index, the config, what lies beside them."""
 
 import contextlib
 import copy
@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.files.checkpoint_files import (
-    INDEX,
-    TEMPLATE,
-    has_tokenizer,
-    is_own_file,
-    locate_checkpoint,
-    lone_template,
-)
+from outsize.checkpoint.files.beside_weights import Beside, write_beside
+from outsize.checkpoint.files.checkpoint_files import INDEX
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, bytes_of, sum_the_rest, write_file
 from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, persistent_buffers
@@ -27,21 +21,6 @@ from outsize.model.sizes.model_spec import UnitSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-# What belongs to a tokenizer; weights and config are written anew.
-_OF_TOKENIZER = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-)
-_GENERATION, _CODE = "generation_config.json", "*.py"
-# Where transformers keeps the chat templates of a tokenizer beside its default one.
-_NAMED_TEMPLATES = "additional_chat_templates"
 
 
 class CheckpointWriter:
@@ -116,14 +95,12 @@ class CheckpointWriter:
         """Name of the file that holds the weights of ``unit``."""
         return self._name(self._numbers[unit.index])
 
-    def finish(
-        self,
-        hf_config: "PretrainedConfig",
-        tokenizer_source: Any,
-        template: str | None = None,
-        adapters: Path | None = None,
-    ) -> None:
-        """Write everything but weights; see `write_checkpoint`.
+    def finish(self, hf_config: "PretrainedConfig", beside: Beside) -> None:
+        """Write everything but weights.
+
+        Args:
+            hf_config: the config to write, as the user gave it.
+            beside: the files beside the weights.
 
         Raises:
             CheckpointError: what was written is not the whole model.
@@ -137,8 +114,7 @@ class CheckpointWriter:
         }
         files.write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
         _write_config(directory, self._model, hf_config, self._dtypes.most_common(1)[0][0])
-        with_code = bool(getattr(hf_config, "auto_map", None))
-        copy_tokenizer(directory, tokenizer_source, with_code, template, adapters)
+        write_beside(directory, beside)
         CheckpointReader(directory, self._model, self._tied)  # every name and shape is there, or this raises
         sum_the_rest(directory, self.files)
 
@@ -241,59 +217,3 @@ def _write_config(
     if cast(Any, model).can_generate():
         generation = GenerationConfig.from_model_config(config)
         files.write_text(directory / "generation_config.json", generation.to_json_string(use_diff=True))
-
-
-def copy_tokenizer(
-    directory: Path,
-    source: Any,
-    with_code: bool,
-    template: str | None = None,
-    adapters: Path | None = None,
-) -> None:
-    """Copy tokenizer files, a generation config where there is one, and the code that a model brings.
-
-    Args:
-        directory: where to.
-        source: directory or hub id, a tokenizer, or None for nothing.
-        with_code: copy the code too; that of a tokenizer is copied in any case.
-        template: the chat template, instead of those of ``source``; None takes them.
-        adapters: directory of adapters of ``source``, whose tokenizer, or chat template alone, goes before.
-    """
-    if source is None:
-        return
-    if hasattr(source, "save_pretrained"):
-        source.save_pretrained(directory)
-    else:
-        origin = locate_checkpoint(source)
-        owner = adapters if adapters is not None and has_tokenizer(adapters) else origin
-        _copy_files(directory, origin, (_GENERATION, _CODE) if with_code else (_GENERATION,))
-        _copy_files(directory, owner, (*_OF_TOKENIZER, _CODE) if _brings_code(owner) else _OF_TOKENIZER)
-        lone = lone_template(adapters) if adapters is not None else None
-        template = files.read_text(lone) if template is None and lone is not None else template
-        if template is None:
-            copy_named_templates(owner, directory)
-    if template is not None:
-        files.write_text(directory / TEMPLATE, template)
-
-
-def _brings_code(directory: Path) -> bool:
-    """Whether the tokenizer in ``directory`` is one of its own code."""
-    try:
-        return "auto_map" in json.loads(files.read_text(directory / "tokenizer_config.json"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-
-
-def copy_named_templates(origin: Path, directory: Path) -> None:
-    """Copy the chat templates that a tokenizer has beside its default one, where there are any."""
-    templates = (origin / _NAMED_TEMPLATES).glob("*.jinja")
-    if named := sorted(path for path in templates if is_own_file(path, origin)):
-        files.make_directories(directory / _NAMED_TEMPLATES)
-        for path in named:
-            files.copy(path, directory / _NAMED_TEMPLATES / path.name)
-
-
-def _copy_files(directory: Path, origin: Path, patterns: Sequence[str]) -> None:
-    for path in (path for pattern in patterns for path in origin.glob(pattern)):
-        if is_own_file(path, origin):
-            files.copy(path, directory / path.name)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from outsize import files
+from outsize.checkpoint.files.beside_weights import Beside, read_beside
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import UnitSpec
@@ -64,7 +65,13 @@ def write_checkpoint(
         for unit in units:
             if unit.all_tensors:
                 writer.write_unit(unit, read(unit))
-        writer.finish(hf_config, tokenizer_source, adapters=adapters)
+        beside: Beside = {}
+        if isinstance(tokenizer_source, str | os.PathLike):
+            with_code = bool(getattr(hf_config, "auto_map", None))
+            beside = read_beside(Path(tokenizer_source), with_code=with_code, adapters=adapters)
+        elif tokenizer_source is not None:
+            tokenizer_source.save_pretrained(partial)
+        writer.finish(hf_config, beside)
     return final
 
 
