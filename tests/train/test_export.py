@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import RepoUrl
 from huggingface_hub.errors import LocalTokenNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outsize
@@ -17,7 +17,7 @@ from cli.command_line import status_of
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.joined_shards import join_shards
-from outsize.checkpoint.push import _is_on_the_hub
+from outsize.checkpoint.push import Hub, _is_on_the_hub
 from outsize.errors import CheckpointError, ConfigError, StorageError
 from outsize.training.run import train
 from outsize.wrapped.module import runner_of
@@ -173,7 +173,9 @@ class Recorded:
 
     def upload_folder(self, **given: Any) -> None:
         assert given["repo_id"] == "me/mine"
-        names = sorted(path.name for path in Path(given["folder_path"]).iterdir())
+        folder = Path(given["folder_path"])
+        paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        names = sorted(filter_repo_objects(paths, ignore_patterns=given["ignore_patterns"]))
         self.asked.append(("upload", {**given, "names": names}))
 
 
@@ -197,6 +199,23 @@ def test_a_model_is_sent_to_the_hub_with_a_card(
     card = (out / "README.md").read_text(encoding="utf-8")
     assert "| steps | 2 |" in card
     assert str(run_dir.parent) not in card
+
+
+def test_nothing_outside_of_a_model_is_sent_through_a_link(
+    hub: type[Recorded], run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    export(run_dir, tmp_path / "out")
+    (tmp_path / "secret").write_text("of another", encoding="utf-8")
+    (tmp_path / "out/below").mkdir()
+    for name in ("notes [1].txt", "below/notes.txt"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "secret")
+    (tmp_path / "out/gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "out/same.json").symlink_to("config.json")
+    Hub("me/mine").upload(tmp_path / "out", run_dir)
+    names = hub.asked[-1][1]["names"]
+    assert {"config.json", "same.json", "model.safetensors"} <= set(names)
+    assert not [name for name in names if "notes" in name or "gone" in name]
+    assert "notes [1].txt links to a file outside" in caplog.text
 
 
 def test_a_hub_that_refuses_does_so_before_anything_is_written(

@@ -1,9 +1,10 @@
 """A trained model on the hub of Hugging Face, with a card that says how it came about."""
 
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, is_own_file
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError, StorageError
 
@@ -34,7 +35,7 @@ class Hub:
             )
 
     def upload(self, directory: Path, run_dir: Path) -> None:
-        """Send a model of a run, with a card where the model has none.
+        """Send a model of a run, with a card where the model has none, and nothing that links lead to elsewhere.
 
         Raises:
             StorageError: the hub refuses it; the model stays in ``directory``.
@@ -44,7 +45,12 @@ class Hub:
             config = load_config(run_dir / "config.yaml")
             adapters = (directory / ADAPTER_CONFIG).is_file()
             card.write_text(make_card(self._repo, config, run_dir, is_adapters=adapters), encoding="utf-8")
-        self._call("upload_folder", folder_path=str(directory))
+        others = [
+            escape(path.relative_to(directory).as_posix())
+            for path in directory.rglob("*")
+            if not path.is_dir() and not is_own_file(path, directory)
+        ]
+        self._call("upload_folder", folder_path=str(directory), ignore_patterns=others)
 
     def _call(self, name: str, **given: Any) -> Any:
         from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError

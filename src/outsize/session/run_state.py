@@ -10,6 +10,7 @@ from outsize.config import Config
 from outsize.config.data_section import packing_of
 from outsize.errors import CheckpointError, ConfigError
 from outsize.runtime.ops.context import StepContext
+from outsize.session.data_files import changed_files
 from outsize.session.loss_scale import LossScale
 from outsize.session.state_kinds import check_kinds
 
@@ -135,24 +136,28 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
             )
 
 
-def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, Any]) -> None:
+def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, Any]) -> str:
     """Check that the sequences that a run goes on with are those of the run that wrote ``state``.
+
+    Returns:
+        Which files have changed nevertheless, in words; empty for none.
 
     Args:
         state: of the run before.
         where: the state was found, for the message.
-        data: what tells sequences from others, see `PackedDataset.identity`.
+        data: what tells sequences from others, see `PackedDataset.identity`, and their ``files``, see `list_files`.
 
     Raises:
-        ConfigError: they are others; ``where`` is named.
+        ConfigError: they are others; ``where`` and the files that have changed are named.
     """
     former = state["data"]
-    if all(former.get(key, value) == value for key, value in data.items()):
-        return
+    changed = changed_files(former.get("files"), data.get("files", {}))
+    if all(former.get(key, value) == value for key, value in data.items() if key != "files"):
+        return changed
     raise ConfigError(
         f"{where} belongs to a run over other data: {_extent(former)}, and here {_extent(data)}, or others in them "
-        "(data.*); resume with the former data.*, or start a run from these weights: "
-        "model.path with a checkpoint of the run, and another train.run_dir"
+        f"(data.*{f'; {changed}' if changed else ''}); resume with the former data.*, or start a run from these "
+        "weights: model.path with a checkpoint of the run, and another train.run_dir"
     )
 
 

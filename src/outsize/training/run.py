@@ -49,7 +49,7 @@ from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
 from outsize.training.notes import notes_of
 from outsize.training.preflight import check_same_run
 from outsize.training.ranks import Ranks, own_share, together
-from outsize.training.run_data import open_dataset
+from outsize.training.run_data import data_of, open_dataset
 from outsize.training.run_dir import PLAN_FILE, as_before, choose_run_dir, claimed
 from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog
@@ -243,7 +243,7 @@ def _open(
     if _is_replicated(config, ranks):
         trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
     else:
-        trainer = start(stack, config, prepared, own_dir, record, resumed, announce, dataset.identity())
+        trainer = start(stack, config, prepared, own_dir, record, resumed, announce, data_of(dataset, config))
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, asked, prepared, (flops, peak), placement)
@@ -395,8 +395,12 @@ def _check_goes_on(
         state, where = read_state(resumed), resumed
     else:
         return
-    check_same_data(state, where, dataset.identity())
+    changed = check_same_data(state, where, data_of(dataset, config))
     if ranks.is_first:
+        if changed:
+            ranks.announce(
+                f"note: files of the data have changed, the sequences compared have not: {changed}"
+            )
         for line in changed_settings(state, config):
             ranks.announce(line)
 
@@ -423,7 +427,7 @@ def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDatase
     run_dir = ranks.run_dir
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype, data = trainer.loss_scale, trainer.prepared.dtype, dataset.identity()
+    scale, dtype, data = trainer.loss_scale, trainer.prepared.dtype, data_of(dataset, config)
     return Saver(
         trainer,
         run_dir,

@@ -19,6 +19,7 @@ from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.model.build import is_masked, load_hf_config
 from outsize.model.sizes.positions import num_positions
+from outsize.session.data_files import list_files
 from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 
@@ -150,6 +151,12 @@ def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:
     if config.eval.data is not None:
         return [replace(corpora[0], path=config.eval.data, weight=1.0, measured=True)]
     return [replace(corpus, weight=1.0, held=True) for corpus in corpora]
+
+
+def data_of(dataset: PackedDataset, config: Config) -> dict[str, Any]:
+    """Return what tells the sequences of a run from others, and the files that they come from."""
+    sources = [(str(corpus.path), corpus.glob) for corpus in corpora_of(config)]
+    return {**dataset.identity(), "files": list_files(sources)}
 
 
 def load_tokenizer(model: ModelFiles, trust_remote_code: bool) -> Any:
