@@ -120,6 +120,42 @@ def test_marks_around_the_words_of_another_are_refused(make):
         trained(make(template), [user("question"), said("answer")])
 
 
+MARKS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}WORDS</s>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ALL = "{% generation %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("words", "messages", "is_told"),
+    [
+        (ALL, [user("q"), said("a", tool_calls=[call(city="Paris")]), user("q"), said("b")], False),
+        (
+            "{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}",
+            [user("q"), said("hello")],
+            True,
+        ),
+        (
+            ALL.replace("{% endgeneration %}", "").replace("{{ m.tool", "{% endgeneration %}{{ m.tool"),
+            [user("q"), said("a", tool_calls=[call(city="Paris")])],
+            True,
+        ),
+        (
+            "{% if loop.last %}" + ALL + "{% else %}{{ m.content }}{% endif %}",
+            [user("q"), said("a"), user("q"), said("b")],
+            True,
+        ),
+    ],
+)
+def test_marks_that_leave_out_words_of_replies_are_told_once(make, words, messages, is_told, caplog):
+    template = ChatTemplate(make(MARKS.replace("WORDS", words)))
+    turns = tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
+    for _ in range(2):
+        template.render(messages, turns, None, "f:7")
+    assert ["does not enclose all that replies say" in line for line in caplog.messages] == [True] * is_told
+
+
 def test_what_a_template_leaves_out_beside_replies_is_told_once(make, caplog):
     template = without_marks(MARKED["deepseek r1"]).replace("{% else %}{{ m.content }}", "")
     chat = ChatTemplate(make(template, bos_token="<s>"))

@@ -64,6 +64,7 @@ _OWN_OPTIONS = {
     *("tokenize", "return_dict", "return_assistant_tokens_mask", "return_tensors", "tokenizer_kwargs"),
     *("padding", "truncation", "max_length"),
 }
+_UNMARKED = "{% generation %} of the chat template does not enclose all that replies say"
 _MARK_THEM = "mark the assistant's words in the template with {% generation %}...{% endgeneration %}"
 
 
@@ -135,6 +136,7 @@ class ChatTemplate:
                 raise DataError(
                     f"{where}: the chat template changes the text that it marks with {{% generation %}}"
                 )
+            self._tell_unmarked(spans, turns, reading, where)
             return text, spans_of(spans, form, turns, reading, where)
         if reading is None:
             raise DataError(
@@ -244,6 +246,22 @@ class ChatTemplate:
                     f"{where}: message {turn + 1} cannot be trained: the chat template {what}; have the record as "
                     "the template writes it, or set data.template"
                 )
+
+    def _tell_unmarked(
+        self, spans: Sequence[Span], turns: Sequence[int], reading: Reading | None, where: str
+    ) -> None:
+        """Say once that a template marks less than what the assistant says."""
+        for block in reading.blocks if reading is not None and _UNMARKED not in self._said else ():
+            is_marked = any(start <= block.start and block.end <= end for start, end in spans)
+            if block.message in turns and not is_marked:
+                self._said.add(_UNMARKED)
+                logger.warning(
+                    "%s: %s (here message %d); what is outside is not trained",
+                    where,
+                    _UNMARKED,
+                    block.message + 1,
+                )
+                return
 
     def _check_options(self, options: Mapping[str, Any], template: str, where: str) -> None:
         """Refuse variables that a template cannot be given, and say once which it does not read."""
