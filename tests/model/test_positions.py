@@ -24,6 +24,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ({}, None),
         ({"max_position_embeddings": 64}, 64),
         ({"n_positions": 1024}, 1024),
+        ({"n_positions": 512, "relative_attention_num_buckets": 32}, None),  # T5
         ({"max_position_embeddings": 64, "rope_scaling": None}, 64),
         ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4}}, 256),
         ({"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2.5}}, 160),

@@ -193,3 +193,9 @@ def test_a_text_that_ends_exactly_where_it_would_be_cut_has_ended(
         assert (one.num_tokens, one.finish_reason) == (count, reason)
     stop = {"stop_strings": [write(writer, {}).text[-1]]}
     assert write(writer, stop).finish_reason == "stop"
+
+
+def test_a_text_that_ends_by_a_string_that_began_in_the_prompt_has_ended(writer: TextWriter):
+    begun = write(writer, {}).text[:1]
+    one = write(writer, {"stop_strings": [PROMPT[-2:] + begun]})
+    assert (one.text, one.finish_reason) == (begun, "stop")

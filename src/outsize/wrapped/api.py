@@ -155,7 +155,10 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     )
     name, adapters = _with_adapters(os.fspath(path_or_hub_id), base, trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
-    built = Built(dtype, attention, trust_remote_code, "AutoModel" if head == "none" else None, frozen)
+    auto = "AutoModel" if head == "none" else None
+    if auto is None and getattr(load_hf_config(name, trust_remote_code), "is_encoder_decoder", False):
+        auto = "AutoModelForSeq2SeqLM"
+    built = Built(dtype, attention, trust_remote_code, auto, frozen)
     model = open_wrapped(name, settings, built, adapters)
     if not trainable:
         model.eval()

@@ -18,7 +18,11 @@ def num_positions(config: Mapping[str, Any]) -> int | None:
     Args:
         config: of the model or of its text part, as JSON.
     """
-    said = config.get("max_position_embeddings") or config.get("n_positions")
+    said = config.get("max_position_embeddings")
+    if (
+        "relative_attention_num_buckets" not in config
+    ):  # beside which T5 says positions that it does not count
+        said = said or config.get("n_positions")
     if not isinstance(said, int) or said <= 0:
         return None
     most = said

@@ -1,6 +1,7 @@
 """Prompts in, text out, with what it took: the work of ``outsize generate``."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -8,8 +9,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.padding import reads_padding
 from outsize.errors import ConfigError, DataError, ModelError
-from outsize.inference.forward_extent import Growth
+from outsize.inference.forward_extent import ForwardExtent, Growth
 from outsize.inference.inference_session import InferenceStatistics
 from outsize.model.sizes.positions import num_positions
 from outsize.planner.search.forward_plan import break_even_batch
@@ -120,13 +122,13 @@ def write(
     before = _moved(model)
     asked = {"max_new_tokens": max_new_tokens, "stopping_criteria": stopping_criteria, **choice}
     beams = settled.num_beams or 1
-    sizes = [
-        Growth(beams * len(ids), max(map(len, ids)) + max_new_tokens, max_new_tokens)
-        for ids in _batches(encoded, batch_size)
-    ]
+    batches = _batches(encoded, batch_size, mixed=not reads_padding(model))
+    sizes = [Growth(beams * len(ids), max(map(len, ids)) + max_new_tokens, max_new_tokens) for ids in batches]
     largest = max(sizes, key=lambda growth: growth.rows * growth.length, default=None)
     with settled_in(model, settled), torch.no_grad(), runner_of(model).inferring(largest):
-        for ids in _batches(encoded, batch_size):
+        if _moved(model) is not None:
+            num_passes = _measure(model, tokenizer, batches, settled, asked)
+        for ids in batches:
             streams = batch_size == 1 and settled.num_beams in (None, 1)
             rows, count = _rows(model, tokenizer, ids, on_text if streams else None, settled, asked)
             num_passes += count
@@ -140,8 +142,36 @@ def write(
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
 
 
-def _batches(rows: Sequence[list[int]], size: int) -> list[Sequence[list[int]]]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+def _batches(rows: Sequence[list[int]], size: int, *, mixed: bool) -> list[Sequence[list[int]]]:
+    """Return the rows in batches, in order; unless ``mixed`` all of a batch have one length, and need no padding."""
+    batches: list[list[list[int]]] = []
+    for row in rows:
+        if not batches or len(batches[-1]) == size or not (mixed or len(batches[-1][0]) == len(row)):
+            batches.append([])
+        batches[-1].append(row)
+    return list(batches)
+
+
+def _measure(
+    model: nn.Module,
+    tokenizer: Any,
+    batches: Sequence[Sequence[list[int]]],
+    settled: Any,
+    asked: dict[str, Any],
+) -> int:
+    """Run the prompts that take the most memory once, where others come first: if they are refused, before any text."""
+    extents = [ForwardExtent(len(ids), max(map(len, ids))) for ids in batches]
+    known: list[ForwardExtent] = []
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the text itself will warn
+        for ids, extent in sorted(
+            zip(batches, extents, strict=True), key=lambda one: -one[1].rows * one[1].length
+        ):
+            if extents[0].covers(extent) or any(one.covers(extent) for one in known):
+                continue
+            known.append(extent)
+            _rows(model, tokenizer, ids, None, settled, {**asked, "max_new_tokens": 1})
+    return len(known)
 
 
 def _rows(
@@ -153,8 +183,8 @@ def _rows(
     asked: dict[str, Any],
 ) -> tuple[list[list[int]], int]:
     """Return the new tokens of each row of a batch, and how many passes they took."""
-    inputs = _padded(ids, tokenizer.pad_token_id)
     encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
+    inputs = _padded(ids, tokenizer.pad_token_id, before=not encodes)
     num_before = 1 if encodes else inputs["input_ids"].shape[1]
     progress = _Progress(tokenizer, num_before, on_text)
     output = cast(Any, model).generate(
@@ -236,7 +266,10 @@ def _written(tokenizer: Any, prompt: Prompt, row: list[int], settled: Any) -> Wr
         while len(tokens) > 1 and tokens[-1] == tokenizer.pad_token_id:
             tokens = tokens[:-1]
     text = text_of(tokenizer, tokens)
-    ended = bool(tokens) and (tokens[-1] in ends or any(stop in text for stop in stops))
+    shown = prompt.text + text  # a string that ends it may begin in the prompt
+    ended = bool(tokens) and (
+        tokens[-1] in ends or any(stop in shown[max(len(prompt.text) - len(stop) + 1, 0) :] for stop in stops)
+    )
     return Written(prompt.text, text, len(tokens), "stop" if ended else "length")
 
 
@@ -274,20 +307,28 @@ def _check_lengths(
     model: nn.Module, prompts: Sequence[Prompt], encoded: Sequence[list[int]], max_new_tokens: int
 ) -> None:
     most = positions_of(model)
+    encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
     for prompt, ids in zip(prompts, encoded, strict=True):
-        if most and len(ids) + max_new_tokens > most:
+        length = max(len(ids), max_new_tokens) if encodes else len(ids) + max_new_tokens
+        if most and length > most:
             raise DataError(
                 f"the prompt {prompt.text[:40]!r} has {len(ids)} tokens, and with {max_new_tokens} new ones would be "
                 f"longer than the {most} positions of the model; shorten it, or ask for fewer"
             )
 
 
-def _padded(rows: Sequence[list[int]], padding: int) -> dict[str, Tensor]:
-    """Ids [B, S], shorter rows padded on the left, and their mask."""
+def _padded(rows: Sequence[list[int]], padding: int, *, before: bool) -> dict[str, Tensor]:
+    """Ids [B, S] and their mask; shorter rows are padded ``before`` they begin, or, as encoders are trained, behind."""
     length = max(map(len, rows))
-    ids = torch.tensor([[padding] * (length - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
+
+    def filled(row: list[int], value: int) -> list[int]:
+        gap = [value] * (length - len(row))
+        return gap + row if before else row + gap
+
+    return {
+        "input_ids": torch.tensor([filled(row, padding) for row in rows]),
+        "attention_mask": torch.tensor([filled([1] * len(row), 0) for row in rows]),
+    }
 
 
 def _moved(model: nn.Module) -> InferenceStatistics | None:
