@@ -270,7 +270,7 @@ ARROWS = {
         "wrapped.at_home",
         "wrapped.calls",
     },
-    "wrapped.writing": GROUND | {"inference", "model.sizes", "planner.search", "wrapped"},
+    "wrapped.writing": GROUND | {"compat", "inference", "model.sizes", "planner.search", "wrapped"},
     "objectives": GROUND
     | {
         "accelerators",

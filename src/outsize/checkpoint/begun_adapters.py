@@ -3,6 +3,7 @@
 They say what adapters they are, so the section ``lora`` is theirs: what the user has said as well has to be the same.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def _of_another_model(stored: StoredAdapters, config: Config) -> str | None:
     named = stored.config.base_model_name_or_path
     if not named or not Path(named).exists() or not Path(config.model.path).exists():
         return None
-    if Path(named).resolve() == Path(config.model.path).expanduser().resolve():
+    if Path(named).resolve() == Path(os.path.expanduser(config.model.path)).resolve():
         return None
     return f"note: {stored.directory} holds adapters of {named}, and model.path is {config.model.path}"
 

@@ -7,6 +7,7 @@ too,
 see `outsize.checkpoint.trainer_checkpoint`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from pathlib import Path
@@ -84,7 +85,7 @@ def find(resume: str, run_dir: Path) -> Path | None:
     """
     if resume in ("none", "auto"):
         return latest(run_dir) if resume == "auto" else None
-    path = Path(resume).expanduser()
+    path = Path(os.path.expanduser(resume))
     foreign = trainer_checkpoint.find(path)
     if foreign is not None or (path / STATE).is_file():
         return foreign or path

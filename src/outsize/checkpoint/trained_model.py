@@ -1,5 +1,6 @@
 """Where the model of a run lies, or its adapters, for whoever runs it."""
 
+import os
 from pathlib import Path
 
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest
@@ -12,7 +13,7 @@ def servable(model: str) -> str:
     Raises:
         CheckpointError: a run has no checkpoint.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     is_run = (path / "heartbeat.jsonl").is_file() and not (path / "config.json").is_file()
     if not is_run and not (path / CHECKPOINTS).is_dir():
         return model

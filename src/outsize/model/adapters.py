@@ -7,6 +7,7 @@ with, or what a checkpoint of them holds, and the weights of the model under the
 """
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def peft_config(settings: Mapping[str, Any], base: str, causal: bool) -> Any:
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     if given.get("target_parameters") is None:
         given.pop("target_parameters", None)  # which PEFT has had since 0.17
-    task, path = "CAUSAL_LM" if causal else None, Path(base).expanduser()
+    task, path = "CAUSAL_LM" if causal else None, Path(os.path.expanduser(base))
     base = str(path.resolve()) if path.exists() else base
     try:
         return peft.LoraConfig(**given, task_type=task, base_model_name_or_path=base)

@@ -54,7 +54,7 @@ def load_hf_config(
     from transformers import AutoConfig
 
     name = os.fspath(path_or_hub_id)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         _require_json(path / "config.json" if path.is_dir() else path)
         name = str(path)

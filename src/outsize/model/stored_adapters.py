@@ -5,6 +5,7 @@ if it is known to compute the same streamed: a table of tests holds every kind o
 """
 
 import copy
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -190,7 +191,7 @@ class _Changed:
 
 def _directory(model: str) -> Path | None:
     """Return the directory that is named, or the local copy of a repository of the hub if that holds adapters."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         return path if path.is_dir() else None
     try:
@@ -254,7 +255,7 @@ def _base(directory: Path, config: Any) -> str:
     other = "say which one they adapt with --base MODEL (base= of outsize.load)"
     if not name:
         raise CheckpointError(f"{where} names no model (base_model_name_or_path); {other}")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return str(name)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

@@ -1,6 +1,7 @@
 """Where a run stands and which run it is: what every commit and every checkpoint says, and what a resume asks for."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,7 +257,7 @@ def _lora(config: Config) -> dict[str, Any] | None:
 
 def name_of(model: str) -> str:
     """A model's directory, absolute, or its id on the hub."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     return str(path.resolve()) if path.exists() else model
 
 

@@ -155,14 +155,19 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     )
     name, adapters = _with_adapters(os.fspath(path_or_hub_id), base, trainable)
     frozen = not trainable or settings.codecs != ("raw", "raw")
-    auto = "AutoModel" if head == "none" else None
-    if auto is None and getattr(load_hf_config(name, trust_remote_code), "is_encoder_decoder", False):
-        auto = "AutoModelForSeq2SeqLM"
-    built = Built(dtype, attention, trust_remote_code, auto, frozen)
+    built = Built(dtype, attention, trust_remote_code, _auto_of(name, trust_remote_code, head), frozen)
     model = open_wrapped(name, settings, built, adapters)
     if not trainable:
         model.eval()
     return _recorded(model, run_dir, _discard)
+
+
+def _auto_of(name: str, trust_remote_code: bool, head: str) -> str | None:
+    """Return the class of transformers that builds a model without head, or an encoder-decoder; None for others."""
+    if head == "none":
+        return "AutoModel"
+    encodes = getattr(load_hf_config(name, trust_remote_code), "is_encoder_decoder", False)
+    return "AutoModelForSeq2SeqLM" if encodes else None
 
 
 @dataclass(frozen=True, slots=True)

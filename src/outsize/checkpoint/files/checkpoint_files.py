@@ -57,7 +57,7 @@ def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | No
     Raises:
         CheckpointError: neither a directory nor a model that the hub hands out.
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = Path(os.path.expanduser(path_or_hub_id))
     if path.is_dir():
         return path
     if path.exists():

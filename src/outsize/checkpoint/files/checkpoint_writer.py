@@ -59,7 +59,7 @@ def write_checkpoint(
     Raises:
         StorageError: the disk is full, the place is not writable, or something is there already.
     """
-    final = Path(directory).expanduser().absolute()
+    final = Path(os.path.expanduser(directory)).absolute()
     with new_directory(final, overwrite=overwrite) as partial:
         writer = CheckpointWriter(partial, model_skeleton, units)
         for unit in units:

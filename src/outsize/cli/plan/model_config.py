@@ -1,6 +1,7 @@
 """The config of a model that a command was given: a directory, a bare ``config.json``, or a hub id."""
 
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ def read_config(model: str) -> tuple[str, Mapping[str, Any]]:
         ModelError: neither a path that exists nor an id whose config can be had.
         CheckpointError: no config there, or one that cannot be read.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
         return str(file.parent), _parsed(model, file)

@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -325,7 +326,7 @@ def _find_templates(tokenizer: "PreTrainedTokenizerBase", name: str | None) -> d
     if found := {**TEMPLATES, **named}.get(name):
         return {"default": str(found)}
     try:
-        return {"default": Path(name).expanduser().read_text(encoding="utf-8")}
+        return {"default": Path(os.path.expanduser(name)).read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.template: {name} is neither a file that can be read nor one of {', '.join({**TEMPLATES, **named})}"
