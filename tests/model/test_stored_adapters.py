@@ -156,6 +156,17 @@ def test_adapters_that_name_no_model_say_where_it_would_stand(plain: Path):
         logits_of(plain)
 
 
+def test_adapters_that_name_a_class_in_place_of_a_task_are_taken_if_it_predicts_tokens(
+    plain: Path, base_of: Callable[[str], Path]
+):
+    for name in ("LlamaForCausalLM", "LlamaModel"):
+        change(plain, task_type=None, auto_mapping={"base_model_class": name}, base_model_name_or_path=None)
+        assert torch.equal(logits_of(plain, base=base_of("llama")), Member().logits(base_of("llama"), plain))
+    change(plain, auto_mapping={"base_model_class": "LlamaForSequenceClassification"})
+    with pytest.raises(ModelError, match="of the class LlamaForSequenceClassification"):
+        logits_of(plain, base=base_of("llama"))
+
+
 def test_a_base_without_adapters_is_refused(base_of: Callable[[str], Path]):
     with pytest.raises(ConfigError, match="holds none"):
         logits_of(base_of("llama"), base=base_of("gpt2"))

@@ -47,6 +47,7 @@ _BEYOND = ("alora_invocation_tokens", "arrow_config", "kasa_config")
 _LEAVES = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _CHANGES = ("pissa", "olora")
 _OTHER_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM")
+_OTHER_CLASSES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +229,17 @@ def _check_runs(directory: Path, config: Any) -> None:
         raise ModelError(
             f"{directory} holds adapters of the kind {kind}, which outsize does not run: {why}; {_USE_PEFT}"
         )
-    if config.task_type in _OTHER_TASKS:
+    mapping = config.auto_mapping if isinstance(config.auto_mapping, dict) else {}
+    adapted = str(mapping.get("base_model_class"))  # which PEFT notes where no task is named
+    if config.task_type in _OTHER_TASKS or adapted.endswith(_OTHER_CLASSES):
+        task = (
+            f"for the task {config.task_type}"
+            if config.task_type in _OTHER_TASKS
+            else f"of the class {adapted}"
+        )
         raise ModelError(
-            f"{directory} holds adapters of a model for the task {config.task_type}; outsize runs those of models that "
-            f"predict tokens, or end in hidden states; {_USE_PEFT}"
+            f"{directory} holds adapters of a model {task}; outsize runs those of models that predict tokens, or end "
+            f"in hidden states; {_USE_PEFT}"
         )
     if kind != "LORA":
         return
