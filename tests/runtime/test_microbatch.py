@@ -255,8 +255,8 @@ class OnceMore(Tuple):
     ("kind", "message"),
     [
         (Twice, "came to unit 0 where unit 1 was next"),
-        (Backwards, "came to unit 2 where unit 0 was next"),
-        (Skips, "came to the end of its forward where unit 1 was next"),
+        (Backwards, "calls unit 1 after its last unit 2"),
+        (Skips, "does not call its last unit, 2"),
         (OnceMore, "calls unit 0 after its last unit 2"),
     ],
 )

@@ -29,6 +29,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = 0
         self.trace: list[int] = []
         self.ops: list[Any] | None = None
+        self._blind = False
         self._known = known._cdata
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
@@ -55,6 +56,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def blind(self) -> Iterator[None]:
+        """Count nothing while the context lasts, whichever modes have been entered since this one."""
+        self._blind = True
+        try:
+            yield
+        finally:
+            self._blind = False
+
     def forget(self) -> None:
         """Stop following what is still alive."""
         for finalizer in list(self._seen.values()):
@@ -65,6 +75,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._blind:
+            return out
         # The same memory, and what a hook on saved tensors does; and a question that only fake tensors pass on.
         if func is torch.ops.aten.detach.default or func is torch.ops.prim.device.default:
             return out

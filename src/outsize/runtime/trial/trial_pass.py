@@ -167,7 +167,7 @@ class TrialPass:
         effects = self._effects_of(key, unit, call, live)
         if key not in self._known:
             found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live, effects)
-            with live.suspended():  # a form to make others by, which takes no memory
+            with live.blind():  # a form to make others by, which takes no memory
                 outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
             self._known[key] = *found[:-1], outputs
         forward, backward, kept, outputs = self._known[key]
@@ -200,14 +200,14 @@ class TrialPass:
             yield
             return
         with ExitStack() as stack:
-            with live.suspended():
+            with live.blind():
                 state = UnitState(self._split.modules[unit].modules() if effects.state else ())
                 stack.enter_context(untouched(state, (call.args, tuple(call.kwargs.values()))))
             yield
 
     def _passed_on(self, unit: int, call: UnitCall, effects: UnitEffects, live: LiveBytes) -> Any:
         """Run a unit for what it writes, and return what it returns; no two such units write the same."""
-        with live.suspended():
+        with live.blind():
             state = UnitState(self._split.modules[unit].modules()) if effects.state else None
             visit = visit_of(call, state, outlet=effects.outlet)
             drawn = torch.get_rng_state()
