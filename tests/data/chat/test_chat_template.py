@@ -153,7 +153,22 @@ def test_marks_that_leave_out_words_of_replies_are_told_once(make, words, messag
     turns = tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
     for _ in range(2):
         template.render(messages, turns, None, "f:7")
-    assert ["does not enclose all that replies say" in line for line in caplog.messages] == [True] * is_told
+    told = [line for line in caplog.messages if "does not enclose all that replies say" in line]
+    assert len(told) == is_told
+
+
+@pytest.mark.parametrize("end", ["</s>", ""])
+def test_marks_that_end_before_the_reply_does_are_told_once(make, end, caplog):
+    marked = MARKS.replace("WORDS", ALL.replace("{% endgeneration %}", end + "{% endgeneration %}"))
+    template = ChatTemplate(make(marked.replace("</s>{% else", "{% else" if end else "</s>{% else")))
+    for _ in range(2):
+        text, spans = template.render([user("q"), said("a"), user("r"), said("b")], (1, 3), None, "f:7")
+    assert text == "<user>q<assistant>a</s><user>r<assistant>b</s>"
+    assert [text[start:stop] for start, stop in spans] == ["a" + end, "b" + end]
+    told = (
+        "f:7: {% generation %} of the chat template ends before '</s>', which ends a reply and is not trained"
+    )
+    assert caplog.messages == [told] * (not end)
 
 
 def test_what_a_template_leaves_out_beside_replies_is_told_once(make, caplog):

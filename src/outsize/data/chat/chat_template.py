@@ -10,6 +10,7 @@ refused. ``data.template`` takes the place of the tokenizer's template: a file, 
 one of `TEMPLATES`. A tokenizer without a template gets `FALLBACK_TEMPLATE`.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -96,6 +97,7 @@ class ChatTemplate:
         self._is_own = self.templates == _find_templates(tokenizer, None)
         self._headers: dict[tuple[str, bool, str], str] = {}
         self._said: set[str] = set()
+        self._looked_at: set[str] = set()
         self._unread = UnreadFields()
 
     @property
@@ -137,8 +139,14 @@ class ChatTemplate:
                 raise DataError(
                     f"{where}: the chat template changes the text that it marks with {{% generation %}}"
                 )
-            self._tell_unmarked(spans, turns, reading, where)
-            return text, spans_of(spans, form, turns, reading, where)
+            trained = spans_of(spans, form, turns, reading, where)
+            self._tell_unmarked(trained, turns, reading, where)
+            if reading is not None and turns and template not in self._looked_at:
+                self._looked_at.add(template)
+                self._tell_open(
+                    trained, Borders(reading, render, header_of(form, render, template)), turns[-1], where
+                )
+            return text, trained
         if reading is None:
             raise DataError(
                 f"{where}: cannot tell whose words are whose, since the chat template decides by the words of a "
@@ -263,6 +271,18 @@ class ChatTemplate:
                     block.message + 1,
                 )
                 return
+
+    def _tell_open(self, spans: Sequence[Span], borders: Borders, turn: int, where: str) -> None:
+        """Say that a template's marks end before the reply does, so that nobody learns to end it."""
+        with contextlib.suppress(DataError):
+            _, end = borders.spans(turn)[-1]
+            rest = borders.text[spans[-1][1] : end].strip() if spans else ""
+            if rest:
+                logger.warning(
+                    "%s: {%% generation %%} of the chat template ends before %r, which ends a reply and is not trained",
+                    where,
+                    rest,
+                )
 
     def _check_options(self, options: Mapping[str, Any], template: str, where: str) -> None:
         """Refuse variables that a template cannot be given, and say once which it does not read."""

@@ -173,6 +173,11 @@ class Borders:
         self._render = render
         self._header = header if header.strip() else ""
 
+    @property
+    def text(self) -> str:
+        """The conversation, rendered."""
+        return self._reading.text
+
     def spans(self, turn: int) -> list[Span]:
         """Return the characters of a reply: its words, what stands around them, and its end; parts where others cut in.
 
