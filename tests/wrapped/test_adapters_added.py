@@ -118,17 +118,6 @@ def test_a_directory_that_the_first_home_has_made_is_there_for_what_leaves_the_d
     assert not store_dir.exists()
 
 
-def test_after_the_first_step_nothing_is_added():
-    with wrapped(adapted(), home="host") as model:
-        optimizer = outsize.AdamW(model)
-        model(**BATCH).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.add_adapter("late", CONFIG)
-        with pytest.raises(outsize.ConfigError, match="before the first step"):
-            model(**BATCH)
-
-
 def test_a_parameter_that_was_replaced_is_refused():
     with wrapped(zoo.build("llama")) as model:
         model.model.norm.weight = nn.Parameter(torch.ones_like(model.model.norm.weight))

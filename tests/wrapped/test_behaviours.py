@@ -248,15 +248,6 @@ def test_late_requires_grad_is_respected(count: int):
         assert_equal(model.state_dict(), plain.state_dict())
 
 
-def test_a_disk_home_says_that_thawing_comes_before_wrapping():
-    model = zoo.build("llama")
-    model.model.layers[1].requires_grad_(False)
-    with wrapped(model, home="disk"):
-        model.model.layers[1].requires_grad_(True)
-        with pytest.raises(ConfigError, match="before wrap"):
-            model(**BATCH)
-
-
 @pytest.mark.parametrize(("rows", "count"), [(1, 4), (3, 4), (5, 2), (7, 3)])
 def test_odd_batches_and_batches_smaller_than_microbatches(rows: int, count: int):
     one = zoo.batch("llama", num_sequences=rows)

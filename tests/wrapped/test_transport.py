@@ -99,15 +99,20 @@ def test_weights_that_do_not_train_rest_encoded_at_home():
     assert packed == [False, True]
 
 
-def test_what_rests_encoded_does_not_train_later():
-    model = frozen_but_for(zoo.build("llama"), "layers.1.")
-    with wrapped(model, transport={"weights": "lossless4"}, **LINK) as model:
-        streamed_backward(model, BATCH)
+def test_what_rests_encoded_may_train_later():
+    def both(model: torch.nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        losses = [streamed_backward(model, BATCH)]
         model.requires_grad_(True)
-        with pytest.raises(ConfigError, match=r"set it before wrap"):
-            model(**BATCH)
-        frozen_but_for(model, "layers.1.")
-        streamed_backward(model, BATCH)
+        model.zero_grad()
+        return [*losses, streamed_backward(model, BATCH)], gradients(model)
+
+    want = both(frozen_but_for(zoo.build("llama"), "layers.1."))
+    with wrapped(
+        frozen_but_for(zoo.build("llama"), "layers.1."), transport={"weights": "lossless4"}, **LINK
+    ) as model:
+        losses, found = both(model)
+        assert losses == want[0]
+        assert_equal(found, want[1])
 
 
 @pytest.mark.parametrize(

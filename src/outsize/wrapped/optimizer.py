@@ -63,8 +63,8 @@ class AdamW(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]] | None = None,
     ) -> None:
         self._runner = runner_of(model)
-        self._names = {id(p): name for name, p in self._runner.parameters_now().named.items()}
-        self._state = StateAtHome(self._runner, self._names, lambda: self._named().values())
+        self._runner.parameters_now()
+        self._state = StateAtHome(self._runner, lambda: self._named().values())
         self.without_gradient: tuple[str, ...] = ()
         self._told: set[str] = set()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -167,6 +167,11 @@ class AdamW(torch.optim.Optimizer):
             "outsize.AdamW cannot be copied or pickled, since its state lies at home: save its state_dict()"
         )
 
+    @property
+    def _names(self) -> Mapping[int, str]:
+        """Names of all parameters of the model by their `id`, as they are by now: those around adapters change."""
+        return self._runner.parameters.names
+
     def _named(self) -> dict[str, Tensor]:
         """The parameters of all groups by name."""
         return {
@@ -199,7 +204,11 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(f"outsize.AdamW has one weight_decay besides 0, not {sorted(decays)}")
         strangers = [p for group in self.param_groups for p in group["params"] if id(p) not in self._names]
         if strangers:
-            raise ConfigError("a parameter group holds parameters that are not those of this wrapped model")
+            raise ConfigError(
+                "a parameter group holds parameters that are not those of this wrapped model: make the groups of "
+                "model.named_parameters() as they are now; over a disk home they are others since outsize.wrap, and "
+                "added ones since the first call"
+            )
         names = frozenset(
             self._names[id(p)]
             for group in self.param_groups
@@ -228,8 +237,8 @@ def make_way_for_others(runner: Runner) -> None:
         due = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
         if any(isinstance(parameter, AtRest) and parameter.requires_grad for parameter in due):
             raise ConfigError(
-                f"{type(optimizer).__name__}.step(): this model rests on disk, where outsize.AdamW alone "
-                'steps; use that, or wrap the model with home="host"'
+                f"{type(optimizer).__name__}.step(): what trains rests on disk, or was encoded, where "
+                'outsize.AdamW alone steps; use that, or wrap the model with home="host" and no codec'
             )
         still.settle()
         still.parameters.multiply_gradients(list(still.parameters.factors))

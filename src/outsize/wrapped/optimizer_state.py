@@ -25,19 +25,17 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
 
     Args:
         runner: of the wrapped model.
-        names: of all parameters of the model, by their id.
         parameters: returns those of the optimizer.
     """
 
-    def __init__(
-        self, runner: Runner, names: Mapping[int, str], parameters: Callable[[], Iterable[Tensor]]
-    ) -> None:
+    def __init__(self, runner: Runner, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._runner = runner
-        self._names = names
         self._parameters = parameters
         self._places: dict[str, tuple[UnitSpec, TensorSpec]] = {}
         self._split: object = None  # what the places are of
-        self._steps: dict[str, tuple[Tensor, int]] = {}  # what was handed out, and what it was
+        self._steps: dict[
+            int, tuple[Tensor, int]
+        ] = {}  # what was handed out and what it was, by id of parameter
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -57,8 +55,8 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
 
     def follow_steps(self) -> None:
         """Count on from what was written into ``step`` since it was handed out."""
-        for name in list(self._steps):
-            self._follow(name)
+        for key in list(self._steps):
+            self._follow(self._runner.parameters.names[key])
 
     def forget_steps(self) -> None:
         """Let go of what was handed out as ``step``: counts go on."""
@@ -96,10 +94,11 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         count = self._runner.num_updates(name)
         if not count:
             return {}
-        if name not in self._steps:
-            self._steps[name] = torch.tensor(float(count)), count
+        key = self._key(name)
+        if key not in self._steps:
+            self._steps[key] = torch.tensor(float(count)), count
         unit, _ = self._place(name)
-        found = {STEP: self._steps[name][0]}
+        found = {STEP: self._steps[key][0]}
         for plane in self.planes:
             seen = plane_of(self._runner.state, unit, plane)
             tensor = next(tensor for tensor in seen.tensors if tensor.name == name)
@@ -107,33 +106,39 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         return found
 
     def __getitem__(self, parameter: Tensor) -> MutableMapping[str, Tensor]:
-        return _StateOfOne(self, self._name_of(parameter))
+        self.name_of(parameter)
+        return _StateOfOne(self, parameter)
 
     def __setitem__(self, parameter: Tensor, values: Mapping[str, Tensor]) -> None:
         if not (isinstance(values, _StateOfOne) and values.owner is self):
-            self.put(self._name_of(parameter), values)
+            self.put(self.name_of(parameter), values)
 
     def __delitem__(self, parameter: Tensor) -> None:
-        self.begin_anew(frozenset({self._name_of(parameter)}))
+        self.begin_anew(frozenset({self.name_of(parameter)}))
 
     def __contains__(self, parameter: object) -> bool:
         return any(own is parameter for own in self)
 
     def __iter__(self) -> Iterator[Tensor]:
         self._runner.settle()
-        return iter([own for own in self._parameters() if self._runner.num_updates(self._name_of(own))])
+        return iter([own for own in self._parameters() if self._runner.num_updates(self.name_of(own))])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def clear(self) -> None:
         """Let all of it begin anew."""
-        self.begin_anew(frozenset(self._name_of(own) for own in self._parameters()))
+        self.begin_anew(frozenset(self.name_of(own) for own in self._parameters()))
 
-    def _name_of(self, parameter: Tensor) -> str:
-        if id(parameter) not in self._names:
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter as it is by now: those around adapters change."""
+        names = self._runner.parameters.names
+        if id(parameter) not in names:
             raise KeyError("this parameter is none of the wrapped model")
-        return self._names[id(parameter)]
+        return names[id(parameter)]
+
+    def _key(self, name: str) -> int:
+        return id(self._runner.parameters.named[name])
 
     def _place(self, name: str) -> tuple[UnitSpec, TensorSpec]:
         """The unit and the tensor of that name."""
@@ -144,24 +149,29 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         return self._places[name]
 
     def _follow(self, name: str) -> None:
-        held, then = self._steps.get(name, (None, 0))
+        held, then = self._steps.get(self._key(name), (None, 0))
         if held is not None and int(held) != then:
             self._set_steps({name: int(held)})
 
     def _set_steps(self, counts: Mapping[str, int]) -> None:
         self._runner.set_updates(counts)
         for name, count in counts.items():
-            if name in self._steps:
-                held, _ = self._steps[name]
-                self._steps[name] = held.fill_(count), count
+            key = self._key(name)
+            if key in self._steps:
+                held, _ = self._steps[key]
+                self._steps[key] = held.fill_(count), count
 
 
 class _StateOfOne(MutableMapping[str, Any]):
     """The state of one parameter."""
 
-    def __init__(self, owner: StateAtHome, name: str) -> None:
+    def __init__(self, owner: StateAtHome, parameter: Tensor) -> None:
         self.owner = owner
-        self._name = name
+        self._parameter = parameter
+
+    @property
+    def _name(self) -> str:
+        return self.owner.name_of(self._parameter)
 
     def __getitem__(self, key: str) -> Tensor:
         return self.owner.of(self._name)[key]

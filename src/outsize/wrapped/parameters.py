@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
 from outsize.errors import ModelError
-from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
+from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.storage.arena import Arena
@@ -38,12 +38,15 @@ class HomeParameters(HomeTensors):
         home: where the weights go.
         fill: copies the weights of a tensor into a flat fp32 or compute-dtype tensor.
         state: how a trained unit lies in it.
-        at_once: whether nothing of the model is let go of before all of it is there; else each unit is.
+        carry: called with this once all weights are there, before the model lets go of what it has; with None it lets
+            go of each unit as soon as that is there.
         settle: returns when no step is under way.
 
     Attributes:
         named: the parameters by name.
+        names: their names, by `id`.
         in_memory: whether all of them show their bytes.
+        with_state: units that have room for gradients and optimizer state.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class HomeParameters(HomeTensors):
         fill: Fill,
         state: StateLayout,
         *,
-        at_once: bool = False,
+        carry: Callable[["HomeParameters"], None] | None = None,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(home, state, settle)
@@ -62,16 +65,38 @@ class HomeParameters(HomeTensors):
         self.in_memory = all(self._is_view(unit, plane) for unit, plane in planes)
         self._versions: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._pointers: dict[str, int] = {}
         self._handed_gradients: dict[str, HandedGradient] = {}
         self._gradient_places: weakref.WeakValueDictionary[str, Place] = weakref.WeakValueDictionary()
         units = split.spec.units
-        for group in (units,) if at_once else ((unit,) for unit in units):
+        self.with_state = {unit.index for unit in units if unit.trainable}
+        for group in ((unit,) for unit in units) if carry is None else (units,):
             for unit in group:
                 self._bring(unit, fill)
+            if carry is not None:
+                carry(self)
             for unit in group:
                 self._adopt(unit, split)
+
+    def can_train(self, names: Collection[str]) -> bool:
+        """Whether the home has a place for gradients and state of these parameters, or can be extended by one."""
+        room = {
+            tensor.name
+            for unit in self._spec.units
+            if unit.index in self.with_state or (unit.tensors and self._is_view(unit, WEIGHTS))
+            for tensor in unit.tensors
+        }
+        return room.issuperset(names)
+
+    def extend(self, spec: ModelSpec) -> None:
+        """Note that there is room for state of units that train by now; masters begin as the weights are."""
+        for unit in spec.units:
+            if unit.trainable and unit.index not in self.with_state:
+                self.with_state.add(unit.index)
+                if self._half:
+                    for tensor in unit.tensors:
+                        self._view(unit, tensor, MASTER).copy_(self._view(unit, tensor, WEIGHTS))
 
     def positions_with_gradient(self, unit: UnitSpec) -> frozenset[int]:
         """Positions of the tensors of ``unit`` that have a gradient now; one that the user put there goes home."""
@@ -179,7 +204,7 @@ class HomeParameters(HomeTensors):
             ConfigError: there is no room for that.
         """
         self.handed_out.part()
-        for name in self._names.values():
+        for name in self.names.values():
             self._let_go(name)
 
     def _show(self, unit: UnitSpec, tensor: TensorSpec) -> None:
@@ -212,8 +237,8 @@ class HomeParameters(HomeTensors):
     def _look(self, parameter: nn.Parameter, gradient: bool) -> None:
         """Somebody looks at a parameter, or at its gradient, that lies in memory."""
         self.settle()
-        if gradient and self.factors and id(parameter) in self._names:
-            self.multiply_gradients((self._names[id(parameter)],))
+        if gradient and self.factors and id(parameter) in self.names:
+            self.multiply_gradients((self.names[id(parameter)],))
 
     def _bring(self, unit: UnitSpec, fill: Fill) -> None:
         """Copy the weights of ``unit`` home."""
@@ -247,7 +272,7 @@ class HomeParameters(HomeTensors):
                 for module, attribute in places:
                     module._parameters[attribute] = parameter
                 self.named[tensor.name] = parameter
-                self._names[id(parameter)] = tensor.name
+                self.names[id(parameter)] = tensor.name
                 if isinstance(parameter, HomeParameter):
                     with plainly():
                         self._pointers[tensor.name] = parameter.data_ptr()
@@ -264,15 +289,15 @@ class HomeParameters(HomeTensors):
             )
         with plainly():
             former.grad = None
+        place = self.place(unit, tensor, plane)
+        if isinstance(former, AtRest):  # also where it could be seen by now: others know this object
+            former.moved(place)
+            return former
         if self._is_view(unit, plane):
             view = self.handed_out.tensor(
                 f"{plane} of {tensor.name}", self._view(unit, tensor, plane), num_usual=1
             )
             return show_at_home(former, view, weakly(self._look))
-        place = self.place(unit, tensor, plane)
-        if isinstance(former, AtRest):
-            former.moved(place)
-            return former
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
         return cast(nn.Parameter, made)

@@ -11,19 +11,19 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.forward_extent import ordinary
 from outsize.model.frozen_params import dtype_and_parts
-from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import Split, split
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
+from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.step_parts import Passes, cut_step, lean
 from outsize.planner.program.activation_policy import Extent, Kept
@@ -44,8 +44,9 @@ from outsize.session.session import Session, Store
 from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.at_home.home_parameter import weakly
+from outsize.wrapped.at_home.home_parameter import plainly, weakly
 from outsize.wrapped.loop_records import Known, LoopRecords
+from outsize.wrapped.moving import Moving
 from outsize.wrapped.parameters import Fill, HomeParameters
 
 _log = logging.getLogger(__name__)
@@ -219,7 +220,7 @@ class Planned:
         )
         return Session(parts, machine, memory, store)
 
-    def _move_in(self, model: nn.Module, fill: Fill, *, at_once: bool = False) -> None:
+    def _move_in(self, model: nn.Module, fill: Fill, moving: Moving | None = None) -> None:
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
         dtype, apart = dtype_and_parts(model, *self._codecs)
         with_head = self._with_head is not False
@@ -228,7 +229,8 @@ class Planned:
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
             settle = weakly(self.settle)
-            parameters = HomeParameters(parts, session.home, fill, state, at_once=at_once, settle=settle)
+            carry = None if moving is None else partial(moving.carry, parts)
+            parameters = HomeParameters(parts, session.home, fill, state, carry=carry, settle=settle)
             stack.pop_all()
         if parameters.errors:
             _log.info("frozen weights are encoded: %s", summary(parameters.errors))
@@ -241,54 +243,40 @@ class Planned:
     def _move(self, model: nn.Module) -> None:
         """Move to a home for what ``model`` is by now; until the old one is copied both are there.
 
+        Gradients and optimizer state go along.
+
         Raises:
-            ConfigError: there are gradients or optimizer state, which would be left behind.
             BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
-        former, session, named = self.parameters, self.session, self.parameters.named
-        if any(self.updates.values()) or any(parameter.grad is not None for parameter in named.values()):
-            raise ConfigError(
-                "after the first backward the home cannot be made anew, since gradients and optimizer state would be "
-                'lost: add adapters before the first step, and wrap with head="resident" where a forward takes the '
-                "weight of the head itself"
-            )
         self.stop()
-        present = dict(model.named_parameters(remove_duplicate=False))
-        known = {id(parameter): name for name, parameter in named.items()}
-        place = {t.name: unit for unit in self.split.spec.units for t in unit.all_tensors}
-        read: dict[int, dict[str, Tensor]] = {}
-
-        def fill(tensor: TensorSpec, into: Tensor) -> None:
-            name = known.get(id(present[tensor.name]))
-            if name is None:
-                into.copy_(present[tensor.name].detach().reshape(-1))
-                return
-            unit = place[name]
-            if unit.index not in read:
-                read.clear()  # one unit at a time
-                read[unit.index] = former.read(unit)
-            into.copy_(read[unit.index][name].reshape(-1))
-
+        session = self.session
+        moving = Moving(
+            model, self.split, self.parameters, self.state, [n for n, k in self._updates.items() if k]
+        )
         machine = session.machine
         budgets = {"host_memory": machine.host_bytes, "disk_memory": machine.disk_bytes}
         self._memory = self._memory.model_copy(
             update={"home": machine.home, "device_memory": machine.device_bytes, **budgets}
         )
-        # An adapter that is off for a forward trains all the same.
-        flags = {**flags_of(model), **self._flags}
+        flags = moving.room_for(flags_of(model), self._flags)
         session.leave()
         try:
             with ordinary(), _training(model, flags):
-                self._move_in(model, fill, at_once=True)
+                self._move_in(model, moving.fill, moving)
         except BaseException:
             session.enter()
             raise
-        read.clear()
+        moving.show(self.split, self.parameters)
+        names = moving.names
+        self._updates = {names[name]: count for name, count in self._updates.items()}
+        self.owners = {names[name]: owner for name, owner in self.owners.items()}
+        if self._decays is not None:
+            self._decays = frozenset(names[name] for name in self._decays)
         session.close()
 
     def parameters_now(self) -> HomeParameters:
-        """Return what is at home, parameters that were added since moved there; errors as of a forward."""
-        self._check()
+        """Return what is at home, with room for all that trains by now; errors as of a forward."""
+        self._make_room(self._check())
         return self.parameters
 
     def _check(self) -> nn.Module:
@@ -329,6 +317,8 @@ class Planned:
         if shape.fused and self._with_head is None:
             self._keep_head(model)
         # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
+        if keeps:
+            self._make_room(model)
         flags = flags_of(model) if keeps else self._flags
         if flags != self._flags:
             self._close_engine()
@@ -414,6 +404,31 @@ class Planned:
             self._resident = former
             raise
 
+    def _make_room(self, model: nn.Module) -> None:
+        """Move where something trains by now for whose gradient and state the home has no place."""
+        names, flags = self.parameters.names, self._flags_now(model)
+        if not self.parameters.can_train([names[key] for key, trains in flags.items() if trains]):
+            self._move(model)
+
+    def _flags_now(self, model: nn.Module) -> dict[int, bool]:
+        """What trains, and what has a gradient though it was frozen since: optimizers of torch step that as well."""
+        with plainly():
+            waiting = {
+                key
+                for key, name in self.parameters.names.items()
+                if self.parameters.named[name].grad is not None
+            }
+        return {key: trains or key in waiting for key, trains in flags_of(model).items()}
+
+    def _follow_gradients(self, model: nn.Module) -> None:
+        """Have the units of now hold all that has a gradient, before that is clipped or stepped."""
+        flags = self._flags_now(model)
+        if any(trains and not self._flags[key] for key, trains in flags.items()):
+            self._make_room(model)
+            self._close_engine()
+            self._known, self._needed = [], {}  # the next forward measures anew
+            self._split_anew(model, self._flags_now(model))
+
     def _split_anew(self, model: nn.Module, flags: dict[int, bool]) -> None:
         decays = self._decays
         with _training(model, flags):
@@ -425,19 +440,9 @@ class Planned:
                 with_head=self._with_head is not False,
                 resident=self._resident,
             )
-        home = self.session.home
-        if isinstance(home, HostHome):
-            if any(unit.trainable and home.packed(unit.index, WEIGHTS) for unit in parts.spec.units):
-                raise ConfigError(
-                    "requires_grad_(True) after wrap: transport weights keeps units that do not train encoded; set it "
-                    "before wrap, or leave transport weights out"
-                )
+        if isinstance(self.session.home, HostHome):
             self.session.extend(parts.spec)
-        elif any(trains and not self._flags[key] for key, trains in flags.items()):
-            raise ConfigError(
-                'requires_grad_(True) after wrap needs room for optimizer state, which a home="disk" lays out when it '
-                'is made; set it before wrap, or use home="host"'
-            )
+            self.parameters.extend(parts.spec)
         self.split, self._flags = parts, flags
 
     def _plan_anew(self) -> None:

@@ -243,6 +243,7 @@ class Runner(Inferring):
             Those of them that train and have no gradient.
         """
         model = self._check()
+        self._follow_gradients(model)
         held = self._held()
         units = self.split.spec.units
         stepped = {
@@ -258,12 +259,13 @@ class Runner(Inferring):
         due = {index for index, positions in stepped.items() if positions}
         if not due:
             return without
-        if self._engine is None and self._measured is not None:  # the optimizer came after the backward
-            self._split_anew(model, flags_of(model))
+        if self._engine is None and self._measured is not None:  # the optimizer came after the backward, say
+            self._split_anew(model, self._flags_now(model))
             self._plan_anew()
         if self._engine is None or self._plan is None:
             raise ConfigError(
-                "optimizer.step() before the first forward; a step follows a forward and a backward"
+                "optimizer.step() before the first forward, or before the first since parameters were added or thawed "
+                "between backward and step: call the model once more, under torch.no_grad() if you like, then step"
             )
         for index in due:
             self.parameters.refresh_masters(units[index])
@@ -282,6 +284,7 @@ class Runner(Inferring):
 
     def held(self) -> dict[int, frozenset[int]]:
         """Positions of the tensors that have a gradient at home, by unit that trains."""
+        self._follow_gradients(self._check())
         self.settle()
         return self._held()
 
