@@ -210,8 +210,8 @@ def test_an_unknown_architecture_is_an_error(tmp_path: Path):
 
 
 def test_a_config_with_a_value_that_cannot_be_is_an_error(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
-    with pytest.raises(ModelError, match="Validation error for field 'hidden_size'"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": "small"}))
+    with pytest.raises(ModelError, match="Validation error for field 'rms_norm_eps'"):
         load_hf_config(tmp_path)
 
 

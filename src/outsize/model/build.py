@@ -22,12 +22,15 @@ from torch.overrides import TorchFunctionMode
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.errors import CheckpointError, ModelError
+from outsize.model.sizes.config_sizes import check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
+# What code of models raises where a config says what it cannot build.
+_NOT_BUILT = (ValueError, ImportError, LookupError, AttributeError, TypeError, RuntimeError, ArithmeticError)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # A tensor from `torch.empty` of this many elements becomes a parameter (buffers have contents, or are small).
@@ -47,8 +50,8 @@ def load_hf_config(
 
     Raises:
         CheckpointError: the directory has no ``config.json``, or it is not JSON.
-        ModelError: there is no such model, transformers does not know its architecture, or code of its own is not
-            trusted.
+        ModelError: there is no such model, transformers does not know its architecture, a size is none that a model
+            has, or code of its own is not trusted.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -56,7 +59,7 @@ def load_hf_config(
     name = os.fspath(path_or_hub_id)
     path = Path(os.path.expanduser(name))
     if path.exists():
-        _require_json(path / "config.json" if path.is_dir() else path)
+        _require_config(path / "config.json" if path.is_dir() else path)
         name = str(path)
     elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith(".json"):
         raise ModelError(
@@ -64,6 +67,7 @@ def load_hf_config(
         )
     else:
         name = download_small_files(name)
+        _require_config(Path(name) / "config.json")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
@@ -144,7 +148,7 @@ def build_skeleton(
     try:
         with quiet_torchao(), _parameters_on_meta():
             model: nn.Module = factory(config, **options)
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+    except _NOT_BUILT as error:
         if auto is not None:
             advice = f"; transformers has {auto} for other architectures"
         else:
@@ -166,7 +170,7 @@ def _can_be_built(
     try:
         with quiet_torchao(), _parameters_on_meta():
             factory(config, **{**options, "attn_implementation": "eager"})
-    except (ValueError, ImportError, KeyError, AttributeError, TypeError, RuntimeError):
+    except _NOT_BUILT:
         return False
     return True
 
@@ -185,8 +189,8 @@ def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "Pret
     return config
 
 
-def _require_json(path: Path) -> None:
-    """Raise unless ``path`` is a file that holds JSON."""
+def _require_config(path: Path) -> None:
+    """Raise unless ``path`` is a file that holds JSON, with sizes that a model can have."""
     if not path.is_file():
         adapters = path.parent / ADAPTER_CONFIG
         if adapters.is_file():
@@ -197,9 +201,10 @@ def _require_json(path: Path) -> None:
             )
         raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
     try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}; download it again") from error
+    check_sizes(found, path)
 
 
 def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:

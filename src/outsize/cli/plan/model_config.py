@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from outsize.errors import CheckpointError, ModelError
+from outsize.model.sizes.config_sizes import check_sizes
 
 # What the hub allows as an id, see `huggingface_hub.utils.validate_repo_id`: a name, or an owner and a name.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -81,7 +82,7 @@ def _parsed(model: str, file: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{model} has no config.json; give a model directory, its config.json, or a hub id"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         remedy = "fetch it again, or give another"
         if file.suffix in (".yaml", ".yml"):
             remedy = (
@@ -92,4 +93,5 @@ def _parsed(model: str, file: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{file} is not the config of a model; give the config.json that lies beside its weights"
         )
+    check_sizes(found, file)
     return found

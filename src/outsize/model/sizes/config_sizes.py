@@ -1,0 +1,63 @@
+"""Sizes of a ``config.json`` that no model has, refused before anything is built of them. No torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from outsize.errors import ModelError
+
+# What every model has at least one of, where its config says how many.
+_AT_LEAST_ONE = frozenset(
+    {
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+        *("n_embd", "n_layer", "n_head", "d_model"),
+    }
+)
+_WIDTHS = frozenset(
+    {"intermediate_size", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_inner"}
+)
+_POSITIONS = frozenset({"max_position_embeddings", "n_positions", "n_ctx"})
+_LAYERS = frozenset({"num_hidden_layers", "n_layer"})
+# Modules of more layers, and rows and columns of larger matrices, are none that a machine could hold.
+MOST_LAYERS, MOST_EXPERTS, MOST_WIDE, MOST_POSITIONS = 10_000, 100_000, 1 << 24, 1 << 31
+
+
+def check_sizes(config: Any, where: object) -> None:
+    """Check the sizes that a config tells, of the model and of its parts.
+
+    Args:
+        config: as parsed.
+        where: the file, for the message.
+
+    Raises:
+        ModelError: one is no whole number, or one that no model has; the file and the key are named.
+    """
+    for key, size in _sizes(config):
+        name = key.rpartition(".")[2]
+        least, most = int(name in _AT_LEAST_ONE), _most(name)
+        if type(size) is not int or not least <= size <= most:
+            said = repr(size) if len(repr(size)) <= 40 else f"{repr(size)[:40]}..."
+            raise ModelError(
+                f"{where}: {key} is {said}, and not a whole number from {least} to {most:,}; fetch the file again, or "
+                "write the size that the weights have"
+            )
+
+
+def _most(name: str) -> int:
+    if name in _LAYERS:
+        return MOST_LAYERS
+    if name in _POSITIONS:
+        return MOST_POSITIONS
+    return MOST_EXPERTS if name.endswith("experts") else MOST_WIDE
+
+
+def _sizes(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each size by its key, those of parts by ``part.key``; a size that is null is for its model to choose."""
+    if not isinstance(config, Mapping):
+        return
+    for key, value in config.items():
+        if key in _AT_LEAST_ONE | _WIDTHS | _POSITIONS:
+            each = value if isinstance(value, list) and value else [value]  # one for each layer
+            yield from ((key, size) for size in each if size is not None)
+        elif isinstance(value, Mapping):
+            for name, size in value.items():
+                yield from ((f"{key}.{inner}", found) for inner, found in _sizes({name: size}))
