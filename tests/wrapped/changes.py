@@ -526,6 +526,20 @@ def _(loop: Loop) -> None:
     loop.table.requires_grad_(False)
 
 
+@row("a layer frozen for a step, changed, and thawed")
+def _(loop: Loop) -> list[Tensor]:
+    layer, losses = loop.model.model.layers[0].requires_grad_(False), []
+    with torch.enable_grad():
+        losses.append(loop.step())
+    for p in layer.parameters():
+        p.mul_(0.9)
+    with torch.enable_grad():
+        losses.append(loop.step())
+        layer.requires_grad_(True)
+        losses.append(loop.step())
+    return losses
+
+
 # --- gradients ------------------------------------------------------------------------------------------------
 
 

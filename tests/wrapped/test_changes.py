@@ -211,6 +211,48 @@ def test_half_precision_weights_that_are_changed_are_what_the_next_step_begins_f
     assert_same(train(late=True), train(late=False))
 
 
+class OddBlock(nn.Module):
+    """A block whose parameters are a scalar, an empty one, a matrix and a frozen vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 4))
+        self.turned = nn.Parameter(torch.randn(8, 8))
+        self.fixed = nn.Parameter(torch.arange(8.0), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.scale * torch.tanh(hidden @ self.turned + self.fixed)
+
+
+class Odd(nn.Module):
+    """A model of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_parameters_of_odd_forms_are_trained_as_any_other(home: str):
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    plain = Odd()
+    want = train(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS, fused=True))
+    with wrapped(Odd(), **HOMES[home]) as model:
+        assert_same(train(model, outsize.AdamW(model, **SETTINGS)), want)
+
+
 def adapted() -> nn.Module:
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
