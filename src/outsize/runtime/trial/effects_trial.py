@@ -126,4 +126,6 @@ def _firsts_of(weight: Tensor) -> Tensor:
     shown = torch.empty(0, dtype=weight.dtype).set_(
         weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride()
     )
-    return shown[(..., *(slice(1) for _ in range(min(shown.dim(), 2))))]
+    if shown.dim() > 1:
+        return shown[..., :1, :1]
+    return shown[:1] if shown.dim() else shown
