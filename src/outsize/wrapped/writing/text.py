@@ -123,7 +123,7 @@ def write(
     asked = {"max_new_tokens": max_new_tokens, "stopping_criteria": stopping_criteria, **choice}
     beams = settled.num_beams or 1
     batches = _batches(encoded, batch_size, mixed=not reads_padding(model))
-    sizes = [Growth(beams * len(ids), max(map(len, ids)) + max_new_tokens, max_new_tokens) for ids in batches]
+    sizes = [_growth(model, ids, beams, max_new_tokens) for ids in batches]
     largest = max(sizes, key=lambda growth: growth.rows * growth.length, default=None)
     with settled_in(model, settled), torch.no_grad(), runner_of(model).inferring(largest):
         if _moved(model) is not None:
@@ -140,6 +140,12 @@ def write(
                 on_written(one)
     seconds = time.perf_counter() - started
     return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
+
+
+def _growth(model: nn.Module, ids: Sequence[list[int]], beams: int, num_new: int) -> Growth:
+    """Return how far a batch goes on; the cache of an encoder-decoder begins with one token."""
+    encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
+    return Growth(beams * len(ids), (1 if encodes else max(map(len, ids))) + num_new, num_new)
 
 
 def _batches(rows: Sequence[list[int]], size: int, *, mixed: bool) -> list[Sequence[list[int]]]:
