@@ -201,6 +201,20 @@ def test_a_model_is_sent_to_the_hub_with_a_card(
     assert str(run_dir.parent) not in card
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_into_a_checkpoint_is_refused_and_changes_nothing(
+    merge: bool, run_dir: Path, tmp_path: Path
+):
+    saved = latest(run_dir)
+    assert saved is not None
+    before = sorted(saved.parent.rglob("*"))
+    (tmp_path / "link").symlink_to(saved)
+    for out in (saved, saved / "export", saved.parent / "mine", tmp_path / "link/export"):
+        with pytest.raises(ConfigError, match="lies among the checkpoints of the run"):
+            export(run_dir, out, merge=merge)
+    assert sorted(saved.parent.rglob("*")) == before
+
+
 def test_nothing_outside_of_a_model_is_sent_through_a_link(
     hub: type[Recorded], run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

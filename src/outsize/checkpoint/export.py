@@ -29,7 +29,7 @@ def export(
 
     Raises:
         CheckpointError: the run has no checkpoint, or there is nothing to merge.
-        ConfigError: ``base`` without ``merge``.
+        ConfigError: ``base`` without ``merge``, or ``out_dir`` is within the run's checkpoints.
         ModelError: the adapters cannot be merged.
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
     """
@@ -39,6 +39,11 @@ def export(
             f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
         )
     target = Path(out_dir)
+    if target.resolve().is_relative_to(source.parent.resolve()):
+        raise ConfigError(
+            f"{target} lies among the checkpoints of the run, which removes old ones with all in them; export to "
+            "another directory, such as RUN_DIR/export"
+        )
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:
