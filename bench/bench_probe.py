@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outsize.cli import SPIN_TURNS
+from outsize.spin import SPIN_TURNS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from outsize.cli import SPIN_TURNS
+from outsize.spin import SPIN_TURNS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
 

@@ -210,6 +210,8 @@ def test_budgets_are_those_of_each_worker(tmp_path: Path):
     assert verify(tight).equal
 
 
-def test_units_that_cannot_be_copied_are_refused(tmp_path: Path):
-    with pytest.raises(ModelError, match="cannot be copied for several workers"):
+def test_units_with_a_state_of_their_own_are_refused_on_several_devices(tmp_path: Path):
+    with pytest.raises(
+        ModelError, match="of which each of several devices would have another: use one device"
+    ):
         verify(make_run(tmp_path, "recurrent_gemma", memory=on(2)))

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 import prepare  # noqa: E402
 from common import Spread, finish, last_json, machine, print_table, ratio  # noqa: E402
 
-from outsize.cli import SPIN_TURNS  # noqa: E402
+from outsize.spin import SPIN_TURNS  # noqa: E402
 
 DIRECTORY = Path(os.environ.get("PEERS_DIR", HERE.parents[1] / "build" / "peers"))
 BYTES_PER_PARAMETER = 16  # fp32 weight, gradient and two moments

@@ -79,8 +79,9 @@ class Backend:
             differing=[] if self.equal else ["model.norm.weight"],
         )
 
-    def export(self, run_dir, out_dir, *, merge=False, trust_remote_code=False):
+    def export(self, run_dir, out_dir, *, merge=False, trust_remote_code=False, base=None):
         assert not merge
+        assert base is None
         assert not trust_remote_code
         self.calls.append((run_dir, out_dir))
         return out_dir

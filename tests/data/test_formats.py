@@ -109,7 +109,7 @@ def test_columns_are_read_under_our_names():
         (
             "messages",
             {"messages": [{"role": "agent", "content": "a"}]},
-            "data.roles says .*{agent: assistant}",
+            "data.roles say .*{agent: assistant}",
         ),
         ("prompt_completion", {"prompt": CHAT, "completion": 3}, "'completion' must be a list"),
         ("text", {"text": CHAT}, "name the field 'messages' in data.columns"),

@@ -20,18 +20,19 @@ def test_a_file_is_no_checkpoint(tmp_path: Path):
 def test_a_hub_id_is_the_local_copy_without_pickled_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked = {}
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], revision: str | None = None) -> str:
         asked.update(name=name, patterns=allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert locate_checkpoint("someone/model") == tmp_path
     assert asked["name"] == "someone/model"
-    assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked["patterns"])
+    pickled = [pattern for pattern in asked["patterns"] if pattern.endswith((".bin", ".pt"))]
+    assert pickled == ["adapter_model.bin"]  # read as tensors alone
 
 
 def test_what_the_hub_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], revision: str | None = None) -> str:
         raise OSError("no network\nmuch more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

@@ -188,7 +188,7 @@ def test_adapters(objective: str, home: str, plainly: Any, tmp_path: Path):
         )
         peft.PeftModel.from_pretrained(made, out)
         assert found.id2label == {0: "no", 1: "yes"}
-        with pytest.raises(ModelError, match="adapters of a model for SEQ_CLS"):
+        with pytest.raises(ModelError, match="adapters of a model for the task SEQ_CLS"):
             export(tmp_path / "run", tmp_path / "merged", merge=True)
     else:
         export(tmp_path / "run", tmp_path / "merged", merge=True)

@@ -21,7 +21,7 @@ def test_where_steps_can_be_finished_the_first_signal_is_a_request(number: int):
         assert interrupt.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
-    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     assert said == [f"{name} was heard: the run ends after step 7"]
 
 

@@ -235,6 +235,8 @@ def make_way_for_others(runner: Runner) -> None:
             return
         own = {id(parameter) for parameter in still.parameters.named.values()}
         due = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+        if not due:  # another model's, of which this one, which may be closed by now, knows nothing
+            return
         if any(isinstance(parameter, AtRest) and parameter.requires_grad for parameter in due):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step(): what trains rests on disk, or was encoded, where "
