@@ -130,12 +130,12 @@ def test_a_codec_that_frozen_weights_cannot_have_is_refused():
         outsize.wrap(adapted(), base_codec="entropy")
 
 
-def test_a_base_that_became_trainable_after_wrap_is_refused():
-    with wrapped(adapted()) as model:
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-        with pytest.raises(outsize.ModelError, match="lies with what did not"):
-            streamed_backward(model, BATCH)
+def test_a_base_that_became_trainable_after_wrap_has_the_gradients_of_the_plain_model():
+    plain = adapted().requires_grad_(True)
+    with wrapped(adapted(), microbatches=1) as model:
+        model.requires_grad_(True)
+        assert torch.equal(streamed_backward(model, BATCH), resident_backward(plain, BATCH, 1))
+        assert_equal(gradients(model), gradients(plain))
 
 
 def test_what_trains_has_one_dtype():
