@@ -1,7 +1,7 @@
 """How long threads of OpenMP spin while they wait for one another, which is set before torch is loaded, or not at all.
 
-Several lanes compute at once: threads that spin long take the cores from the others (a step beside other work took five
-to ten times as long), and those that do not spin sleep thousands of times a step (`outsize.runtime.device.openmp`).
+Several lanes compute at once: threads that spin long take the cores from the others, and those that do not
+spin sleep thousands of times a step (`outsize.runtime.device.openmp`).
 """
 
 import os
@@ -20,7 +20,7 @@ def limit_spinning() -> None:
     if "torch" in sys.modules and sys.platform == "linux":
         _late.append(
             "torch was loaded before outsize, so its threads spin while they wait, and a step beside other work may "
-            f"take five times as long: import outsize first, or set GOMP_SPINCOUNT={SPIN_TURNS} in the environment"
+            f"take several times as long: import outsize first, or set GOMP_SPINCOUNT={SPIN_TURNS} in the environment"
         )
     os.environ["GOMP_SPINCOUNT"] = SPIN_TURNS  # read by OpenMP when torch is loaded
 

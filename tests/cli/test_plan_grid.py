@@ -7,22 +7,13 @@ from itertools import pairwise, product
 
 import pytest
 
+from cli.test_plan_state import SHAPE
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import ask_what_fits
 from outsize.errors import InfeasiblePlanError
 from outsize.planner.predict.decision_search import cuts_to_try, decide
 from outsize.planner.search.microbatch_search import NEAR
 
-# Llama-3.1-8B.
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 # What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
 # as slower.
 LITTLE = 0.95
@@ -38,7 +29,7 @@ CASES = list(
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps(SHAPE))
     return path
 
 

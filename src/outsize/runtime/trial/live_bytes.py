@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let operations run unseen while the context lasts."""
+        """Leave this mode while the context lasts, of which no other may have been entered since; else see `blind`."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
