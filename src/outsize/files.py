@@ -227,7 +227,7 @@ def sync(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its parents; one that is there already is well."""
+    """Make a directory and its parents; an existing directory is no error."""
     if path.is_dir():
         return
     if (

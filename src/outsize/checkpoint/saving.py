@@ -1,4 +1,4 @@
-"""One checkpoint written beside training: what is written, in which order, and what becomes of it where that fails.
+"""Write one checkpoint beside training: contents, order of writes, and handling of failures.
 
 The story of one checkpoint:
 

@@ -263,7 +263,7 @@ class CompletionHandler(LoopbackHandler):
     """Answers a request of a client; ``self.server.told`` is `Completions`."""
 
     def answer(self) -> None:
-        """Tell which model there is."""
+        """Answer a GET with the served model."""
         name = self.server.told.name
         model = {"id": name, "object": "model", "created": 0, "owned_by": "outsize"}
         path = unquote(self.path.partition("?")[0]).rstrip("/")

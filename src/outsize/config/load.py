@@ -162,7 +162,7 @@ def _is_listed(text: str, annotation: Any) -> bool:
 
 
 def _shapes(annotation: Any) -> set[Any]:
-    """Return what an annotation takes: containers as such, not what is in them."""
+    """Return the types that an annotation accepts; of containers the container type alone."""
     origin = get_origin(annotation)
     if origin in (Annotated, Union, UnionType):
         parts = get_args(annotation)[: 1 if origin is Annotated else None]

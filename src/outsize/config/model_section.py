@@ -9,7 +9,7 @@ from outsize.config.section import PathText, Section
 
 
 class ModelConfig(Section):
-    """Which model is trained, in which precision, and which of its parameters."""
+    """Model to train, its precision, and its trainable parameters."""
 
     path: PathText = Field(
         description="Directory in Hugging Face layout (config.json, safetensors, tokenizer), or a hub id."

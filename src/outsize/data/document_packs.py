@@ -123,7 +123,7 @@ class _OpenBins:
         return capacity, np.arange(first, self._count)
 
     def put(self, room: int, numbers: NDArray[np.int64]) -> None:
-        """Note that these bins have so much room."""
+        """Register bins by their free space."""
         if not room or not len(numbers):
             return
         if room not in self._numbers:

@@ -39,7 +39,7 @@ class GrowingTokens(TokenStore):
 
     @property
     def num_made(self) -> int:
-        """Number of tokens that are there."""
+        """Number of tokens written to this moment."""
         return self._known
 
     @property

@@ -208,7 +208,7 @@ class TokenStore:
             self._trained.close()
 
     def _up_to(self, num_tokens: int) -> ArrayReader:
-        """Return what reads tokens, once there are so many."""
+        """Wait for ``num_tokens`` tokens and return a reader of them."""
         return self._tokens
 
 

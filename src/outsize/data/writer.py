@@ -33,7 +33,7 @@ class TokenWriter:
         self._first: list[Encoded] = []
 
     def append(self, encoded: Encoded) -> None:
-        """Write one document, or one piece."""
+        """Write one document or one piece of a document."""
         if self.num_documents == 0 and self.num_tokens < EXAMPLE_TOKENS:
             self._first.append(encoded)
         self._tokens.write(encoded.ids.astype("<i4", copy=False).data)
@@ -59,7 +59,7 @@ class TokenWriter:
         return ids, np.concatenate(masks)[:EXAMPLE_TOKENS] if masks else None
 
     def flush(self) -> None:
-        """Let others read what was written."""
+        """Flush buffers to the files, so that readers see all tokens."""
         for file in self._files():
             file.flush()
 

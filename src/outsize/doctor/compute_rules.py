@@ -1,4 +1,4 @@
-"""What compute loses while it works."""
+"""Rules on slow compute: stolen processors, throttling, small batches, inefficient kernels."""
 
 from outsize.doctor.contention import cores_taken, throttled
 from outsize.doctor.facts import Facts, LackingError

@@ -1,4 +1,4 @@
-"""What a rule is, what it sees, and what becomes of that: a finding."""
+"""Types of the doctor: rules, their observations, and the findings made from both."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

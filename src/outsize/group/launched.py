@@ -43,7 +43,7 @@ class Launched:
         return -(-self.size // self.local_size)
 
     def describe(self) -> str:
-        """Return it as people say it."""
+        """Describe the rank in a line for people."""
         again = f", restarted {self.restarts} times" if self.restarts else ""
         return (
             f"rank {self.rank} of {self.size} on {self.num_nodes} nodes, at {self.address}:{self.port}{again}"

@@ -8,7 +8,7 @@ from outsize.group.group import Group
 
 
 class SingleGroup(Group):
-    """One rank, alone: sums are what is there already."""
+    """Group of a single rank: every collective returns its input."""
 
     def __init__(self) -> None:
         super().__init__()

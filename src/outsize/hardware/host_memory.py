@@ -11,7 +11,7 @@ from outsize.units import format_bytes
 
 
 class HostMemory(Record):
-    """What host memory there is, and what this process may have of it.
+    """Host memory of the machine and this process's share of it.
 
     Attributes:
         total_bytes: RAM of the machine.

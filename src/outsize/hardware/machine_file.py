@@ -113,7 +113,7 @@ class LinkRates(Record):
 
 
 class DeviceRates(Record):
-    """What one device computes, and what reaches it.
+    """Measured rates of one device: compute, memory and links.
 
     Attributes:
         device: ``cpu`` or ``cuda:i``.

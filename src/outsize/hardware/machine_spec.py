@@ -1,4 +1,4 @@
-"""What a machine is, in numbers: what computes, what links it, what feeds it. No torch.
+"""Describe a machine in numbers: devices, links, host and disks. No torch.
 
 Every figure carries its source and whether it was measured on the machine at hand. Rates are bytes, operations
 or parameters per second; a link's rates are per direction.

@@ -30,7 +30,7 @@ class Placement:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON knows of it."""
+        """Return the fields that are written to JSON."""
         return {"node": self.node, "num_cpus": len(self.cpus), "reason": self.reason}
 
 

@@ -86,7 +86,7 @@ class FeedRates(Record):
 
 
 class PinCost(Record):
-    """What it takes to lock memory so that a device may copy from it.
+    """Cost of pinning host memory for copies by a device.
 
     Attributes:
         way: ``mlock``, ``cudaHostRegister`` (exact, as outsize does) or ``torch pin_memory``.

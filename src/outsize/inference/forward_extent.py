@@ -25,7 +25,7 @@ class ForwardExtent:
     length: int
 
     def covers(self, other: "ForwardExtent") -> bool:
-        """Whether what is enough for this one is enough for ``other``."""
+        """Whether memory planned for this extent also holds ``other``."""
         return self.rows >= other.rows and self.length >= other.length
 
 

@@ -181,7 +181,7 @@ class InferenceSession:
                 self._bound.clear()
 
     def statistics(self) -> InferenceStatistics:
-        """Return what was done so far."""
+        """Return counts of passes, bytes and seconds since the session was opened."""
         return InferenceStatistics(
             num_passes=self._num_passes,
             bytes_moved=self._source.bytes_moved,

@@ -64,7 +64,7 @@ class Source:
 
     @property
     def bytes_moved(self) -> int:
-        """What came from home so far."""
+        """Bytes read from home since the source was opened."""
         return self._weights.bytes_up + self._row_bytes
 
     def planes(self, unit: int, memory: Tensor) -> tuple[Tensor, ...]:

@@ -1,1 +1,1 @@
-"""What the model is: its numbers, its units, its own forward as a coroutine, its files."""
+"""Build a model: sizes, split into units, forward as a coroutine, files."""

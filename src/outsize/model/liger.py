@@ -236,7 +236,7 @@ def _modules() -> list[ModuleType]:
 
 
 def _restored(module: ModuleType, before: dict[str, Any]) -> dict[str, Any]:
-    """Give ``module`` what it had, and return what was there instead."""
+    """Restore the former attributes of ``module`` and return the replaced ones."""
     put = {name: value for name, value in vars(module).items() if before.get(name, value) is not value}
     vars(module).update({name: before[name] for name in put})
     return put

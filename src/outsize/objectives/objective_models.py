@@ -44,7 +44,7 @@ class Models:
     adapters: Any
 
     def named(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield those that are wrapped, each with what it is."""
+        """Yield (role, model) of each wrapped model; role is ``trained`` or ``frozen``."""
         for name, model in (("trained", streamed(self.trained)), ("frozen", self.frozen)):
             if model is not None and is_wrapped(model):
                 yield name, model

@@ -31,7 +31,7 @@ class Update:
 
 
 class UpdateRule(Protocol):
-    """How an optimizer that looks at elements one by one updates them."""
+    """Update rule of an elementwise optimizer."""
 
     @property
     def num_moments(self) -> int:

@@ -94,7 +94,7 @@ def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subp
 
 
 def _end(torchrun: "subprocess.Popen[str]") -> None:
-    """End it in a way in which it ends its ranks: killed, it would leave them waiting for each other."""
+    """Terminate torchrun with its ranks; a kill would leave ranks waiting for each other."""
     torchrun.terminate()
     try:
         torchrun.wait(_END_S)

@@ -113,7 +113,7 @@ def probe(
 
 @dataclass
 class _Probe:
-    """What has been measured so far."""
+    """Measurements of a probe, filled in as they are made."""
 
     effort: Effort
     inventory: Inventory

@@ -37,7 +37,7 @@ COMPUTE = "compute"
 
 
 class History:
-    """What a heartbeat holds so far.
+    """Steps of a heartbeat file, as columns.
 
     Attributes:
         num_broken: lines that tell of no step: half ones, of a run that was cut off, or of something else.

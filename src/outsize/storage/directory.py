@@ -1,4 +1,4 @@
-"""Directories that come with what needs them and go with it."""
+"""Directories that exist as long as their user."""
 
 import tempfile
 from collections.abc import Iterator

@@ -206,7 +206,7 @@ class DirectFile:
             raise explain(error, f"make {self.path} durable") from error
 
     def statistics(self) -> Transfers:
-        """Return what was moved so far."""
+        """Return the transfers since the file was opened."""
         return self._statistics
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ class HostHome(Home):
         return self.view(unit, plane)[first : first - (-len(elements) // extent.group)]
 
     def packed(self, unit: int, plane: str) -> PackedPlane | None:
-        """Return a plane that is kept encoded; None for one that lies there as it is."""
+        """Return an encoded plane; None for a plain one."""
         return self._packed.get((unit, plane))
 
     def version(self, unit: int, plane: str) -> int:
@@ -146,7 +146,7 @@ class HostHome(Home):
         return self._versions[unit, plane]
 
     def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
-        """Hold also what ``model``, the same units with others of them trained, asks for; keeps what is there."""
+        """Add the planes that ``model`` needs where it trains other units; existing planes stay."""
         wanted = HomeLayout(model, planes)
         for key, extent in wanted.extents.items():
             if key not in self._planes and key not in self._packed:

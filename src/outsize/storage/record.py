@@ -59,7 +59,7 @@ class CommitRecord:
 
     @property
     def slot(self) -> int:
-        """The slot that it goes to."""
+        """Index of the record's slot."""
         return (self.sequence - 1) % NUM_SLOTS
 
 

@@ -81,7 +81,7 @@ class Zram:
         return next((name for name in _BEST_FIRST if name in self.algorithms), self.algorithm)
 
     def costs(self) -> str:
-        """Return what it holds and what that takes, in a line for people."""
+        """Describe original and compressed bytes in a line for people."""
         limit = f" of at most {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
         line = (
             f"{self.name} ({self.algorithm}) holds {format_bytes(self.original_bytes)} in "

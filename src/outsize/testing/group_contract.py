@@ -26,7 +26,7 @@ _PATIENCE_S = 600.0
 
 
 class ThreadWorld:
-    """Where ranks that are threads leave what they send to each other.
+    """Mailbox of ranks that are threads of a process.
 
     Args:
         size: how many ranks there are.

@@ -457,7 +457,7 @@ def _resuming(config: Config) -> Config:
 
 
 def _from_checkpoint(config: Config, directory: Path) -> Config:
-    """The same run, with its weights read from one of its checkpoints; one of adapters holds no others."""
+    """Return ``config`` with its weights read from a checkpoint; of adapters only, the base stays."""
     if config.train.method == "lora":
         return config
     model = config.model.model_copy(update={"path": str(directory)})

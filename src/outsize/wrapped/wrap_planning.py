@@ -72,7 +72,7 @@ class BatchShape:
     loose: int = 0
 
     def covers(self, other: "BatchShape") -> bool:
-        """Whether what fits this one fits ``other``."""
+        """Whether a plan made for this batch shape also has room for ``other``."""
         mine = self.rows, self.length, other.scored, self.training, self.padded, self.hidden, self.into_inputs
         its = (
             other.rows,

@@ -104,7 +104,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return which file holds which tensor."""
+    """Read the index of a sharded checkpoint: tensor name to file name."""
     try:
         weight_map = json.loads(files.read_text(path))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}

@@ -79,7 +79,7 @@ class AskedModel:
 
     @property
     def tells_sizes(self) -> bool:
-        """Whether its config tells its sizes."""
+        """Whether the model's sizes follow from its config alone."""
         return self.hf_config.get("model_type") in FAMILIES
 
     def modules(self, text: str | None) -> str | tuple[str, ...] | None:

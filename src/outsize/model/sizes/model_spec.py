@@ -37,7 +37,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One parameter inside its unit.
+    """Name, shape and place of a parameter inside its unit.
 
     Attributes:
         name: name in ``model.named_parameters()``.
@@ -126,7 +126,7 @@ class UnitSpec:
 
     @property
     def all_tensors(self) -> tuple[TensorSpec, ...]:
-        """Its parameters: those of its planes, then those of its frozen parts."""
+        """Parameters of the unit: first of its planes, then of its frozen parts."""
         return (*self.tensors, *(tensor for part in self.frozen for tensor in part.tensors))
 
     def weight_bytes(self, dtype: str) -> int:

@@ -146,7 +146,7 @@ class OpBytes:
         return numel if op.tile is None else min(self.tile_elements, numel - op.tile * self.tile_elements)
 
     def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
-        """The share of this node: its gradient once it is summed, its weights, and beside them those of the others."""
+        """Yield disk bytes of an exchange on this node: summed gradient, own weights, gathered weights."""
         own, itemsize = self.layout.own_elements[unit], ITEMSIZE[self.model.dtype]
         if op.kind is Kind.REDUCE:
             yield "disk_written", 4 * own

@@ -80,7 +80,7 @@ class _Forward:
         )  # what it has added to device and below, and its peak over what was on the device
 
     def unit(self, runs: tuple[tuple[int, int, int, tuple[int, ...]], ...]) -> None:
-        """Run the forwards of a unit; one that runs what the one before it did, from the same start, adds the same."""
+        """Add the forwards of a unit; a repeat of the former unit from the same state adds the same bytes."""
         begun, device, below = (runs, *self.leaving, self._behind), self.device, self.below
         if begun == self._former:
             self.peak = max(self.peak, device + self._added[2])
@@ -157,7 +157,7 @@ def _sums(one: Iterable[int], other: Iterable[int]) -> Iterator[int]:
 
 
 class _Arrivals:
-    """What comes back for backwards, so many of them ahead of its own.
+    """Sizes of offloaded activations that return ``ahead`` backwards before their use.
 
     Attributes:
         ahead: how many.

@@ -85,7 +85,7 @@ class Decision:
 
     @cached_property
     def least_s(self) -> float:
-        """Seconds that such a step takes at least: of one worker what it computes, which no other step overlaps."""
+        """Lower bound of a step's seconds: for one worker, its compute, which no other step overlaps."""
         if self.question.brief or self.question.num_workers > 1:
             return self.compared_s
         layout, times, count = self.plan.layout, self.microbatch.times, self.microbatches

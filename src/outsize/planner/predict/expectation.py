@@ -36,7 +36,7 @@ NUM_STEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """Steps that follow one another, simulated.
+    """Simulation of consecutive steps.
 
     Attributes:
         programs: of the steps.

@@ -102,7 +102,7 @@ def everywhere(choice: Choice, units: Sequence[int], num_streamed: int, num_micr
 
 
 def merged(one: Kept, other: Kept) -> Kept:
-    """Return what ``one`` keeps, and of units and microbatches of which it keeps nothing what ``other`` does."""
+    """Merge two keep policies; ``one`` wins wherever it keeps something."""
     if not one or not other:
         return one or other
     return tuple(

@@ -67,7 +67,7 @@ _OP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A sequence of ops; what it computes is what executing them one after the other computes."""
+    """A sequence of ops, defined by their execution in order."""
 
     ops: tuple[Op, ...] = ()
 

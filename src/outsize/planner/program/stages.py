@@ -72,7 +72,7 @@ def rounds_in_turn(num_stages: int, num_workers: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One stage of one round on its worker.
+    """Run of a stage of a round on its worker.
 
     Attributes:
         worker: who runs it.

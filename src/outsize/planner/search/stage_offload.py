@@ -34,7 +34,7 @@ Away = Mapping[int, Choice]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What becomes of what forwards keep.
+    """Policy for kept activations: on the turning stage and on the stages below it.
 
     Attributes:
         turn: of all units that turn around.

@@ -39,7 +39,7 @@ class Cost:
 
     @property
     def parts(self) -> Iterator["Cost"]:
-        """This and what comes behind it, one after the other."""
+        """Yield this cost and its successors in order."""
         part: Cost | None = self
         while part is not None:
             yield part
@@ -155,7 +155,7 @@ class _Rates:
 
 
 class Order:
-    """What is done after what, whatever it takes; known once, it is run at any costs.
+    """Dependency order of work items; built once, then simulated with different costs.
 
     Args:
         lanes: of each piece of work.

@@ -168,7 +168,7 @@ def _makespan_by_microbatch_s(
     hop_s: float,
     overlaps: bool,
 ) -> float:
-    """The same, whatever takes longer than what: one microbatch after the other."""
+    """Makespan in seconds, one microbatch after the other, without assumptions on which stage is slowest."""
     turn = 0
     ends = [0.0] * round_size
     for start in range(0, num_microbatches, round_size):

@@ -100,7 +100,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class OrderedSteps:
-    """Programs of steps that follow one another, and what waits for what in them.
+    """Programs of consecutive steps with the dependencies of their ops.
 
     Attributes:
         order: of all work; the decision of a step is work without a lane.
@@ -114,7 +114,7 @@ class OrderedSteps:
 
 
 def in_order(programs: Sequence[Program], layout: StepLayout) -> OrderedSteps:
-    """Return ``programs``, one per step, one after the other, whatever their ops take."""
+    """Order the ops of ``programs``, one per step, by their dependencies, without costs."""
     lanes: list[str] = []
     after: list[tuple[int, ...]] = []
     ops: list[Op | None] = []
@@ -150,7 +150,7 @@ def simulate(
     *,
     steps: OrderedSteps | None = None,
 ) -> Simulation:
-    """Run ``programs``, one per step, one after the other.
+    """Simulate ``programs`` of consecutive steps.
 
     Args:
         programs: program of each step; usually the same one several times.

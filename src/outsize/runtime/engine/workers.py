@@ -55,7 +55,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One device, the memory that is set aside on it, and what runs its ops."""
+    """A device, the memory reserved on it, and the handlers of its ops."""
 
     slots: list[Tensor]
     accumulators: list[Tensor]

@@ -87,7 +87,7 @@ class OuterForward:
         return self._thread.submit(self._piece, run, self.worker, piece).result()
 
     def keep(self, run: "StagedRun") -> None:
-        """Remember a run that has begun, so that it is unwound if it does not end."""
+        """Register a run that has begun, to unwind on failure."""
         self._runs.add(run)
 
     def forget(self, run: "StagedRun") -> None:

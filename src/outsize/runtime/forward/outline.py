@@ -38,7 +38,7 @@ class _Made(NamedTuple):
 
 
 class OpenPlace:
-    """Something that others may write into, and what it held.
+    """A mutable container and its contents before the unit ran.
 
     Attributes:
         target: the list, dict, object or generator.

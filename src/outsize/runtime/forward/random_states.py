@@ -11,7 +11,7 @@ from outsize.accelerators import is_accelerator, module_of
 
 
 class States(NamedTuple):
-    """Where they are; None of what is not there."""
+    """States of the random generators; None for absent ones."""
 
     cpu: Tensor
     device: Tensor | None

@@ -1,4 +1,4 @@
-"""Tensors that wait for a backward, by the memory that they lie in, so that it can wait elsewhere.
+"""Tensors saved for a backward, grouped by storage, so that storages can be offloaded.
 
 What is held is a tensor that shows some memory, and may let that go: then how it showed the memory is all that is left
 of it. So the memory may go (`take`), and other memory with the same bytes may take its place (`put`) before anything is

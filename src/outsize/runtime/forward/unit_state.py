@@ -92,7 +92,7 @@ def _named_by(module: nn.Module) -> Iterator[Any]:
 
 
 def _held_by(hook: Any) -> Iterator[Any]:
-    """Yield what a hook holds: what its closure names, the object whose method it is, its first arguments."""
+    """Yield objects that a hook refers to: closure cells, the bound object, partial arguments."""
     if isinstance(hook, partial):
         yield from (*hook.args, *hook.keywords.values())
         hook = hook.func

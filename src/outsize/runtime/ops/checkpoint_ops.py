@@ -52,7 +52,7 @@ class Sink(Protocol):
     """Takes units, one after the other, on the lane ``store``."""
 
     def __call__(self, resting: UnitAtRest) -> None:
-        """Keep one unit; what this raises ends the run."""
+        """Write one unit; an error raised here ends the run."""
 
 
 class Counted(Protocol):

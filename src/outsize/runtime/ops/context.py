@@ -1,4 +1,4 @@
-"""What the ops of one step share: its number, its microbatches, its learning rate, and what they find out."""
+"""State shared by the ops of a step: number, microbatches, learning rate, results."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping

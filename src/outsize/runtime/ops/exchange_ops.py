@@ -48,7 +48,7 @@ REDUCE_CHANNEL, GATHER_CHANNEL = "reduce", "gather"
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A run that several ranks share, as one of them sees it.
+    """A rank's part in a run of several ranks.
 
     Attributes:
         group: the ranks.

@@ -62,7 +62,7 @@ class OffloadOps:
 
     @property
     def bytes_down(self) -> int:
-        """That went down over it."""
+        """Bytes sent down the link."""
         return self.down.wire
 
     def offload(self, op: Op, context: StepContext) -> None:

@@ -120,7 +120,7 @@ class TrialPass:
         return isinstance(call, UnitCall) and call.unit == unit
 
     def _pass_over(self, unit: int, call: UnitCall | Finished) -> None:
-        """Note a unit that this forward does not call: as others of its form, which it may be in the next one."""
+        """Record a unit that this forward skips, with the sizes of units of equal form: a later forward may call it."""
         alike = (known for form, known in self._known.items() if form[:2] == self._kind(unit))
         forward, backward, kept, _ = next(alike, ((), (), Kept(), None))
         self._row.boundary.append(max(self._row.boundary, default=0) if kept.num_bytes else 0)
@@ -206,7 +206,7 @@ class TrialPass:
             yield
 
     def _passed_on(self, unit: int, call: UnitCall, effects: UnitEffects, live: LiveBytes) -> Any:
-        """Run a unit for what it writes, and return what it returns; no two such units write the same."""
+        """Run a unit for its side effects and return its outputs as fresh leaves."""
         with live.blind():
             state = UnitState(self._split.modules[unit].modules()) if effects.state else None
             visit = visit_of(call, state, outlet=effects.outlet)

@@ -86,7 +86,7 @@ def question_for(
     own_processor: bool = False,
     **facts: Any,
 ) -> Question:
-    """Return the question that ``config`` makes, whoever asks it.
+    """Build the planner's question from ``config``, for runs and for plans alike.
 
     Args:
         config: of the run.

@@ -64,7 +64,7 @@ class Timed(Protocol):
 
     @property
     def microbatches(self) -> int:
-        """Of a step, of which that is one."""
+        """Microbatches of a step."""
 
 
 class DemandTrial(NamedTuple):

@@ -106,7 +106,7 @@ class Job:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Planes of which this rank holds all elements whatever it steps."""
+        """State planes that every rank stores in full (not sharded)."""
         return self.plan.layout.whole_planes
 
     @property

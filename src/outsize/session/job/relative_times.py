@@ -85,7 +85,7 @@ def counted_times(parts: Split, measured: Measured, flops_per_s: float) -> UnitT
 
 
 def kept_bytes(measured: Measured) -> KeptBytes:
-    """What forwards keep, by its extent."""
+    """Bytes of activations kept by a forward, by extent."""
     return {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What happened in one optimizer step.
+    """Measurements of an optimizer step.
 
     `outsize.telemetry.heartbeat_schema.Line` says what each field means, and its unit. A loss that is not finite is NaN
     here; bytes are those that the step's ops have moved so far.

@@ -70,7 +70,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One prompt and what was written after it.
+    """A prompt and its completion.
 
     Attributes:
         prompt: its text.
