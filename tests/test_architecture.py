@@ -578,6 +578,20 @@ def test_one_file_calls_what_a_vendor_alone_has():
     assert found == set()
 
 
+def test_nobody_asks_a_home_of_which_kind_it_is():
+    """What differs between homes is a method of `outsize.storage.home.Home`."""
+    homes = {"Home", "HostHome", "DiskHome", "CommittedHome"}
+    asked = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("isinstance", "type")
+        and homes & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+    ]
+    assert asked == []
+
+
 def at_import(path: Path) -> set[str]:
     """Return the modules of the package that importing ``path`` imports: none in functions, none for types."""
     pending: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)

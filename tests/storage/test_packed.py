@@ -47,7 +47,7 @@ def test_only_weights_that_do_not_train_are_packed():
         assert home.packed(2, "weights") is not None
         assert home.packed(0, "weights") is None
         assert home.view(0, "weights").numel()
-        with pytest.raises(ValueError, match="'weights' of unit 2 is packed"):
+        with pytest.raises(ValueError, match="'weights' of unit 2 does not lie in memory as it is"):
             home.view(2, "weights")
         home.close()
 

@@ -14,7 +14,7 @@ from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.storage.arena import Arena, Pinner
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.ledger import Ledger
 from outsize.units import align_up
 
@@ -40,7 +40,7 @@ class Source:
         self,
         spec: ModelSpec,
         device: Device,
-        home: HostHome | DiskHome,
+        home: Home,
         ledger: Ledger,
         pinner: Pinner | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class Source:
         self._home = home
         self._arena = Arena(ledger=ledger, tier="host", pinner=pinner)
         self._buffers: list[Tensor] = []
-        if isinstance(home, DiskHome) and device.name != "cpu":
+        if not home.in_memory and device.name != "cpu":
             most = max(unit.link_bytes(spec.dtype) for unit in spec.units)
             self._buffers = self._arena.take_all([most, most], "weights between disk and device")
         self._marks: list[object] = [None, None]
@@ -106,12 +106,12 @@ class Source:
 
         Made once, and best before a forward is measured: a view of the home is none of what that takes of the device.
         """
-        if not isinstance(self._home, HostHome) or self._home.packed(unit, "weights") is not None:
+        plane = self._home.lend(unit, "weights")
+        if plane is None:
             return None
         key = (unit, tensor.name, tensor.shape)
         if key not in self._tables:
-            flat = self._home.view(unit, "weights")[tensor.offset : tensor.offset + tensor.numel]
-            self._tables[key] = flat.view(tensor.shape)
+            self._tables[key] = plane[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
         return self._tables[key]
 
     def rows(self, unit: int, tensor: TensorSpec, numbers: Tensor) -> Tensor:
@@ -150,11 +150,7 @@ class Source:
             memory = arena.take(sum(sizes) * dtype.itemsize, "rows").view(dtype)
             pieces = memory.tensor_split(tuple(accumulate(sizes[:-1])))
             wanted = [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
-            if isinstance(self._home, DiskHome):
-                self._home.read_ranges(unit, "weights", wanted)
-            else:  # packed: a piece of it is decoded for each
-                for start, piece in wanted:
-                    self._home.read(unit, "weights", start, piece)
+            self._home.read_ranges(unit, "weights", wanted)
             self._count(memory.nbytes)
             stretch = 0
             for row, start in enumerate(starts):

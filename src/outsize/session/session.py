@@ -19,7 +19,6 @@ from typing import Self
 
 import torch
 
-from outsize import files
 from outsize.accelerators import DriverPinner, pinner_of, torch_name
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
@@ -43,7 +42,7 @@ from outsize.session.job.machine import RunMachine
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import DiskHome, Home, HostHome
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import CommitRecord
@@ -130,7 +129,7 @@ class Session:
             # What a home that commits takes for itself; on a CPU over a disk that is the device's own RAM.
             self._home_buffers = stack.enter_context(contextlib.closing(self._arena(self._tier_below)))
             self.home = self._open_home(split.spec)
-            stack.callback(self._close_home)
+            stack.enter_context(self.home)
             stack.callback(self.leave)
             self.enter()
             self._stack = stack.pop_all()
@@ -218,16 +217,14 @@ class Session:
         return open_device(name, self.ledger, _per_s(self._memory.link_gb_per_s), limit, tier=tier)
 
     def extend(self, spec: ModelSpec) -> None:
-        """Make room for the state of units that train by now; only over a host home."""
-        assert isinstance(self.home, HostHome)
+        """Make room for the state of units that train by now."""
         self.home.extend(spec, self._store.state.planes, self.host)
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
         arenas = (self.host, self._home_buffers, *(() if self._buffers is None else (self._buffers,)))
-        found = {"pageable": sum(arena.statistics().num_pageable_fallbacks for arena in arenas)}
-        if isinstance(self.home, DiskHome):
-            found["buffered"] = int(self.home.file.is_refused)
+        pageable = sum(arena.statistics().num_pageable_fallbacks for arena in arenas)
+        found = {"pageable": pageable, **self.home.fallbacks()}
         return found if self._engine is None else {**found, "recomputed": self._engine.num_let_go}
 
     def close(self) -> None:
@@ -270,7 +267,7 @@ class Session:
     def _forget_engine(self) -> None:
         self._engine, self._buffers = None, None
 
-    def _open_home(self, spec: ModelSpec) -> HostHome | DiskHome:
+    def _open_home(self, spec: ModelSpec) -> Home:
         store, planes = self._store, self._store.state.planes
         if self.machine.home == "host":
             codec = packed_codec(store.transport)
@@ -299,13 +296,6 @@ class Session:
             own=store.own,
             whole=store.whole,
         )
-
-    def _close_home(self) -> None:
-        """Close the home; one that stays but has nothing committed is of no use to anyone."""
-        self.home.close()
-        if isinstance(self.home, CommittedHome) and self._store.file and self.home.record is None:
-            with contextlib.suppress(OSError):
-                files.system().unlink(self.home.file.path)
 
 
 def _per_s(gb_per_s: float | None) -> float | None:

@@ -35,7 +35,7 @@ from outsize.session.session import Session, Store
 from outsize.session.steps import Measure, StepOutcome, microbatches_of, schedule_of
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.ledger import Ledger
 from outsize.storage.record import CommitRecord
 
@@ -89,7 +89,7 @@ class StreamedTrainer:
             self._stack = stack.pop_all()
 
     @property
-    def home(self) -> HostHome | DiskHome:
+    def home(self) -> Home:
         """Where the training state lies."""
         return self.session.home
 
@@ -173,7 +173,6 @@ class StreamedTrainer:
         Raises:
             StorageError: it is damaged; says where.
         """
-        assert isinstance(self.home, CommittedHome)
         self.home.check(self._borrow)
         return self._stand(record)
 

@@ -9,7 +9,8 @@
 Gradients are not part of a state: they lie there once, and no commit speaks of them. They have checksums all the same.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record_bytes
@@ -137,6 +139,7 @@ class CommittedHome(DiskHome):
         self.granule_elements = granule_elements
         self._granules = {key: self._cut(key, found) for key in self._layout.extents}
         self._sequence = 0
+        self._stays = not temporary
         self.record = record
         try:
             if record is not None:
@@ -150,14 +153,7 @@ class CommittedHome(DiskHome):
             raise
 
     def commit(self, state: Mapping[str, Any]) -> None:
-        """Make everything written so far the committed state; nothing may be written meanwhile.
-
-        Args:
-            state: what the run says of itself, JSON.
-
-        Raises:
-            StorageError: the disk failed; the state before is still the committed one.
-        """
+        """See `Home.commit`; nothing may be written meanwhile."""
         self.file.sync()
         kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         record = CommitRecord(
@@ -177,14 +173,7 @@ class CommittedHome(DiskHome):
         self._sequence, self.record = record.sequence, record
 
     def check(self, borrow: Callable[[int], Tensor]) -> None:
-        """Read the whole committed state once and check it, before anything is written.
-
-        Args:
-            borrow: gives aligned memory of at least so many bytes, until the next call.
-
-        Raises:
-            StorageError: it is damaged; says where.
-        """
+        """See `Home.check`."""
         for (unit, plane), granules in self._granules.items():
             if plane != GRADIENT:
                 buffer = borrow(granules.extent.num_bytes)
@@ -194,6 +183,14 @@ class CommittedHome(DiskHome):
                     self._granules[unit, plane] = granules.refine(wanted, buffer.numpy().data)
             else:
                 self._granules[unit, plane] = self._cut((unit, plane), self.granule_elements)
+
+    def close(self) -> None:
+        """Close the file; one that stays but has nothing committed is of no use to anyone, and goes."""
+        super().close()
+        if self._stays and self.record is None:
+            self._stays = False
+            with contextlib.suppress(OSError):
+                files.system().unlink(self.file.path)
 
     def copy_to(self, home: Home, piece: Tensor) -> None:
         """Write the committed state into another home of the same model, by way of ``piece``, aligned memory."""
@@ -213,9 +210,17 @@ class CommittedHome(DiskHome):
 
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; what is read is checked."""
+        self._read_all(unit, [(plane, start, tensor) for plane, tensor in into.items()])
+
+    def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
+        """See `Home.read_ranges`; what is read is checked."""
+        self._read_all(unit, [(plane, start, into) for start, into in ranges])
+
+    def _read_all(self, unit: int, ranges: Iterable[tuple[str, int, Tensor]]) -> None:
+        """Fill each tensor with the newest elements of a plane from a start on, all in flight together."""
         spans: list[Span] = []
         checks: list[Inspect] = []
-        for plane, tensor in into.items():
+        for plane, start, tensor in ranges:
             self._layout.locate(unit, plane, start, tensor)
             granules = self._granules[unit, plane]
             at = granules.extent.item_of(start)

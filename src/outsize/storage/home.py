@@ -14,10 +14,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,16 +27,28 @@ from outsize.codecs.transport import room_bytes
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.storage.arena import Arena
-from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Transfers
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Tally, Transfers
 from outsize.storage.encoded_planes import PackedPlane
 from outsize.storage.home_layout import HomeLayout, Planes
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
+from outsize.storage.record import CommitRecord
 
 
 class Home(ABC):
-    """What the runtime needs of a home; a context manager."""
+    """What the runtime needs of a home; a context manager.
 
+    Attributes:
+        in_memory: whether planes lie in host memory, where they are worked on in place; else they pass through buffers.
+        granule_elements: what is read and written begins and ends at multiples of it, or with the plane.
+        tally: bytes moved for the thread that asks; None where nothing is transferred.
+        record: of the newest commit; None where nothing was committed.
+    """
+
+    in_memory: bool = False
+    granule_elements: int = PLANE_ELEMENTS
+    tally: Tally | None = None
+    record: CommitRecord | None = None
     _layout: HomeLayout
 
     @property
@@ -56,6 +68,70 @@ class Home(ABC):
     def write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
         """Replace the elements of a plane from ``start`` on by ``source``; errors as in `read`."""
         self.write_planes(unit, start, {plane: source})
+
+    def lend(self, unit: int, plane: str, elements: range | None = None) -> Tensor | None:
+        """Return the memory of a plane, flat, or of a range of elements; None for a plane that has to be read."""
+        return None
+
+    def view(self, unit: int, plane: str, elements: range | None = None) -> Tensor:
+        """Return the memory of a plane, as `lend` does.
+
+        Raises:
+            ValueError: there is no such plane, or it does not lie in memory as it is.
+        """
+        self._layout.extent(unit, plane)
+        lent = self.lend(unit, plane, elements)
+        if lent is None:
+            raise ValueError(f"plane {plane!r} of unit {unit} does not lie in memory as it is; read it")
+        return lent
+
+    def packed(self, unit: int, plane: str) -> PackedPlane | None:
+        """Return an encoded plane in memory; None for any other."""
+        return None
+
+    def version(self, unit: int, plane: str) -> int:
+        """Return the number of writes to a plane in memory; changes of views do not count."""
+        return 0
+
+    def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
+        """Add the planes that ``model`` needs where it trains other units; existing planes stay.
+
+        Raises:
+            ValueError: this home cannot grow, and has no room for that.
+        """
+        missing = HomeLayout(model, planes).extents.keys() - self._layout.extents.keys()
+        if missing:
+            raise ValueError(f"a {type(self).__name__} cannot grow, and has no room for {sorted(missing)}")
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Make everything written so far the state after a crash, with ``state``, JSON, beside it.
+
+        Raises:
+            StorageError: the medium failed; the state before is still the committed one.
+            ValueError: what this home holds ends with the process.
+        """
+        raise ValueError(f"a {type(self).__name__} commits nothing")
+
+    def check(self, borrow: Callable[[int], Tensor]) -> None:
+        """Read the committed state once and check it, before anything is written.
+
+        Args:
+            borrow: gives aligned memory of at least so many bytes, until the next call.
+
+        Raises:
+            StorageError: it is damaged; says where.
+            ValueError: what this home holds ends with the process.
+        """
+        raise ValueError(f"a {type(self).__name__} commits nothing")
+
+    def fallbacks(self) -> dict[str, int]:
+        """Return the number of times that each fallback was taken."""
+        return {}
+
+    def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
+        """Read several ranges of one plane, each ``(start, into)``, together; errors as in `read`."""
+        for start, into in ranges:
+            self.read(unit, plane, start, into)
 
     @abstractmethod
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
@@ -81,20 +157,22 @@ class Home(ABC):
 
 
 class HostHome(Home):
-    """A home in host memory; `view` lends planes out for work in place.
+    """A home in host memory; it lends planes out for work in place.
 
     Args:
         model: the units.
         planes: bytes per element of each plane, or what it is made of.
         arena: where the memory comes from. It stays the owner: close it after the home.
-        packed: lossless codec that writes weights which do not train; such planes are not lent out by `view`. None
-            keeps them as they are.
+        packed: lossless codec that writes weights which do not train; such planes are not lent out. None keeps
+            them as they are.
         own: elements of each unit whose optimizer state is held; None for all.
         whole: planes of which all elements are held whatever ``own`` says.
 
     Raises:
         BudgetExceededError: the arena's tier has too little left.
     """
+
+    in_memory = True
 
     def __init__(
         self,
@@ -120,33 +198,25 @@ class HostHome(Home):
         self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
 
-    def view(self, unit: int, plane: str) -> Tensor:
-        """Return the plane itself, all elements that are held, flat.
-
-        Raises:
-            ValueError: there is no such plane, or it is packed.
-        """
-        self._layout.extent(unit, plane)
-        if (unit, plane) in self._packed:
-            raise ValueError(f"plane {plane!r} of unit {unit} is packed; read it, or take its pieces")
-        return self._planes[unit, plane]
-
-    def part(self, unit: int, plane: str, elements: range) -> Tensor:
-        """Return what a plane holds of ``elements`` of its unit; otherwise as `view`."""
+    def lend(self, unit: int, plane: str, elements: range | None = None) -> Tensor | None:
+        """See `Home.lend`; what is packed has to be read, or its pieces taken."""
+        lent = self._planes.get((unit, plane))
+        if lent is None or elements is None:
+            return lent
         extent = self._layout.extent(unit, plane)
         first = extent.item_of(elements.start)
-        return self.view(unit, plane)[first : first - (-len(elements) // extent.group)]
+        return lent[first : first - (-len(elements) // extent.group)]
 
     def packed(self, unit: int, plane: str) -> PackedPlane | None:
-        """Return an encoded plane; None for a plain one."""
+        """See `Home.packed`."""
         return self._packed.get((unit, plane))
 
     def version(self, unit: int, plane: str) -> int:
-        """Return how often a plane was written by `write`; what is done on views is not seen."""
+        """See `Home.version`."""
         return self._versions[unit, plane]
 
     def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
-        """Add the planes that ``model`` needs where it trains other units; existing planes stay."""
+        """See `Home.extend`."""
         wanted = HomeLayout(model, planes)
         for key, extent in wanted.extents.items():
             if key not in self._planes and key not in self._packed:
@@ -223,15 +293,10 @@ class DiskHome(Home):
         own: elements of each unit whose optimizer state is held; None for all.
         whole: planes of which all elements are held whatever ``own`` says.
 
-    Attributes:
-        granule_elements: what is read and written begins and ends at multiples of it, or with the plane.
-
     Raises:
         StorageError: see `DirectFile`.
         BudgetExceededError: the ledger has too little left.
     """
-
-    granule_elements: int = PLANE_ELEMENTS
 
     def __init__(
         self,
@@ -257,18 +322,23 @@ class DiskHome(Home):
             ledger=ledger,
             existing=existing,
         )
+        self.tally = self.file.tally
 
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; all requests are in flight together."""
         self.file.read_spans([self._span(unit, plane, start, tensor) for plane, tensor in into.items()])
 
     def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
-        """Read several ranges of one plane, each ``(start, into)``, all in flight together; errors as in `read`."""
+        """See `Home.read_ranges`; all requests are in flight together."""
         self.file.read_spans([self._span(unit, plane, start, into) for start, into in ranges])
 
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """See `Home.write_planes`; all requests are in flight together."""
         self.file.write_spans([self._span(unit, plane, start, tensor) for plane, tensor in sources.items()])
+
+    def fallbacks(self) -> dict[str, int]:
+        """See `Home.fallbacks`."""
+        return {"buffered": int(self.file.is_refused)}
 
     def statistics(self) -> Transfers:
         """See `Home.statistics`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outsize.storage.arena import Arena
-from outsize.storage.disk_file import SECTOR_BYTES, DirectFile
+from outsize.storage.disk_file import SECTOR_BYTES, DirectFile, Tally
 from outsize.storage.extents import Extents, ScratchStatistics
 from outsize.storage.ledger import Ledger
 from outsize.storage.pool import IOPool
@@ -24,8 +24,13 @@ DEFAULT_BOUNCE_BYTES = 2**20
 
 
 class Scratch(ABC):
-    """What the runtime needs of a scratch; its kinds say how the bytes of one tensor move."""
+    """What the runtime needs of a scratch; its kinds say how the bytes of one tensor move.
 
+    Attributes:
+        tally: bytes moved for the thread that asks; None where nothing is transferred.
+    """
+
+    tally: Tally | None = None
     _extents: Extents
 
     def put(self, key: Hashable, *tensors: Tensor) -> None:
@@ -159,6 +164,7 @@ class DiskScratch(Scratch):
             temporary=True,
             ledger=ledger,
         )
+        self.tally = self.file.tally
         self._bounces: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         try:
             for buffer in arena.take_all([self._bounce_bytes] * pool.num_threads, "bounce buffers"):

@@ -151,6 +151,43 @@ def check_home_serves_threads_at_once(make: MakeHome) -> None:
     assert not failures, failures
 
 
+def check_home_lends_what_it_holds(make: MakeHome) -> None:
+    """What is lent is the plane itself: written through it, read from the home; else there is nothing to view."""
+    model = small_model()
+    home = make(model)
+    elements = range(PLANE_ELEMENTS, 2 * PLANE_ELEMENTS)
+    with Arena() as arena:
+        for seed, (unit, plane) in enumerate(_planes_of(model)):
+            lent = home.lend(unit, plane)
+            if lent is None:
+                assert raises(ValueError, lambda u=unit, p=plane: home.view(u, p))  # type: ignore[misc]
+                continue
+            assert home.in_memory
+            source = pattern(lent.numel(), lent.dtype, seed, arena)
+            lent.copy_(source)
+            into = pattern(lent.numel(), lent.dtype, 99, arena)
+            home.read(unit, plane, 0, into)
+            assert same_bits(into, source), (unit, plane)
+            part = home.view(unit, plane, elements)
+            assert same_bits(part, source[PLANE_ELEMENTS : 2 * PLANE_ELEMENTS]), (unit, plane)
+    assert raises(ValueError, lambda: home.view(9, "weights"))
+    home.close()
+
+
+def check_home_reads_ranges(make: MakeHome) -> None:
+    """`read_ranges` fills each range as `read` does."""
+    home = make(small_model())
+    numel = small_model().units[0].numel
+    with Arena() as arena:
+        source = pattern(numel, torch.float32, 3, arena)
+        home.write(0, "exp_avg", 0, source)
+        starts = range(0, numel, PLANE_ELEMENTS)
+        pieces = [pattern(PLANE_ELEMENTS, torch.float32, start, arena) for start in starts]
+        home.read_ranges(0, "exp_avg", list(zip(starts, pieces, strict=True)))
+        assert same_bits(torch.cat(pieces), source)
+    home.close()
+
+
 def check_home_closes_twice(make: MakeHome) -> None:
     """A second close does nothing."""
     home = make(small_model())
@@ -166,6 +203,8 @@ HOME_CONTRACT: tuple[Callable[[MakeHome], None], ...] = (
     check_home_refuses_what_does_not_fit,
     check_home_counts_bytes,
     check_home_serves_threads_at_once,
+    check_home_lends_what_it_holds,
+    check_home_reads_ranges,
     check_home_closes_twice,
 )
 

@@ -1,7 +1,6 @@
 """Clipping by the global norm, for gradients that rest at home."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +9,6 @@ from outsize.errors import NonFiniteError
 from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.storage.arena import Arena
-from outsize.storage.home import HostHome
 from outsize.wrapped.module import iterate_parameters, runner_of
 from outsize.wrapped.runner import Runner
 
@@ -54,15 +52,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 def _norms(runner: Runner, held: dict[int, frozenset[int]]) -> list[tuple[str, Tensor]]:
     """Name and norm of each gradient at home."""
     found: list[tuple[str, Tensor]] = []
-    home: Any = runner.session.home
+    home = runner.session.home
     for index, positions in held.items():
         if not positions:
             continue
         unit = runner.split.spec.units[index]
         with Arena() as arena:
-            if isinstance(home, HostHome):
-                plane = home.view(index, GRADIENT)
-            else:
+            plane = home.lend(index, GRADIENT)
+            if plane is None:
                 plane = arena.take(unit.numel * 4, GRADIENT).view(torch.float32)
                 home.read(index, GRADIENT, 0, plane)
             norms = gradient_norms(unit, plane)

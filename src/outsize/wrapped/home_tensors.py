@@ -20,7 +20,7 @@ from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.decoding import decode, encode
 from outsize.session.frozen_encoding import errors_of
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.units import align_up
 from outsize.wrapped.at_home.at_rest import AtRest, Place
@@ -46,7 +46,7 @@ class HomeTensors:
         num_writes: how often `write` has replaced weights, by unit.
     """
 
-    def __init__(self, home: HostHome | DiskHome, state: StateLayout, settle: Callable[[], None]) -> None:
+    def __init__(self, home: Home, state: StateLayout, settle: Callable[[], None]) -> None:
         self._home = home
         self._state = state
         self._half = MASTER in state.planes
@@ -166,9 +166,7 @@ class HomeTensors:
 
     def _is_view(self, unit: UnitSpec, plane: str) -> bool:
         """Whether tensors of a plane are views of it: it lies in memory as it is."""
-        if not isinstance(self._home, HostHome) or codec_part(unit, plane) is not None:
-            return False
-        return self._home.packed(unit.index, plane) is None
+        return codec_part(unit, plane) is None and self._home.lend(unit.index, plane) is not None
 
     def _read(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
         """Read a whole plane, decoded."""
@@ -198,7 +196,6 @@ class HomeTensors:
         return made.items(unit.numel), ITEM_DTYPE[made.item]
 
     def _view(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
-        assert isinstance(self._home, HostHome)
         flat = self._home.view(unit.index, plane)
         return flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
 

@@ -21,7 +21,7 @@ from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.wrapped.at_home.at_rest import AtRest, Place
 from outsize.wrapped.at_home.handed_out import HandedGradient, alone
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_at_home, weakly
@@ -52,7 +52,7 @@ class HomeParameters(HomeTensors):
     def __init__(
         self,
         split: Split,
-        home: HostHome | DiskHome,
+        home: Home,
         fill: Fill,
         state: StateLayout,
         *,
@@ -157,7 +157,7 @@ class HomeParameters(HomeTensors):
 
     def round_gradients(self, among: Iterable[nn.Parameter]) -> None:
         """Round gradients of half-precision weights ``among`` these to the dtype of those, until the next pass."""
-        if not (self._half and isinstance(self._home, HostHome)):
+        if not (self._half and self._home.in_memory):
             return
         asked = {id(parameter) for parameter in among}
         with plainly():
@@ -187,7 +187,7 @@ class HomeParameters(HomeTensors):
         self._given_masters.discard(unit.index)
         if not self._half:
             return
-        if not isinstance(self._home, HostHome):
+        if not self._home.in_memory:
             if given:
                 self.write(unit, self.read(unit))
             return
@@ -230,7 +230,7 @@ class HomeParameters(HomeTensors):
 
     def _is_own(self, unit: UnitSpec, tensor: TensorSpec, gradient: Tensor) -> bool:
         """Whether a gradient is what `_show` has shown."""
-        if isinstance(self._home, HostHome):
+        if self._is_view(unit, GRADIENT):
             return gradient.data_ptr() == self._view(unit, tensor, GRADIENT).data_ptr()
         return isinstance(gradient, AtRest) and gradient.rests_at((id(self), tensor.name, GRADIENT))
 

@@ -41,7 +41,6 @@ from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import describe_machine
 from outsize.session.job.run_codecs import check_transport
 from outsize.session.session import Session, Store
-from outsize.storage.home import HostHome
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.at_home.home_parameter import plainly, weakly
@@ -440,9 +439,8 @@ class Planned:
                 with_head=self._with_head is not False,
                 resident=self._resident,
             )
-        if isinstance(self.session.home, HostHome):
-            self.session.extend(parts.spec)
-            self.parameters.extend(parts.spec)
+        self.session.extend(parts.spec)
+        self.parameters.extend(parts.spec)
         self.split, self._flags = parts, flags
 
     def _plan_anew(self) -> None:

@@ -43,8 +43,6 @@ from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.disk_file import Tally
-from outsize.storage.home import DiskHome
-from outsize.storage.scratch import DiskScratch
 
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
@@ -160,9 +158,9 @@ class Engine:
             for worker in self._crew.workers
         )
         files = [
-            place.file.tally
+            place.tally
             for place in (resources.home, resources.scratch, *resources.rooms.values())
-            if isinstance(place, DiskHome | DiskScratch)
+            if place is not None and place.tally is not None
         ]
         run = partial(_on_worker, run_op, tables, self.ranges, _Counting(self._links, files))
         return Executor(resources.device, lane_of, run, hazards, around)

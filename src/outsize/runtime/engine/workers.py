@@ -27,7 +27,7 @@ from outsize.runtime.ops.offload_ops import Away
 from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.scratch import HostScratch, Scratch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Resources:
     """
 
     device: Device
-    home: HostHome | DiskHome
+    home: Home
     host: Arena
     scratch: Scratch | None = None
     rooms: Mapping[Extent, Scratch] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Memory:
         split: Split,
         plan: Plan,
         device: Device,
-        home: HostHome | DiskHome,
+        home: Home,
         host_buffers: list[Tensor],
         settings: "EngineSettings",
         encoded: EncodedWeights | None,

@@ -18,7 +18,7 @@ from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHT
 from outsize.optim.split_masters import join_master
 from outsize.planner.program.ops import Op
 from outsize.runtime.ops.gather_state import Collector
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.home_layout import HomeLayout
 
 
@@ -83,7 +83,7 @@ class StoreOps:
     def __init__(
         self,
         spec: ModelSpec,
-        home: HostHome | DiskHome,
+        home: Home,
         optimizer: Counted,
         buffer: Tensor | None,
         collector: Collector | None = None,
@@ -120,11 +120,9 @@ class StoreOps:
         if MASTER in planes and MASTER not in self._optimizer.state.planes:
             yield from self._joined(unit, planes)
             return
-        if isinstance(self._home, HostHome):
-            if self._home.packed(unit.index, planes[0]) is not None:
-                yield from self._unpacked(unit, planes)
-                return
-            yield 0, tuple(self._home.view(unit.index, plane) for plane in planes)
+        lent = [view for plane in planes if (view := self._home.lend(unit.index, plane)) is not None]
+        if len(lent) == len(planes):
+            yield 0, tuple(lent)
             return
         numel = self._numel(unit, planes[0])
         parts, size = self._cut(unit, planes, numel)
@@ -178,27 +176,18 @@ class StoreOps:
         made = self._optimizer.state.planes.get(plane)
         return unit.numel if made is None or made.factor is None else factored(unit, made.factor).numel
 
-    def _unpacked(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Pieces of planes that a host home keeps encoded; of a unit that does not train these are its weights."""
-        for start in range(0, unit.numel, PIECE_ELEMENTS):
-            length = min(PIECE_ELEMENTS, unit.numel - start)
-            parts = [
-                torch.empty(length, dtype=self._layout.extent(unit.index, plane).dtype) for plane in planes
-            ]
-            self._home.read_planes(unit.index, start, dict(zip(planes, parts, strict=True)))
-            yield start, tuple(parts)
-
     def _cut(self, unit: UnitSpec, planes: Sequence[str], numel: int) -> tuple[dict[str, Tensor], int]:
         """Cut the buffer into a part for each plane of ``numel`` elements; returns them, and what each takes."""
-        assert self._buffer is not None
-        assert isinstance(self._home, DiskHome)
         extents = {plane: self._layout.extent(unit.index, plane) for plane in planes}
         element_bytes = sum(extent.dtype.itemsize / extent.group for extent in extents.values())
-        size = min(int(self._buffer.nbytes / element_bytes), numel)
+        buffer = self._buffer
+        if buffer is None:  # a home in memory is read only where weights that do not train are kept encoded
+            buffer = torch.empty(int(PIECE_ELEMENTS * element_bytes), dtype=torch.uint8)
+        size = min(int(buffer.nbytes / element_bytes), numel)
         if size < numel:
             size -= size % max(self._home.granule_elements, *(e.least * e.group for e in extents.values()))
         parts, end = {}, 0
         for plane, extent in extents.items():
             start, end = end, end + self._items(unit, plane, size) * extent.dtype.itemsize
-            parts[plane] = self._buffer[start:end].view(extent.dtype)
+            parts[plane] = buffer[start:end].view(extent.dtype)
         return parts, size

@@ -5,8 +5,7 @@ from typing import Any
 
 from outsize.planner.program.ops import Op
 from outsize.runtime.ops.context import StepContext
-from outsize.storage.committed import CommittedHome
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 
 Describe = Callable[[StepContext], Mapping[str, Any]]
 """What the run says of itself after a step, JSON; called once per step, in order, when all of its ops are done."""
@@ -20,11 +19,10 @@ class CommitOps:
         describe: what a commit record says of the run.
     """
 
-    def __init__(self, home: HostHome | DiskHome, describe: Describe) -> None:
+    def __init__(self, home: Home, describe: Describe) -> None:
         self._home = home
         self._describe = describe
 
     def commit(self, op: Op, context: StepContext) -> None:
         """COMMIT: the step of ``context``, skipped or not."""
-        assert isinstance(self._home, CommittedHome)
         self._home.commit(self._describe(context))

@@ -41,7 +41,7 @@ from outsize.runtime.ops.link_codecs import EncodedWeights, gaps
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.runtime.ops.wire_codec import GradientWire, Residuals, seed_of_piece
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 
 REDUCE_CHANNEL, GATHER_CHANNEL = "reduce", "gather"
 
@@ -83,7 +83,7 @@ class ExchangeOps:
         self,
         spec: ModelSpec,
         shared: Shared,
-        home: HostHome | DiskHome,
+        home: Home,
         host_buffers: Sequence[Tensor],
         arena: Arena,
         encoded: EncodedWeights | None = None,
@@ -157,14 +157,15 @@ class ExchangeOps:
         if context.skipped:
             return
         unit = self._spec.units[op.unit]
-        if isinstance(self._home, HostHome) and self._delta is None:
-            self._gather_in_place(unit, self._home.view(op.unit, WEIGHTS))
-        elif isinstance(self._home, HostHome):
-            for parts in self._chunks(unit):
-                self._gather_changes(unit, parts, self._home)
-        else:
+        weights = self._home.lend(op.unit, WEIGHTS)
+        if weights is None:
             for parts in self._chunks(unit):
                 self._gather_on_disk(unit, parts)
+        elif self._delta is None:
+            self._gather_in_place(unit, weights)
+        else:
+            for parts in self._chunks(unit):
+                self._gather_changes(unit, parts, weights)
         if self._encoded is not None:
             self._encoded.stepped(op.unit)
 
@@ -203,22 +204,21 @@ class ExchangeOps:
         self.reduced = self.reduced.and_then(sum(piece.nbytes for piece in outgoing.values()), 4 * sent)
         if not len(mine):
             return None
-        total = self._target(unit.index, mine)
+        at_home = self._home.lend(unit.index, GRADIENT, mine)
+        total = self._room(len(mine)) if at_home is None else at_home
         own = plane[mine.start : mine.stop]
         decoded = None if self._decoded is None else self._decoded[: len(mine)]
         for rank in range(self._size):
             piece = own if rank == self.rank else self._wire.read(incoming[rank], decoded)
             total.add_(piece) if rank else total.copy_(piece)
-        if not isinstance(self._home, HostHome):
+        if at_home is None:
             self._home.write(unit.index, GRADIENT, mine.start, total)
         return total
 
-    def _target(self, unit: int, part: range) -> Tensor:
-        """Where a chunk of the own share is summed: at home, or on its way to the disk."""
-        if isinstance(self._home, HostHome):
-            return self._home.part(unit, GRADIENT, part)
+    def _room(self, numel: int) -> Tensor:
+        """Where a chunk of the own share is summed on its way to the disk."""
         assert self._summed is not None
-        return self._summed[: len(part)]
+        return self._summed[:numel]
 
     def _chunks(self, unit: UnitSpec) -> Iterator[list[range]]:
         ranges = self._shares[unit.index]
@@ -255,16 +255,16 @@ class ExchangeOps:
         sent = own.nbytes * len(self._weight_in)
         self.gathered = self.gathered.and_then(sent, sent)
 
-    def _gather_changes(self, unit: UnitSpec, parts: Sequence[range], home: HostHome) -> None:
+    def _gather_changes(self, unit: UnitSpec, parts: Sequence[range], plane: Tensor) -> None:
         """Send what has changed of the own weights, which STEP has left in the gradient's memory, and apply others'."""
         assert self._weight_out is not None
         assert self._changed is not None
         assert self._delta is not None
-        mine, plane = parts[self.rank], home.view(unit.index, WEIGHTS)
+        mine = parts[self.rank]
         size = 0
         if len(mine):
             own = self.own[unit.index]
-            bits = home.part(unit.index, GRADIENT, own).view(plane.dtype)
+            bits = self._home.view(unit.index, GRADIENT, own).view(plane.dtype)
             changed = bits[mine.start - own.start : mine.stop - own.start]
             size = self._delta.encode(changed, self._weight_out)
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._weight_in}

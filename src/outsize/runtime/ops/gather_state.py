@@ -24,7 +24,7 @@ from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.wire_codec import Residuals
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
 
 STORE_CHANNEL = "store"
@@ -48,7 +48,7 @@ class Collector:
         self,
         spec: ModelSpec,
         group: Group,
-        home: HostHome | DiskHome,
+        home: Home,
         state: StateLayout,
         buffer: Tensor,
         halves: Tensor | None = None,
@@ -188,10 +188,9 @@ class Collector:
     ) -> tuple[Tensor, Tensor | None]:
         """A piece of a plane that the home holds, where it lies or read into ``room``; and what is left of the room."""
         made = self._made[plane]
-        if isinstance(self._home, HostHome):
-            held = 0 if plane == WEIGHTS else self._shares[unit.index][self._rank].start
-            first = (start - held) // made.group
-            return self._home.view(unit.index, plane)[first : first + numel // made.group], room
+        lent = self._home.lend(unit.index, plane, range(start, start + numel))
+        if lent is not None:
+            return lent[: numel // made.group], room
         assert room is not None
         size = made.num_bytes(numel)
         piece = room[:size].view(ITEM_DTYPE[made.item])
@@ -202,7 +201,7 @@ class Collector:
 def collector_of(
     spec: ModelSpec,
     shared: Shared,
-    home: HostHome | DiskHome,
+    home: Home,
     state: StateLayout,
     host: Arena,
     residuals: Residuals | None,

@@ -20,7 +20,7 @@ from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.link_codecs import GradientCarrier
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 
 # Gradients are rounded in pieces of 1 MiB, of which a copy is made.
 PIECE_ELEMENTS = 2**18
@@ -80,7 +80,7 @@ class GradientOps:
         self,
         spec: ModelSpec,
         device: Device,
-        home: HostHome | DiskHome,
+        home: Home,
         sums: GradientSums,
         accumulators: list[Tensor],
         host_buffers: list[Tensor],
@@ -91,7 +91,7 @@ class GradientOps:
         tiles: Sequence[Tensor] = (),
     ) -> None:
         as_summed = settings.dtype == "fp32" and carrier is None and not tiles
-        self._in_place = settings.in_place and isinstance(home, HostHome) and as_summed
+        self._in_place = settings.in_place and home.in_memory and as_summed
         self._settings = settings
         self._carrier = carrier
         self._tiles = tiles
@@ -123,7 +123,6 @@ class GradientOps:
         assert op.slot is not None
         unit = self._spec.units[op.unit]
         if self._in_place:
-            assert isinstance(self._home, HostHome)
             return unit, self._home.view(op.unit, "gradient").data
         return unit, typed_plane(self._accumulators[op.slot], unit, "fp32")
 
@@ -140,8 +139,9 @@ class GradientOps:
         self._sums.open(unit, plane, context.touched[unit.index])
 
     def _bring_up(self, unit: int, plane: Tensor) -> None:
-        if isinstance(self._home, HostHome):
-            self._device.copy(plane, self._home.view(unit, "gradient"))
+        lent = self._home.lend(unit, "gradient")
+        if lent is not None:
+            self._device.copy(plane, lent)
         elif plane.device.type == "cpu":
             self._home.read(unit, "gradient", 0, plane)
         else:
@@ -295,7 +295,7 @@ class GradientOps:
         """Where in host memory the gradient of a unit goes: a host buffer, or its home; None for a home on disk."""
         if buffer is not None:
             return self._staged(unit, buffer)
-        return self._home.view(unit, "gradient") if isinstance(self._home, HostHome) else None
+        return self._home.lend(unit, "gradient")
 
     def _staged(self, unit: int, buffer: int) -> Tensor:
         return typed_plane(self._host_buffers[buffer], self._spec.units[unit], self._settings.dtype)

@@ -28,7 +28,7 @@ from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.runtime.device.device import Device
 from outsize.runtime.ops.context import StepContext
 from outsize.storage.arena import Arena
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.units import align_up
 
 # Primes above the units of a model and the pieces of a unit: every piece of every step has a seed of its own.
@@ -57,7 +57,7 @@ class EncodedWeights:
         num_too_long: how often an encoding found no room, so that the plane goes as it is.
     """
 
-    def __init__(self, spec: ModelSpec, home: HostHome, codec: Codec, arena: Arena) -> None:
+    def __init__(self, spec: ModelSpec, home: Home, codec: Codec, arena: Arena) -> None:
         self.codec = codec
         self.num_too_long = 0
         self._spec = spec
@@ -225,9 +225,7 @@ def residual_planes(spec: ModelSpec, device: Device) -> dict[int, Tensor]:
     return planes
 
 
-def encode_weights(
-    transport: Transport, spec: ModelSpec, home: HostHome | DiskHome, arena: Arena
-) -> EncodedWeights | None:
+def encode_weights(transport: Transport, spec: ModelSpec, home: Home, arena: Arena) -> EncodedWeights | None:
     """Return the weights of ``home`` as ``transport`` sends them; None where they go as they are.
 
     Raises:
@@ -236,7 +234,7 @@ def encode_weights(
     """
     if transport.is_raw("weights"):
         return None
-    if not isinstance(home, HostHome):
+    if not home.in_memory:
         raise ValueError("weights are sent encoded from a home in host memory only")
     return EncodedWeights(spec, home, open_codec(transport.weights), arena)
 

@@ -14,7 +14,7 @@ from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.decoding import Decoding
 from outsize.runtime.ops.link_codecs import EncodedWeights, bring_up
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 
 
 def typed_plane(buffer: Tensor, unit: UnitSpec, dtype: str) -> Tensor:
@@ -43,7 +43,7 @@ class WeightOps:
         self,
         spec: ModelSpec,
         device: Device,
-        home: HostHome | DiskHome,
+        home: Home,
         slots: list[Tensor],
         host_buffers: list[Tensor],
         encoded: EncodedWeights | None = None,
@@ -77,18 +77,16 @@ class WeightOps:
         parts = zip(_names(found), (None, *found.frozen), planes, strict=True)
         # With counts of changes of their own: that the optimizer steps other units is nothing to a graph of this one.
         return tuple(
-            home.view(unit, name).data if (home := self._resting(unit, name, part, plane)) else plane
+            plane if (resting := self._resting(unit, name, part, plane)) is None else resting.data
             for name, part, plane in parts
         )
 
-    def _resting(self, unit: int, name: str, part: FrozenPart | None, plane: Tensor) -> HostHome | None:
-        """The home that a plane is used in; None for one that lies in a slot."""
-        home = self._home
-        if not self._in_place or not isinstance(home, HostHome) or not plane.numel():
+    def _resting(self, unit: int, name: str, part: FrozenPart | None, plane: Tensor) -> Tensor | None:
+        """The plane at home, where it is used there; None for one that lies in a slot."""
+        if not self._in_place or not plane.numel() or (part is not None and part.codec is not None):
             return None
-        encoded = (part is not None and part.codec is not None) or home.packed(unit, name) is not None
         sent = self._encoded is not None and bool(self._encoded.pieces(unit, name))
-        return None if encoded or sent else home
+        return None if sent else self._home.lend(unit, name)
 
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
@@ -123,8 +121,8 @@ class WeightOps:
             self.up = self.up.and_then(into.nbytes, plane.nbytes)
             if staged is not None:
                 self._device.copy(into, staged[position])
-            elif isinstance(self._home, HostHome) and self._home.packed(unit.index, name) is None:
-                self._device.copy(into, self._home.view(unit.index, name))
+            elif (lent := self._home.lend(unit.index, name)) is not None:
+                self._device.copy(into, lent)
             else:
                 self._home.read(unit.index, name, 0, into)
             if part is not None and encoded is not None:

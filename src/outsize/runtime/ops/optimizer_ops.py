@@ -24,7 +24,7 @@ from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.link_codecs import EncodedWeights
 from outsize.runtime.ops.product_ops import DeviceProducts
-from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
 
 
@@ -68,7 +68,7 @@ class OptimizerOps:
     def __init__(
         self,
         spec: ModelSpec,
-        home: HostHome | DiskHome,
+        home: Home,
         settings: UpdateRule | WholeRule,
         memory: StepMemory = StepMemory(),
         encoded: EncodedWeights | None = None,
@@ -111,7 +111,7 @@ class OptimizerOps:
             self._step_whole(self._spec.units[op.unit], context)
             return
         unit, start, stop, planes = self._tile(op)
-        if isinstance(self._home, HostHome):
+        if self._home.in_memory:
             self._step_in_place(unit, start, stop, planes[GRADIENT], context)
             return
         self._apply(unit, range(start, stop), planes, context, rounds=False)
@@ -123,13 +123,8 @@ class OptimizerOps:
         self, unit: UnitSpec, start: int, stop: int, gradient: Tensor, context: StepContext
     ) -> None:
         """Step a range of a unit in its host home by a gradient that has just arrived."""
-        assert isinstance(self._home, HostHome)
-        planes = {GRADIENT: gradient}
-        for name, plane in self.state.planes.items():
-            first = start // plane.group
-            planes[name] = self._home.view(unit.index, name)[
-                first : first + plane.items_of(unit, stop - start)
-            ]
+        planes = {name: self._home.view(unit.index, name, range(start, stop)) for name in self.state.planes}
+        planes[GRADIENT] = gradient
         self._apply(unit, range(start, stop), planes, context)
         if self._encoded is not None and stop == unit.numel:
             self._encoded.stepped(unit.index)
@@ -140,8 +135,7 @@ class OptimizerOps:
         if not own:
             self._count(unit, context)
             return
-        assert isinstance(self._home, HostHome)
-        planes = {name: self._home.part(unit.index, name, own) for name in self.state.planes}
+        planes = {name: self._home.view(unit.index, name, own) for name in self.state.planes}
         if self._memory.former is None:
             self._apply(unit, own, planes, context)
         else:
@@ -249,10 +243,10 @@ class OptimizerOps:
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
-        whole = not isinstance(self._home, HostHome)
+        size, whole = self._memory.tile_elements, not self._home.in_memory
         planes = {}
         offset = 0
-        for name, items in self.state.tile_room(self._spec, self._memory.tile_elements, whole=whole).items():
+        for name, items in self.state.tile_room(self._spec, size, whole=whole).items():
             dtype = ITEM_DTYPE[self.state.tile_planes[name].item]
             end = offset + items * dtype.itemsize
             planes[name] = buffer[offset:end].view(dtype)
