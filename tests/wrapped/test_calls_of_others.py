@@ -174,3 +174,21 @@ def test_positions_in_three_directions_are_cut_by_rows():
         want.append(plain(**part).logits)
     with wrapped(looking(), home="host", microbatches=rows) as model:
         assert torch.equal(model(**batch).logits, torch.cat(want))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated and will be removed in v6.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad.*:UserWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_inside_blocks_that_was_on_before_wrap_changes_nothing(reentrant: bool):
+    def build() -> nn.Module:
+        model = adapted()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model.train()
+
+    plain = build()
+    plain(**BATCH).loss.backward()
+    for way in ({"home": "host"}, {"device": "emulated:1", "slots": 2, "activations": "recompute"}):
+        with wrapped(build(), **way) as model:
+            model(**BATCH).loss.backward()
+            assert_equal(gradients(model), gradients(plain))

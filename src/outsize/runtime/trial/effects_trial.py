@@ -88,8 +88,7 @@ class _Saving:
         ones = [torch.ones_like(end) for end in ends]
 
         def gradients() -> list[Tensor]:
-            found = torch.autograd.grad(ends, wanted, ones, retain_graph=True, allow_unused=True)
-            return [one for one in found if one is not None]
+            return _leaf_gradients(ends, wanted, ones)
 
         with self._poison():
             poisoned = gradients()
@@ -119,6 +118,22 @@ class _Saving:
             return packed
         shape, dtype = packed
         return torch.zeros(shape, dtype=dtype)
+
+
+def _leaf_gradients(ends: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of all leaves of a graph by a backward that keeps the graph and the leaves' ``grad``.
+
+    `torch.autograd.grad` refuses reentrant activation checkpointing, which a unit may do inside.
+    """
+    former = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(ends, given, retain_graph=True)
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+    finally:
+        for leaf, grad in zip(leaves, former, strict=True):
+            leaf.grad = grad
 
 
 def _firsts_of(weight: Tensor) -> Tensor:
