@@ -120,7 +120,9 @@ class _Saving:
         return torch.zeros(shape, dtype=dtype)
 
 
-def _leaf_gradients(ends: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+def _leaf_gradients(
+    ends: Sequence[Tensor], leaves: Sequence[Tensor], given: Sequence[Tensor]
+) -> list[Tensor]:
     """Return the gradients of all leaves of a graph by a backward that keeps the graph and the leaves' ``grad``.
 
     `torch.autograd.grad` refuses reentrant activation checkpointing, which a unit may do inside.
