@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError
 from outsize.wrapped.writing import generation_settings
+from outsize.wrapped.writing.detokenizer import UNKNOWN
 from tiny import tiny_model
 
 PROMPT, COUNT = "the square", 8
@@ -191,7 +192,8 @@ def test_a_text_that_ends_exactly_where_it_would_be_cut_has_ended(
             [PROMPT], lambda _: None, max_new_tokens=count, batch_size=1, do_sample=False
         )
         assert (one.num_tokens, one.finish_reason) == (count, reason)
-    stop = {"stop_strings": [write(writer, {}).text[-1]]}
+    text = write(writer, {}).text
+    stop = {"stop_strings": [next(letter for letter in reversed(text) if letter != UNKNOWN)]}
     assert write(writer, stop).finish_reason == "stop"
 
 

@@ -2,7 +2,8 @@
 
 Every key is one of four kinds, and a test holds the table to all that transformers knows:
 
-1. `HONOURED`: `generate` does it, with the same tokens as for the resident model.
+1. `HONOURED`: `generate` does it, with the same tokens as for the resident model. Those of `BY_SCORES` look at the
+   scores of the next token or at what is written; those of `BY_TEXT` at the prompt as well, so it may have no padding.
 2. `WITHOUT_EFFECT`: it says how a result is handed over or where a cache lies, which are decided here, or belongs to
    something that is not there, such as an assistant. No token depends on it.
 3. `MODES`: it has another way of choosing tokens take over, which is not done here; refused where it would.
@@ -23,7 +24,7 @@ from outsize.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-HONOURED = frozenset(
+BY_SCORES = frozenset(
     [
         "do_sample",
         "temperature",
@@ -38,23 +39,14 @@ HONOURED = frozenset(
         "early_stopping",
         "length_penalty",
         "diversity_penalty",
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
         "suppress_tokens",
         "begin_suppress_tokens",
-        "sequence_bias",
-        "forced_bos_token_id",
         "forced_eos_token_id",
-        "min_length",
         "min_new_tokens",
         "exponential_decay_length_penalty",
         "remove_invalid_values",
         "renormalize_logits",
         "guidance_scale",
-        "watermarking_config",
         "stop_strings",
         "max_time",
         "eos_token_id",
@@ -63,6 +55,19 @@ HONOURED = frozenset(
         "prefill_chunk_size",
     ]
 )
+# These look at the tokens before, or count them, padding among them; each with what it is where it does nothing.
+BY_TEXT: Mapping[str, Any] = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "min_length": 0,
+    "watermarking_config": None,
+}
+HONOURED = BY_SCORES | BY_TEXT.keys()
 WITHOUT_EFFECT = frozenset(
     [
         "return_dict_in_generate",
@@ -152,6 +157,17 @@ def settled_in(model: nn.Module, settled: Any) -> Iterator[None]:
         yield
     finally:
         held.generation_config = former
+
+
+def looks_at_padding(settled: Any, *, encodes: bool) -> bool:
+    """Return whether a key chooses tokens by those before, so that padding among them would choose others.
+
+    Args:
+        settled: see `settle_settings`.
+        encodes: whether what is padded is what an encoder reads; the text of its decoder has no padding then.
+    """
+    set_ = (key for key, nothing in BY_TEXT.items() if getattr(settled, key) not in (None, nothing))
+    return any(not encodes or key.startswith("encoder_") for key in set_)
 
 
 def ends_of(settled: Any) -> frozenset[int]:

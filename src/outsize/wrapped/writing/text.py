@@ -17,7 +17,8 @@ from outsize.model.sizes.positions import num_positions
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.detokenizer import Detokenizer, text_of
-from outsize.wrapped.writing.generation_settings import ends_of, settle_settings, settled_in
+from outsize.wrapped.writing.endings import Endings
+from outsize.wrapped.writing.generation_settings import looks_at_padding, settle_settings, settled_in
 
 Say = Callable[[str], None]
 
@@ -119,10 +120,12 @@ def write(
     _check_lengths(model, prompts, encoded, max_new_tokens)
     written: list[Written] = []
     num_passes, started = 0, time.perf_counter()
-    before = _moved(model)
+    former = _moved(model)
     asked = {"max_new_tokens": max_new_tokens, "stopping_criteria": stopping_criteria, **choice}
     beams = settled.num_beams or 1
-    batches = _batches(encoded, batch_size, mixed=not reads_padding(model))
+    endings = Endings(tokenizer, settled)
+    mixed = not (reads_padding(model) or looks_at_padding(settled, encodes=_encodes(model)))
+    batches = _batches(encoded, batch_size, mixed=mixed)
     sizes = [_growth(model, ids, beams, max_new_tokens) for ids in batches]
     largest = max(sizes, key=lambda growth: growth.rows * growth.length, default=None)
     with settled_in(model, settled), torch.no_grad(), runner_of(model).inferring(largest):
@@ -132,20 +135,25 @@ def write(
             streams = batch_size == 1 and settled.num_beams in (None, 1)
             rows, count = _rows(model, tokenizer, ids, on_text if streams else None, settled, asked)
             num_passes += count
-            for row in rows:
-                one = _written(tokenizer, prompts[len(written)], row, settled)
+            for before, row in zip(ids, rows, strict=True):
+                tokens, ended = endings.cut([] if _encodes(model) else before, row)
+                text, prompt = text_of(tokenizer, tokens), prompts[len(written)].text
+                one = Written(prompt, text, len(tokens), "stop" if ended else "length")
                 if batch_size == 1 and not streams:
                     on_text(one.text)
                 written.append(one)
                 on_written(one)
     seconds = time.perf_counter() - started
-    return written, _figures(written, num_passes, seconds, batch_size, before, _moved(model))
+    return written, _figures(written, num_passes, seconds, batch_size, former, _moved(model))
 
 
 def _growth(model: nn.Module, ids: Sequence[list[int]], beams: int, num_new: int) -> Growth:
     """Return how far a batch goes on; the cache of an encoder-decoder begins with one token."""
-    encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
-    return Growth(beams * len(ids), (1 if encodes else max(map(len, ids))) + num_new, num_new)
+    return Growth(beams * len(ids), (1 if _encodes(model) else max(map(len, ids))) + num_new, num_new)
+
+
+def _encodes(model: nn.Module) -> bool:
+    return bool(cast(Any, model).config.is_encoder_decoder)
 
 
 def _batches(rows: Sequence[list[int]], size: int, *, mixed: bool) -> list[Sequence[list[int]]]:
@@ -189,7 +197,7 @@ def _rows(
     asked: dict[str, Any],
 ) -> tuple[list[list[int]], int]:
     """Return the new tokens of each row of a batch, and how many passes they took."""
-    encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
+    encodes = _encodes(model)
     inputs = _padded(ids, tokenizer.pad_token_id, before=not encodes)
     num_before = 1 if encodes else inputs["input_ids"].shape[1]
     progress = _Progress(tokenizer, num_before, on_text)
@@ -263,22 +271,6 @@ class _Progress:
             self._on_text(piece)
 
 
-def _written(tokenizer: Any, prompt: Prompt, row: list[int], settled: Any) -> Written:
-    """Return what a row of ids says, without what fills it up behind its end."""
-    ends = ends_of(settled)
-    tokens = row[: next((count for count, token in enumerate(row, 1) if token in ends), None)]
-    stops = [settled.stop_strings] if isinstance(settled.stop_strings, str) else settled.stop_strings or []
-    if stops and tokens and tokens[-1] not in ends:
-        while len(tokens) > 1 and tokens[-1] == tokenizer.pad_token_id:
-            tokens = tokens[:-1]
-    text = text_of(tokenizer, tokens)
-    shown = prompt.text + text  # a string that ends it may begin in the prompt
-    ended = bool(tokens) and (
-        tokens[-1] in ends or any(stop in shown[max(len(prompt.text) - len(stop) + 1, 0) :] for stop in stops)
-    )
-    return Written(prompt.text, text, len(tokens), "stop" if ended else "length")
-
-
 def _encode(model: nn.Module, tokenizer: Any, prompt: Prompt) -> list[int]:
     check_text(prompt.text, "the prompt")
     ids: list[int] = tokenizer(prompt.text, add_special_tokens=not prompt.is_templated)["input_ids"]
@@ -313,7 +305,7 @@ def _check_lengths(
     model: nn.Module, prompts: Sequence[Prompt], encoded: Sequence[list[int]], max_new_tokens: int
 ) -> None:
     most = positions_of(model)
-    encodes = getattr(cast(Any, model).config, "is_encoder_decoder", False)
+    encodes = _encodes(model)
     for prompt, ids in zip(prompts, encoded, strict=True):
         length = max(len(ids), max_new_tokens) if encodes else len(ids) + max_new_tokens
         if most and length > most:
