@@ -2,6 +2,7 @@
 
 import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -33,7 +34,7 @@ ARROWS = {
     "checkpoint.files": GROUND | {"files", "model.sizes"},
     "compat": set(),
     "model": GROUND | {"accelerators", "checkpoint.files", "choices", "codecs", "compat", "model.sizes"},
-    "optim": GROUND | {"codecs", "model.sizes.model_spec", "native"},
+    "optim": GROUND | {"codecs", "compat", "model.sizes.model_spec", "native"},
     "planner.program": GROUND | {"optim.optimizer_spec"},
     "planner.memory": GROUND
     | {
@@ -88,11 +89,12 @@ ARROWS = {
     "storage": GROUND | {"codecs", "files", "model.sizes", "optim.optimizer_spec"},
     "group": GROUND,
     "runtime.device": GROUND | {"accelerators", "hardware", "native", "planner.program", "storage"},
-    "runtime.forward": GROUND | {"accelerators", "model", "runtime.device"},
+    "runtime.forward": GROUND | {"accelerators", "compat", "model", "runtime.device"},
     "runtime.ops": GROUND
     | {
         "accelerators",
         "codecs",
+        "compat",
         "group",
         "hardware",
         "model",
@@ -108,6 +110,7 @@ ARROWS = {
     "runtime.trial": GROUND
     | {
         "accelerators",
+        "compat",
         "group",
         "model",
         "optim",
@@ -118,7 +121,7 @@ ARROWS = {
     },
     "data.reading": GROUND | {"files"},
     "data.chat": GROUND,
-    "data": GROUND | {"choices", "data.chat", "data.reading", "files", "runtime.device.heap"},
+    "data": GROUND | {"choices", "compat", "data.chat", "data.reading", "files", "runtime.device.heap"},
     "probing": GROUND
     | {
         "accelerators",
@@ -141,6 +144,7 @@ ARROWS = {
         "checkpoint.files",
         "choices",
         "codecs",
+        "compat",
         "config",
         "data",
         "group",
@@ -191,6 +195,7 @@ ARROWS = {
     | {
         "checkpoint.files",
         "choices",
+        "compat",
         "config",
         "files",
         "model",
@@ -203,6 +208,7 @@ ARROWS = {
     "training.metrics": GROUND
     | {
         "accelerators",
+        "compat",
         "files",
         "hardware",
         "model.sizes",
@@ -219,6 +225,7 @@ ARROWS = {
         "accelerators",
         "checkpoint",
         "choices",
+        "compat",
         "config",
         "data",
         "files",
@@ -239,6 +246,7 @@ ARROWS = {
     | {
         "accelerators",
         "codecs",
+        "compat",
         "hardware",
         "model",
         "planner.program",
@@ -247,13 +255,14 @@ ARROWS = {
         "storage",
     },
     "wrapped.at_home": {"compat", "errors"},
-    "wrapped.calls": {"errors"},
+    "wrapped.calls": {"compat", "errors"},
     "wrapped": GROUND
     | {
         "accelerators",
         "checkpoint",
         "choices",
         "codecs",
+        "compat",
         "config",
         "hardware",
         "inference",
@@ -275,6 +284,7 @@ ARROWS = {
     | {
         "accelerators",
         "checkpoint",
+        "compat",
         "config",
         "data",
         "files",
@@ -590,6 +600,63 @@ def test_nobody_asks_a_home_of_which_kind_it_is():
         and homes & {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
     ]
     assert asked == []
+
+
+# Private by their form alone: of named tuples, and of `os`.
+PUBLIC = {"_asdict", "_exit", "_fields", "_replace"}
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the names of other packages that ``path`` imports or looks up though they begin with an underscore."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            module = getattr(node, "module", None) or ""
+            for alias in node.names:
+                name = f"{module}.{alias.name}".strip(".")
+                if not name.startswith(("outsize", "_", "__future__")) and "._" in name:
+                    yield name
+        elif isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+            of_modules = node.attr in ("_parameters", "_buffers") and ast.unparse(node.value) != "self"
+            yield f"{node.attr} of a module" if of_modules else node.attr
+
+
+def own_private_names() -> set[str]:
+    """Return the private names that a class or module of the package gives to what is its own."""
+    names = set(PUBLIC)
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return names
+
+
+def test_private_names_of_libraries_stand_in_compat_alone():
+    """A release that moves one is mended in one place, and breaks a feature instead of an import."""
+    own = own_private_names()
+    outside = [path for path in files() if room_of(path) != "compat"]
+    found = {
+        (str(path.relative_to(SOURCE)), name)
+        for path in outside
+        for name in private_names(path)
+        if name not in own
+    }
+    assert found == set()
+    patching = [path for path in outside if any(module.startswith("unittest") for _, module in imports(path))]
+    assert patching == []
+
+
+def test_compat_asks_for_private_names_when_it_is_called():
+    for path in (path for path in files() if room_of(path) == "compat"):
+        at_top = [
+            node
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert [ast.unparse(node) for node in at_top if re.search(r"[. ]_", ast.unparse(node))] == [], path
 
 
 def at_import(path: Path) -> set[str]:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
+from outsize.compat.dispatch import watching
 from outsize.errors import ExecutionError, ModelError, NonFiniteError
 from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.stages import Stages, spans_down, spans_up
 from outsize.runtime.device.device import EmulatedDevice
-from outsize.runtime.forward.selective_recompute import PRODUCTS, Watch
+from outsize.runtime.forward.selective_recompute import PRODUCTS
 from outsize.runtime.forward.staged_run import StagedRun
 from patience import PATIENCE_S
 from planner.layouts import cuts
@@ -152,7 +153,7 @@ def test_products_that_left_are_not_computed_again(
             computed.append(func in PRODUCTS)
             return func(*args, **kwargs)
 
-        with Watch(count):  # beneath the mode that hands results out
+        with watching(count):  # beneath the mode that hands results out
             inner(self, unit, forward)
 
     stages = cut([3], [1, 3], 1)

@@ -16,6 +16,7 @@ from outsize.checkpoint.files.checkpoint_files import ADAPTER_WEIGHTS, locate_ch
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.checkpoint.trainer_checkpoint import is_trainers
+from outsize.compat.modules import parameters_of
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, put_in
 from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
@@ -108,7 +109,7 @@ class _Merged:
         leaf = name.rpartition(".")[2]
         path = name.removesuffix(f".{leaf}")
         former: dict[tuple[nn.Module, str], Any] = {
-            (module, n): p for module in layer.modules() for n, p in module._parameters.items()
+            (module, n): p for module in layer.modules() for n, p in parameters_of(module).items()
         }
         try:
             wrappers = [module for module in layer.modules() if hasattr(module, "parameter_name")]
@@ -118,16 +119,17 @@ class _Merged:
                 if wrappers and attribute != leaf and layer.get_submodule(owner) is base:
                     continue  # another stack of the experts
                 value = self._read(f"{path}.{inner}", tuple(parameter.shape), parameter.dtype)
-                layer.get_submodule(owner)._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+                parameters_of(layer.get_submodule(owner))[attribute] = nn.Parameter(
+                    value, requires_grad=False
+                )
             for wrapper in [w for w in wrappers if w.parameter_name == leaf] if wrappers else [layer]:
                 cast(Any, wrapper).merge()
-            merged: Tensor = base._parameters[leaf].detach()
-            return merged
+            return cast(Tensor, base.get_parameter(leaf).detach())
         finally:
             for module in layer.modules():
                 getattr(module, "merged_adapters", []).clear()
             for (module, attribute), parameter in former.items():
-                module._parameters[attribute] = parameter
+                parameters_of(module)[attribute] = parameter
 
     def _layer(self, name: str) -> nn.Module | None:
         """PEFT's layer around the module that holds the parameter; None where there is none."""

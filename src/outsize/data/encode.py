@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.compat.models import encodes_as_the_library
 from outsize.data.chat import ChatTemplate
 from outsize.data.chat.reply_spans import Span
 from outsize.data.reading.formats import Document
@@ -262,13 +263,9 @@ def _plain_backend(tokenizer: "PreTrainedTokenizerBase") -> Any | None:
     """Return the backend of a fast tokenizer whose call is nothing but a call of that, as the backend stands now."""
     if not tokenizer.is_fast:
         return None
-    from transformers import PreTrainedTokenizerFast
-
     backend: Any = tokenizer.backend_tokenizer
-    own: Any = type(tokenizer)
     plain = (
-        own._encode_plus is PreTrainedTokenizerFast._encode_plus
-        and own.__call__ is PreTrainedTokenizerFast.__call__
+        encodes_as_the_library(tokenizer)
         and backend.truncation is None
         and backend.padding is None
         and backend.encode_special_tokens == tokenizer.split_special_tokens

@@ -92,7 +92,7 @@ def open_group(
 
     if place is None or place.size == 1:
         return SingleGroup()
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # torchrun keeps the store in its agent, where it has one; otherwise rank 0 does.
     agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.modules import parameters_of
 from outsize.inference.forward_extent import no_grad_parameter, ordinary
 from outsize.inference.source import Source
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec, pack_unit
@@ -143,14 +144,14 @@ class ExpertCache:
             called.arguments[experts.choice] = places
             rows = self._fetch(number, experts, needed.tolist())
             module: Any = experts.module
-            former, count = dict(module._parameters), module.num_experts
+            former, count = dict(parameters_of(module)), module.num_experts
             try:
                 for name in experts.tensors:
-                    module._parameters[name] = no_grad_parameter(torch.cat([row[name] for row in rows]))
+                    parameters_of(module)[name] = no_grad_parameter(torch.cat([row[name] for row in rows]))
                 module.num_experts = len(rows)
                 return real(*called.args, **called.kwargs)
             finally:
-                module._parameters.update(former)
+                parameters_of(module).update(former)
                 module.num_experts = count
                 del rows
                 self._drop()

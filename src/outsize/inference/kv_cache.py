@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from outsize.accelerators import is_accelerator
+from outsize.compat import trees
 from outsize.runtime.device.device import Device
 
 # Tokens that a host copy has room to grow by before it is made anew.
@@ -21,7 +21,7 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the cache that a unit is called with, or None."""
     from transformers.cache_utils import Cache, EncoderDecoderCache
 
-    for value in pytree.tree_leaves((args, kwargs)):
+    for value in trees.leaves_of((args, kwargs)):
         if isinstance(value, Cache | EncoderDecoderCache):
             return value
     return None

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.modules import parameters_of
 from outsize.inference.forward_extent import no_grad_parameter
 from outsize.inference.source import Source
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
@@ -45,12 +46,12 @@ class Table:
         table = self._source.rows(self._unit, self._tensor, numbers.cpu())
         args, kwargs = ((places, *args[1:]), kwargs) if ids is None else (args, {**kwargs, name: places})
         module = self._module
-        former, padding = module._parameters["weight"], module.padding_idx
-        module._parameters["weight"], module.padding_idx = no_grad_parameter(table), None  # type: ignore[assignment]
+        former, padding = parameters_of(module)["weight"], module.padding_idx
+        parameters_of(module)["weight"], module.padding_idx = no_grad_parameter(table), None  # type: ignore[assignment]
         try:
             return real(*args, **kwargs)
         finally:
-            module._parameters["weight"], module.padding_idx = former, padding
+            parameters_of(module)["weight"], module.padding_idx = former, padding
 
 
 def _check(numbers: Tensor, tensor: TensorSpec) -> None:

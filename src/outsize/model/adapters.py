@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
+from outsize.compat.graphs import version_of
+from outsize.compat.modules import parameters_of
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.frozen_params import Apart, frozen_part, matrices_and_tables
 from outsize.model.sizes.model_spec import PartKind
@@ -171,7 +173,7 @@ def _empty_out(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, _Sh
         return torch.zeros((), dtype=p.dtype).expand(p.shape)
 
     _replace(model, make)
-    return {id(p): _Shell(p, name, p._version) for name, p in model.named_parameters()}
+    return {id(p): _Shell(p, name, version_of(p)) for name, p in model.named_parameters()}
 
 
 def _take(
@@ -213,7 +215,7 @@ def _sources(
     initial, base = {}, {}
     for name, p in model.named_parameters():
         shell = shells.get(id(p))
-        if shell is not None and p._version == shell.version:
+        if shell is not None and version_of(p) == shell.version:
             base[name] = shell.name
         elif shell is None and not loaded and f".modules_to_save.{ADAPTER_NAME}" in name:
             base[name] = base_name(name)  # a copy of a module
@@ -334,8 +336,8 @@ def _replace(model: nn.Module, make: Any) -> None:
     """Replace every parameter by one of the same form; what is tied stays tied."""
     made: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(parameters_of(module).items()):
             if parameter is not None:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                parameters_of(module)[name] = made[id(parameter)]

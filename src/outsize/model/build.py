@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
+from outsize.compat.models import attention_of, initialize, kept_in_fp32
+from outsize.compat.modules import buffers_of, parameters_of
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.sizes.config_sizes import check_sizes
 
@@ -119,7 +121,7 @@ def build_skeleton(
     """Return the model of ``hf_config`` in training mode: parameters on the meta device, buffers real.
 
     Tied weights are one and the same parameter. The model has a config of its own, with the cache of keys and
-    values off; the attention that it will use is in ``model.config._attn_implementation``. Buffers that
+    values off; the attention that it will use is in `compat.models.attention_of` it. Buffers that
     transformers keeps in fp32 whatever the dtype (router corrections of DeepSeek-V3) are fp32. Buffers that a
     checkpoint stores hold their initial values until `CheckpointReader.load_buffers`.
 
@@ -157,7 +159,7 @@ def build_skeleton(
             f"cannot build a {config.model_type} model with attention={attention!r}: {error}{advice}"
         ) from error
     _finish(model, DTYPES[dtype])
-    logger.info("%s: attention %s", type(model).__name__, cast(Any, model).config._attn_implementation)
+    logger.info("%s: attention %s", type(model).__name__, attention_of(model))
     return model.train()
 
 
@@ -265,13 +267,13 @@ def initial_values(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     values = {}
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
         module = model.get_submodule(path)
-        skeletons = {name: p for name, p in module._parameters.items() if p is not None}
+        skeletons = {name: p for name, p in parameters_of(module).items() if p is not None}
         for name, p in skeletons.items():
-            module._parameters[name] = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype))
+            parameters_of(module)[name] = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype))
         with torch.no_grad():
-            cast(Any, model)._init_weights(module)
-        values.update({f"{path}.{name}": module._parameters[name] for name in skeletons})
-        module._parameters.update(skeletons)
+            initialize(model, module)
+        values.update({f"{path}.{name}": parameters_of(module)[name] for name in skeletons})
+        parameters_of(module).update(skeletons)
     return {name: cast(Tensor, values[name]).detach() for name in names}
 
 
@@ -346,7 +348,7 @@ def _parameters_on_meta() -> Iterator[None]:
 def _finish(model: nn.Module, dtype: torch.dtype) -> None:
     """Tie what is tied (each registration made a parameter of its own); give buffers their final dtype."""
     cast(Any, model).tie_weights()
-    keep_fp32 = tuple(cast(Any, model)._get_dtype_plan(dtype))
+    keep_fp32 = kept_in_fp32(model, dtype)
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta:
             raise ModelError(
@@ -355,4 +357,4 @@ def _finish(model: nn.Module, dtype: torch.dtype) -> None:
         final = buffer.float() if buffer.is_floating_point() and any(p in name for p in keep_fp32) else buffer
         if (final := final.contiguous()) is not buffer:
             owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = final
+            buffers_of(model.get_submodule(owner))[leaf] = final

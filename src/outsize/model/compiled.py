@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from outsize.compat.compiling import allow_forms, compile_errors, compile_graph
+from outsize.compat.dispatch import is_watched
 from outsize.model.split import Split
 
 # What compiles: torch's name of it.
@@ -60,16 +61,13 @@ class CompiledKind:
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what ``block`` makes of its arguments."""
-        # Of this thread: torch's `is_in_torch_dispatch_mode` stays true where modes of two threads have overlapped.
-        watched = _get_current_dispatch_mode() is not None
-        if self.reason is not None or not torch.is_grad_enabled() or watched:
+        if self.reason is not None or not torch.is_grad_enabled() or is_watched():
             return self.forward(block, *args, **kwargs)
-        settings = torch._dynamo.config  # of this thread
-        settings.recompile_limit = max(settings.recompile_limit, MOST_FORMS)
+        allow_forms(MOST_FORMS)
         known, began_s = self._num_graphs, time.perf_counter()
         try:
             made = self._run(block, *args, **kwargs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+        except compile_errors() as error:
             self.reason = _reason(error)
             self._announce(f"compile: {self._name} runs as it is: {self.reason}")
             return self.forward(block, *args, **kwargs)
@@ -80,13 +78,7 @@ class CompiledKind:
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile one graph, and its backward at once."""
         self._num_graphs += 1
-        # torch's cache takes code made for other vectors than torch's own of today, and that is wrong: NaN was seen.
-        tag = torch.compiler.config.cache_key_tag + torch.backends.cpu.get_cpu_capability()
-        with (
-            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-            torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
-        ):
-            return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+        return compile_graph(BACKEND, graph, inputs)
 
 
 def compile_blocks(split: Split, announce: Callable[[str], None]) -> None:

@@ -21,6 +21,13 @@ DTYPE_NAME = {dtype: name for name, dtype in DTYPES.items()}
 Apart = Callable[[str], PartKind | None]
 
 
+# Modules whose weights no product with tokens reads.
+_TABLES = (
+    *(nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
 def frozen_part(dtype: str, codec: str = "raw") -> PartKind:
     """The part of a unit that holds frozen weights of ``dtype``, written by a codec of fixed rate."""
     if codec == "raw":
@@ -47,7 +54,7 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
     plain = {
         id(p)
         for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        if isinstance(module, _TABLES)
         for p in module.parameters(recurse=False)
     }
     blocks = [unit for unit in split(model).spec.units if unit.kind == "block"]

@@ -25,10 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from outsize.accelerators import is_accelerator
+from outsize.compat import trees
+from outsize.compat.dispatch import is_watched
+from outsize.compat.liger_kernels import put_kernels_in
+from outsize.compat.models import has_hub_kernels
+from outsize.compat.modules import parameters_of
 from outsize.errors import ConfigError, ModelError
 
 _PACKAGE = "liger_kernel"
@@ -72,7 +75,7 @@ def take_liger(model: nn.Module, device: str) -> str:
         known = ", ".join(sorted(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN))
         raise ModelError(f"kernels: Liger has none for a model of type {kind}, but for {known}; set none")
     check_plain(base)
-    put = _put(monkey_patch._apply_liger_kernel_to_instance, base)
+    put = _put(put_kernels_in, base)
     found = Counter(name for part in base.modules() for name in _take(part, put, interpreted))
     return ", ".join(f"{name} × {count}" for name, count in sorted(found.items()))
 
@@ -83,7 +86,7 @@ def check_plain(model: nn.Module) -> None:
     Raises:
         ModelError: it has.
     """
-    if any(_is_patched(module) or getattr(module, "_use_kernels", False) for module in model.modules()):
+    if any(_is_patched(module) or has_hub_kernels(module) for module in model.modules()):
         raise ModelError(
             "kernels: Liger's or the hub's are in this model already, and could not be measured; leave out what put "
             "them there, and have outsize do it: model.kernels of a run, kernels='hub' or kernels='liger' of a call"
@@ -132,7 +135,7 @@ class _Saving(Function):
             tensors[index] = saved.detach()
         leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
         with torch.enable_grad():
-            made = pytree.tree_leaves(ctx.run(*leaves))
+            made = trees.leaves_of(ctx.run(*leaves))
         pairs = [pair for pair in zip(made, gradients, strict=True) if pair[0].requires_grad]
         roots, given = zip(*pairs, strict=True)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -146,14 +149,14 @@ _saving: Callable[..., Any] = _Saving.apply
 
 def saving_norm(own: Callable[..., Tensor], module: nn.Module, hidden: Tensor) -> Tensor:
     """Run the norm ``own`` of ``module``, which saves its input, its weight, and a number for each row."""
-    weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
+    weights = {name: weight for name, weight in parameters_of(module).items() if weight is not None}
 
     def run(hidden: Tensor, *given: Any) -> Tensor:
-        module._parameters.update(zip(weights, given, strict=True))
+        parameters_of(module).update(zip(weights, given, strict=True))
         try:
             return own(module, hidden)
         finally:
-            module._parameters.update(weights)
+            parameters_of(module).update(weights)
 
     made: Tensor = _saving(run, range(1 + len(weights)), True, hidden, *weights.values())
     return made
@@ -175,7 +178,7 @@ def _rotation(kernel: Callable[..., Any], own: Callable[..., Any], everywhere: b
 
     def rotate(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         if everywhere or _is_away(query):
-            if _get_current_dispatch_mode() is not None:
+            if is_watched():
                 query, key = query.clone(), key.clone()
             return kernel(query, key, *args, **kwargs)
         if len(args) != 2:
@@ -187,7 +190,7 @@ def _rotation(kernel: Callable[..., Any], own: Callable[..., Any], everywhere: b
 
 def _is_away(values: Any) -> bool:
     """Whether the first tensor in ``values`` lies on an accelerator."""
-    first = next(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    first = next(leaf for leaf in trees.leaves_of(values) if isinstance(leaf, Tensor))
     return first.device.type not in ("cpu", "meta")
 
 

@@ -54,7 +54,7 @@ def linear_class(recipe: str, multiple: int) -> type[Linear8]:
     return type(Linear8.__name__, (Linear8,), own)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class _FrozenProduct(Function):
     """torchao's product for weights that do not train: their gradient is not computed, nor the input saved for it."""
 

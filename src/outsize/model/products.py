@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.accelerators import index_of, is_accelerator, kind_of, module_of, title_of
+from outsize.compat.modules import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.build import quiet_torchao
 from outsize.model.split import Split
@@ -87,7 +88,7 @@ def error_of(split: Split, read: Callable[[str, Tensor], None]) -> str:
     sample = copy.copy(layer)
     weights = torch.empty(min(_ROWS, layer.out_features), layer.in_features)
     read(name, weights.view(-1))
-    sample._parameters = {"weight": nn.Parameter(weights, requires_grad=False), "bias": None}
+    parameters_of(sample).update(weight=nn.Parameter(weights, requires_grad=False), bias=None)
     tokens = torch.randn(_TOKENS, layer.in_features, generator=torch.Generator().manual_seed(0))
     exact = F.linear(tokens, weights)
     error = float((sample.forward(tokens) - exact).norm() / exact.norm().clamp_min(1e-30))

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from outsize.compat.models import output_collector
+
 # The keyword argument that tells a unit's forward what to collect.
 WANTED = "_outsize_recorded"
 # These are recorded of the units themselves, outside of them.
@@ -19,14 +21,14 @@ Found = dict[str, list[Any]]
 
 def wanted() -> tuple[str, ...]:
     """What the forward under way in this context wants recorded inside units; empty for nothing."""
-    collector = _collector()
+    collector = output_collector()
     lists = collector.get() if collector is not None else None
     return tuple(key for key in lists or () if key not in _OF_UNITS)
 
 
 def note(found: Found) -> None:
     """Give the forward under way in this context what was recorded inside a unit."""
-    collector = _collector()
+    collector = output_collector()
     assert collector is not None
     for key, values in found.items():
         collector.get()[key].extend(values)
@@ -49,7 +51,7 @@ def recording(real: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _collecting(keys: tuple[str, ...]) -> Iterator[Found]:
-    collector = _collector()
+    collector = output_collector()
     assert collector is not None
     found: Found = {key: [] for key in keys}
     token = collector.set(found)
@@ -57,12 +59,3 @@ def _collecting(keys: tuple[str, ...]) -> Iterator[Found]:
         yield found
     finally:
         collector.reset(token)
-
-
-def _collector() -> Any:
-    """The context variable of transformers that holds the lists; None in versions that record in another way."""
-    try:
-        from transformers.utils import output_capturing
-    except ImportError:
-        return None
-    return getattr(output_capturing, "_active_collector", None)

@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 
 from torch import nn
 
+from outsize.compat.modules import parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
 
@@ -170,7 +171,7 @@ def _has_twin(model: nn.Module, embedding: nn.Module) -> bool:
     return any(
         module is not embedding and type(module) is type(embedding) and id(parameter) in own
         for module in model.modules()
-        for parameter in module._parameters.values()
+        for parameter in parameters_of(module).values()
     )
 
 

@@ -10,13 +10,11 @@
 import contextlib
 import importlib
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -25,6 +23,7 @@ from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.trainer_checkpoint import is_trainers
+from outsize.compat.trainers import forget_metrics, on_device, use_one_device
 from outsize.config import Config, DataConfig, Surroundings, dump_config
 from outsize.errors import ConfigError, OutsizeError
 from outsize.group.launched import launched
@@ -196,26 +195,24 @@ def _trainer(
 ) -> Any:
     from transformers import PrinterCallback, ProgressCallback
 
-    from outsize.objectives.objective_trainer import by_config
+    from outsize.objectives.objective_trainer import NoReference, by_config
 
     more: dict[str, Any] = {} if data.collate is None else {"data_collator": data.collate}
     model = models.trained
     if recipe.compares:
         more["ref_model"] = models.frozen
-    with contextlib.ExitStack() as stack:
-        if recipe.compares and models.adapters is not None:
-            # TRL compares with the model without its adapters only if it was TRL that put them there.
-            model, more["peft_config"] = streamed(model), models.adapters
-            put_there = sys.modules[kind.__module__]
-            stack.enter_context(patch.object(put_there, "get_peft_model", lambda *_, **__: models.trained))
-        made = by_config(kind)(
-            model=model,
-            args=arguments,
-            train_dataset=data.rows,
-            eval_dataset=data.measured,
-            processing_class=data.tokenizer,
-            **more,
-        )
+    if recipe.compares and models.adapters is not None:
+        more["ref_model"] = NoReference(model)
+    made = by_config(kind)(
+        model=model,
+        args=arguments,
+        train_dataset=data.rows,
+        eval_dataset=data.measured,
+        processing_class=data.tokenizer,
+        **more,
+    )
+    if recipe.compares and models.adapters is not None:
+        made.ref_model = None  # then TRL compares with the model without its adapters
     for callback in (PrinterCallback, ProgressCallback):  # stdout is for the result
         made.remove_callback(callback)
     own = {"beta": config.train.beta, "temperature": config.train.temperature, "teacher": models.frozen}
@@ -257,8 +254,7 @@ def _arguments(config: Config, objective: str, recipe: Recipe, kind: Any, run_di
         settings |= {"remove_unused_columns": False}
         settings |= {"label_names": ["input_ids"]} if objective == "embed" else {}
     arguments = kind(**settings)
-    if arguments.device is not None:  # asking sets what follows
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # one device computes, whichever else there are
+    use_one_device(arguments)
     return arguments
 
 
@@ -273,10 +269,8 @@ def _rehearse(trainer: Any) -> None:
     trainer.model.train()
     with torch.random.fork_rng(devices=[]), _refused_as_configuration(trainer.config.train.objective):
         batch = trainer.data_collator([dict(longest) for _ in range(min(count, len(rows)))])
-        trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch))
-    for kind in ("_metrics", "_stored_metrics"):
-        for told in getattr(trainer, kind, {}).values():
-            told.clear()
+        trainer.compute_loss(trainer.model, on_device(trainer, batch))
+    forget_metrics(trainer)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@ A trainer's class becomes one that has `ByConfig` before it. All else, the loss 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from outsize import files
 from outsize.checkpoint.checkpoint_dir import set_best, set_latest
+from outsize.compat.trainers import TrainerSteps
 from outsize.config import Config
 from outsize.errors import NonFiniteError
 from outsize.objectives.objective_models import streamed
@@ -37,7 +39,7 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-class ByConfig:
+class ByConfig(TrainerSteps):
     """Stands before the class of a trainer; `config` is set before it trains."""
 
     config: Config
@@ -47,9 +49,6 @@ class ByConfig:
     optimizer: Any = None
     lr_scheduler: Any = None
     last_loss: Tensor | None = None
-
-    def _send_telemetry(self) -> None:
-        """Tell nobody; TRL would tell its makers which trainer ran on which model."""
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make AdamW with the groups that the trainer would have made."""
@@ -97,25 +96,21 @@ class ByConfig:
                 "optimizer.lr, or fp32"
             )
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        return self._clipped(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self._clipped(math.inf) if grad_norm is None else grad_norm
-
-    def _clipped(self, most: float) -> Tensor:
+    def clipped(self, most: float) -> Tensor:
+        """See `TrainerSteps.clipped`."""
         found = streamed(self.model)
         clip: Any = clip_grad_norm_ if is_wrapped(found) else _plain_clip
         norm: Tensor = clip(found, most)
         self._require_finite("gradient norm", norm)
         return norm
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save, name the checkpoint the latest once all of it is on the disk, and only then remove older ones."""
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Name what is saved the latest checkpoint once all of it is on the disk, and only then remove older ones."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         directory = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            yield
             if any(found.task_type == "SEQ_CLS" for found in getattr(self.model, "peft_config", {}).values()):
                 self.model.config.save_pretrained(directory)  # names of classes, which adapters do not tell
             for path in (*directory.rglob("*"), directory):
@@ -130,6 +125,21 @@ class ByConfig:
             save_total_limit=limit,
             best_model_checkpoint=self.state.best_model_checkpoint,
         )
+
+
+class NoReference(nn.Module):
+    """Stands for the model that ``model`` is compared with while TRL makes a trainer of adapters that are there.
+
+    Without one TRL would add a copy of the adapters, to compare with those instead of with the model without any.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config = model.config
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to compute."""
+        raise AssertionError("a reference model that is not there was called")
 
 
 def _plain_clip(model: nn.Module, most: float) -> Tensor:

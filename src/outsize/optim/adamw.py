@@ -16,6 +16,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
+from outsize.compat.optimizers import fused_adamw
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, UnitSpec
 from outsize.optim.adamw_kernel import step_native
 from outsize.optim.planes import StatePlanes
@@ -55,20 +56,17 @@ class PlaneAdamW:
         exp_avg, exp_avg_sq = moments
         weight_decay = self.weight_decay * update.decay
         if exact:
-            torch._fused_adamw_(
-                [master],
-                [gradient],
-                [exp_avg],
-                [exp_avg_sq],
-                [],
-                [torch.tensor(float(update.count))],
-                amsgrad=False,
+            fused_adamw(
+                master,
+                gradient,
+                exp_avg,
+                exp_avg_sq,
+                update.count,
                 lr=update.lr,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 weight_decay=weight_decay,
                 eps=self.eps,
-                maximize=False,
             )
             return
         beta1, beta2 = self.betas

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
+from outsize.compat.optimizers import fused_adamw
 from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import low_pair
 from outsize.optim.update import Update
@@ -141,10 +142,9 @@ def _same_as_torch(trial: _Trial) -> bool:
     planes = StatePlanes(weights=weights.clone(), exp_avg=exp_avg.clone(), exp_avg_sq=exp_avg_sq.clone())
     update = Update(lr=1e-3, count=7, decay=True, clip=1.0, first=0, key=0)
     _call(trial, update, planes, gradient, planes.numel)
-    torch._fused_adamw_(
-        [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(7.0)],
-        amsgrad=False, lr=1e-3, beta1=trial.betas[0], beta2=trial.betas[1],
-        weight_decay=trial.weight_decay, eps=trial.eps, maximize=False,
+    fused_adamw(
+        weights, gradient, exp_avg, exp_avg_sq, 7, lr=1e-3, beta1=trial.betas[0], beta2=trial.betas[1],
+        weight_decay=trial.weight_decay, eps=trial.eps,
     )  # fmt: skip
     both = ((planes.weights, weights), (planes.exp_avg, exp_avg), (planes.exp_avg_sq, exp_avg_sq))
     return all(one is not None and torch.equal(one, other) for one, other in both)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outsize.compat.optimizers import norms
 from outsize.model.sizes.model_spec import UnitSpec
 
 
@@ -34,7 +35,7 @@ def gradient_norms(unit: UnitSpec, gradient: Tensor) -> Tensor:
     if not unit.tensors:
         return gradient.new_empty(0)
     views = [gradient[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors]
-    return torch.stack(torch._foreach_norm(views, 2.0))
+    return norms(views)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from outsize.compat.modules import parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 
@@ -25,7 +26,7 @@ def decay_parameter_names(model: nn.Module) -> frozenset[str]:
 
 
 def _outside_layer_norms(module: nn.Module, prefix: str) -> list[str]:
-    names = [prefix + name for name in module._parameters]
+    names = [prefix + name for name in parameters_of(module)]
     for name, child in module.named_children():
         if not isinstance(child, nn.LayerNorm):
             names += _outside_layer_norms(child, f"{prefix}{name}.")

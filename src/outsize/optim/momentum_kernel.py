@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
+from outsize.compat.optimizers import fused_sgd
 from outsize.optim.adamw_kernel import VECTOR, address, common_arguments, round_weights
 from outsize.optim.planes import StatePlanes
 from outsize.optim.update import Update
@@ -134,10 +135,10 @@ def _same_as_torch(trial: Sgd, form: int) -> bool:
         planes = StatePlanes(weights=weights.clone(), exp_avg=momentum.clone() if trial.momentum else None)
         update = Update(lr=1e-3, count=count, decay=True, clip=1.0, first=0, key=0)
         _call_sgd(trial, update, planes, gradient, planes.numel, form)
-        torch._fused_sgd_(
-            [weights], [gradient.clone()], [momentum] if trial.momentum else [],
+        fused_sgd(
+            weights, gradient.clone(), [momentum] if trial.momentum else [],
             weight_decay=trial.weight_decay, momentum=trial.momentum, lr=1e-3, dampening=trial.dampening,
-            nesterov=trial.nesterov, maximize=False, is_first_step=count == 1,
+            nesterov=trial.nesterov, is_first_step=count == 1,
         )  # fmt: skip
         if not torch.equal(planes.weights, weights):
             return False

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from outsize.compat.optimizers import fused_sgd
 from outsize.optim.adamw import check_numbers
 from outsize.optim.momentum_kernel import Sgd, step_sgd
 from outsize.optim.planes import StatePlanes
@@ -51,16 +51,15 @@ class SGD:
         if not exact:
             self._update_plainly(update, master, gradient, *moments)
             return
-        torch._fused_sgd_(
-            [master],
-            [gradient],
+        fused_sgd(
+            master,
+            gradient,
             list(moments),
             weight_decay=self.weight_decay * update.decay,
             momentum=self.momentum,
             lr=update.lr,
             dampening=self.dampening,
             nesterov=self.nesterov,
-            maximize=False,
             is_first_step=update.count == 1,
         )
 

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outsize.accelerators import is_accelerator, module_of, torch_name, vendor_of
 from outsize.checkpoint import run_checkpoint
+from outsize.compat.collectives import limited_backend, world_group
 from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
@@ -168,9 +169,8 @@ def process_group(
         )
     except RuntimeError as error:
         raise group.blame(error) or error from error
-    whole = c10d._get_default_group()
-    messages: Any = whole._get_backend(device)
-    messages._set_default_timeout(timedelta(seconds=WAIT_S))
+    whole = world_group()
+    messages = limited_backend(whole, device, WAIT_S)
     end_waits = messages.abort if is_accelerator(device) else partial(break_off, messages)
     group.on_loss(end_waits)
     try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.modules import parameters_of
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import (
     EXP_AVG,
@@ -62,7 +63,7 @@ class Replica:
             weights = self._view(unit, tensor, self._master(unit)).float().to(device)
             parameter = nn.Parameter(weights, requires_grad=tensor.trainable)
             for module, attribute in prepared.split.owners[tensor.name]:
-                module._parameters[attribute] = parameter
+                parameters_of(module)[attribute] = parameter
             if tensor.trainable:
                 self.parameters[tensor.name] = parameter
                 self._moments[tensor.name] = {
@@ -121,10 +122,10 @@ def opened(prepared: Job, device: torch.device) -> Iterator[Replica]:
         CheckpointError: a tensor cannot be read.
     """
     split = prepared.split
-    former = {(id(m), a): (m, m._parameters[a]) for places in split.owners.values() for m, a in places}
+    former = {(id(m), a): (m, parameters_of(m)[a]) for places in split.owners.values() for m, a in places}
     with Arena() as arena, buffers_on(split.model, device):
         try:
             yield Replica(prepared, device, arena)
         finally:
             for (_, attribute), (module, meta) in former.items():
-                module._parameters[attribute] = meta
+                parameters_of(module)[attribute] = meta

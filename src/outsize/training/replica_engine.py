@@ -10,12 +10,11 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 from outsize.accelerators import new_event
 from outsize.checkpoint.saving import Saving
@@ -29,8 +28,11 @@ from outsize.runtime.engine.engine import StoreHandle
 from outsize.runtime.engine.executor import LaneTask, Waiting
 from outsize.training.replica import Replica
 
+if TYPE_CHECKING:
+    from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
 COMPUTE, NET = "compute:w0", "net:reduce"
-Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+Hook = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 
 class _Timed(NamedTuple):
@@ -88,7 +90,7 @@ class ReplicaEngine:
     def timing(self, send: Hook, wire_bytes: Callable[[Tensor], int]) -> Hook:
         """Return the communication hook ``send``, timed; ``wire_bytes`` says what it has made of a bucket."""
 
-        def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        def hook(state: Any, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
             name, begun = f"REDUCE {bucket.index()}", self._mark()
             self._last_sent = begun, name
             self._under_way[name] = NET

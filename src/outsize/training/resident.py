@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import torch_name
+from outsize.compat.modules import parameters_of
+from outsize.compat.optimizers import muon_products
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
@@ -75,7 +77,7 @@ class ResidentTrainer:
         trained = {t.name for unit in split.spec.units for t in unit.tensors if t.trainable}
         for name, places in split.owners.items():
             for module, attribute in places:
-                parameter = module._parameters[attribute]
+                parameter = parameters_of(module)[attribute]
                 assert parameter is not None
                 parameter.requires_grad_(name in trained)
                 if name in trained:
@@ -194,18 +196,12 @@ class ResidentTrainer:
         if self._config.optimizer.ns_on != "device":
             yield
             return
-        from torch.optim import _muon as torch_muon  # where it keeps what it multiplies by
-
-        own = torch_muon._zeropower_via_newtonschulz
 
         def there(update: Tensor, *settings: Any) -> Tensor:
             return own(update.to(self._device), *settings).to(update.device)
 
-        torch_muon._zeropower_via_newtonschulz = there  # type: ignore[assignment]
-        try:
+        with muon_products(there) as own:
             yield
-        finally:
-            torch_muon._zeropower_via_newtonschulz = own
 
     @torch.no_grad()
     def _put_back(self, name: str) -> None:
@@ -324,7 +320,7 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
     dtypes = {t.name: part.dtype for unit in spec.units for part in unit.frozen for t in part.tensors}
     weights_of = Decoded(prepared.source, spec)
     masters: dict[str, Tensor] = {}
-    former = {(id(m), a): (m, m._parameters[a]) for places in split.owners.values() for m, a in places}
+    former = {(id(m), a): (m, parameters_of(m)[a]) for places in split.owners.values() for m, a in places}
     try:
         for tensor in (tensor for unit in spec.units for tensor in unit.all_tensors):
             master = torch.empty(tensor.shape, dtype=torch.float32)
@@ -332,14 +328,14 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
             weights = master.to(device, TORCH_DTYPE[dtypes.get(tensor.name, spec.dtype)])
             parameters = [nn.Parameter(weights) for _ in split.owners[tensor.name]]
             for (module, attribute), parameter in zip(split.owners[tensor.name], parameters, strict=True):
-                module._parameters[attribute] = parameter
+                parameters_of(module)[attribute] = parameter
             if tensor.name not in dtypes:
                 masters[tensor.name] = parameters[0] if weights is master else master
         with buffers_on(split.model, device):
             yield masters
     finally:
         for (_, attribute), (module, meta) in former.items():
-            module._parameters[attribute] = meta
+            parameters_of(module)[attribute] = meta
 
 
 class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward at the head

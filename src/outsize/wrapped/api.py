@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
+from outsize.compat.modules import parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.block_kernels import take_kernels
@@ -301,7 +302,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 continue
             parameter = nn.Parameter(value, requires_grad=former.requires_grad)
             for module, attribute in runner.split.owners[name]:
-                module._parameters[attribute] = parameter
+                parameters_of(module)[attribute] = parameter
     runner.parameters.is_left = True
     runner.close()
     detach(model)

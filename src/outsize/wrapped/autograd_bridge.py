@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.graphs import will_run
 from outsize.errors import ConfigError
 from outsize.wrapped.calls.input_gradients import InputGradients
 from outsize.wrapped.outputs import Joined, Roots
@@ -105,7 +106,7 @@ class _Node(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         anchor, *others = ctx.next_functions
-        if not torch._C._will_engine_execute_node(anchor[0]):  # nobody can ask for that by itself
+        if not will_run(anchor[0]):  # nobody can ask for that by itself
             raise ConfigError(
                 "torch.autograd.grad and backward(inputs=...) ask for gradients of some tensors alone, and those of a "
                 "wrapped model come home all together: use loss.backward(), which leaves them in parameter.grad"

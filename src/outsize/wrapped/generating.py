@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from outsize.compat import trees
 from outsize.errors import CheckpointError
 from outsize.inference.forward_extent import Growth
 
@@ -107,4 +107,4 @@ def generation_config_as_it_is(model: nn.Module, directory: Any) -> Iterator[Non
 
 def on_device(inputs: Any, device: torch.device) -> Any:
     """Return inputs with their tensors where the model computes."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)
+    return trees.map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
+from outsize.compat.modules import dtype_to_move_to
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.wrapped.at_home.home_parameter import plainly
@@ -90,7 +91,7 @@ class Wrapped(nn.Module):
         Raises:
             ConfigError: another dtype is asked for.
         """
-        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        dtype = dtype_to_move_to(*args, **kwargs)
         if dtype is not None and dtype not in {p.dtype for p in runner_of(self).parameters.named.values()}:
             raise ConfigError("a wrapped model keeps its dtype; convert it before outsize.wrap")
         return self

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
+from outsize.compat.graphs import version_of
+from outsize.compat.modules import has_gradient_hooks, parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
@@ -171,14 +173,14 @@ class HomeParameters(HomeTensors):
     def version(self, unit: UnitSpec) -> int:
         """Return a number that grows whenever anybody but the engine changes the weights of ``unit``."""
         with plainly():
-            in_place = sum(self.named[tensor.name]._version for tensor in unit.all_tensors)
+            in_place = sum(version_of(self.named[tensor.name]) for tensor in unit.all_tensors)
         return self.num_writes[unit.index] + in_place
 
     @property
     def version_of_all(self) -> int:
         """Return a number that grows whenever anybody but the engine changes a weight."""
         with plainly():
-            in_place = sum(parameter._version for parameter in self.named.values())
+            in_place = sum(version_of(parameter) for parameter in self.named.values())
         return sum(self.num_writes.values()) + in_place
 
     def refresh_masters(self, unit: UnitSpec) -> None:
@@ -193,9 +195,9 @@ class HomeParameters(HomeTensors):
             return
         for tensor in unit.tensors:
             parameter = self.named[tensor.name]
-            if tensor.trainable and (given or parameter._version != self._versions[tensor.name]):
+            if tensor.trainable and (given or version_of(parameter) != self._versions[tensor.name]):
                 follow(self._view(unit, tensor, MASTER), parameter.detach())
-                self._versions[tensor.name] = parameter._version
+                self._versions[tensor.name] = version_of(parameter)
 
     def leave(self) -> None:
         """Give what a program holds of it bytes apart: the home is about to be given back.
@@ -266,23 +268,23 @@ class HomeParameters(HomeTensors):
             for tensor in tensors:
                 places = split.owners[tensor.name]
                 module, attribute = places[0]
-                former = module._parameters[attribute]
+                former = parameters_of(module)[attribute]
                 assert former is not None
                 parameter = self._parameter(unit, tensor, plane, former)
                 for module, attribute in places:
-                    module._parameters[attribute] = parameter
+                    parameters_of(module)[attribute] = parameter
                 self.named[tensor.name] = parameter
                 self.names[id(parameter)] = tensor.name
                 if isinstance(parameter, HomeParameter):
                     with plainly():
                         self._pointers[tensor.name] = parameter.data_ptr()
-                self._versions[tensor.name] = parameter._version
+                self._versions[tensor.name] = version_of(parameter)
 
     def _parameter(
         self, unit: UnitSpec, tensor: TensorSpec, plane: str, former: nn.Parameter
     ) -> nn.Parameter:
         """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
-        if former._backward_hooks or former._post_accumulate_grad_hooks:
+        if has_gradient_hooks(former):
             raise ModelError(
                 f"{tensor.name} has a hook, which nothing would call, since gradients are summed at home; remove it, "
                 "and change `parameter.grad` between backward and step"

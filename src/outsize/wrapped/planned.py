@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from outsize.compat.modules import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.forward_extent import ordinary
 from outsize.model.frozen_params import dtype_and_parts
@@ -294,7 +295,7 @@ class Planned:
             self._move(model)  # adapters were added
         for name, parameter in self.parameters.named.items():
             for module, attribute in self.split.owners[name]:
-                if module._parameters.get(attribute) is not parameter:
+                if parameters_of(module).get(attribute) is not parameter:
                     raise ModelError(
                         f"{name} does not stand where it stood when the model was wrapped (pruned, parametrised, or "
                         "replaced): change the model first, then wrap it, or outsize.unwrap it before"

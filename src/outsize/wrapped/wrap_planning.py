@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from outsize.codecs.transport import Transport
+from outsize.compat import trees
+from outsize.compat.modules import replace_forward_hooks
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
@@ -144,7 +145,7 @@ def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[
             return part.cpu().requires_grad_(tensor.requires_grad)
 
         small: dict[str, Any] = {
-            name: pytree.tree_map_only(Tensor, partial(take, name), value) for name, value in inputs.items()
+            name: trees.map_only(Tensor, partial(take, name), value) for name, value in inputs.items()
         }
         if small.get("past_key_values") is not None:
             small["past_key_values"] = None
@@ -196,15 +197,13 @@ def measure(
             ambient=shape.autocast.on_cpu(device).enter,
         )
 
-    hooks = [module._forward_hooks for module in split.modules]
+    # A trial is not what the hooks on units are there to see.
+    hooks = [replace_forward_hooks(module, OrderedDict()) for module in split.modules]
     try:
-        for module in split.modules:  # a trial is not what the hooks on units are there to see
-            module._forward_hooks = OrderedDict()
         measured = _first_that_runs(tried, shape)
     finally:
         for module, own in zip(split.modules, hooks, strict=True):
-            own.update(module._forward_hooks)  # what transformers hangs there on the first call
-            module._forward_hooks = own
+            own.update(replace_forward_hooks(module, own))  # what transformers hangs there on the first call
     return measured if former is None else _both(measured, former)
 
 

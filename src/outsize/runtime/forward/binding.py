@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import last_calls
+from outsize.compat.modules import buffers_of, parameters_of
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.model.split import Split
 
@@ -45,9 +46,9 @@ def weight_views(unit: UnitSpec, planes: Sequence[Tensor]) -> list[Tensor]:
 def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Have the buffers of ``model`` (rotary frequencies, masks) on ``device`` for as long as the context lasts."""
     former = [
-        (module._buffers, name, buffer)
+        (buffers_of(module), name, buffer)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
     moved = {id(buffer): buffer.to(device) for _, _, buffer in former}  # shared ones stay shared
@@ -167,7 +168,7 @@ class Binder:
             (id(module), name): parameter
             for places in split.owners.values()
             for module, name in places
-            for parameter in (module._parameters[name],)
+            for parameter in (parameters_of(module)[name],)
         }
 
     def bind(self, unit: UnitSpec, *planes: Tensor) -> None:
@@ -177,13 +178,13 @@ class Binder:
             self._made[key] = self._parameters(unit, planes)
         for tensor, parameter in zip(unit.all_tensors, self._made[key], strict=True):
             for module, name in self._split.owners[tensor.name]:
-                module._parameters[name] = parameter
+                parameters_of(module)[name] = parameter
 
     def unbind(self, unit: UnitSpec) -> None:
         """Give the modules of ``unit`` back the parameters that they had before."""
         for tensor in unit.all_tensors:
             for module, name in self._split.owners[tensor.name]:
-                module._parameters[name] = self._former[id(module), name]
+                parameters_of(module)[name] = self._former[id(module), name]
 
     def close(self) -> None:
         """Unbind every unit and forget the views."""

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from outsize.compat.graphs import made_at, version_of
+from outsize.compat.storages import memory_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import (
@@ -233,8 +235,8 @@ class MicrobatchRun:
         """
         pairs: list[tuple[GradientEdge, Tensor]] = []
         for edge, gradient in zip(edges, gradients, strict=True):
-            made_at = edge.node._sequence_nr()
-            later = (visit.known for visit in self._visits.values() if visit.came_at >= made_at)
+            number = made_at(edge.node)
+            later = (visit.known for visit in self._visits.values() if visit.came_at >= number)
             next(later, pairs).append((edge, gradient))
         if pairs:
             with self._gate.opened():
@@ -289,9 +291,9 @@ class MicrobatchRun:
 
         Code behind the unit may change that: the unit needs no value of it.
         """
-        passed = {leaf.untyped_storage()._cdata for leaf in returned}
+        passed = {memory_key(leaf) for leaf in returned}
         given = zip(visit.leaves, versions, strict=False)  # those of its state come last
-        visit.versions = [one for one in given if one[0].untyped_storage()._cdata not in passed]
+        visit.versions = [one for one in given if memory_key(one[0]) not in passed]
 
     def _check_unchanged(self, unit: int, visit: UnitVisit) -> None:
         versions, visit.versions = visit.versions, []
@@ -411,4 +413,4 @@ def loss_of(output: Any) -> Tensor:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return how often tensors have been changed in place; those made under inference mode count nothing."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outsize.compat.modules import buffers_of
 from outsize.errors import ModelError
 from outsize.model.recorded import recording
 from outsize.model.split import Split
@@ -50,9 +51,9 @@ def replicate(split: Split, boundaries: Boundaries, device: torch.device) -> Mod
     for module in copies:
         vars(module).pop("forward", None)  # the boundary of the model itself
         for child in module.modules():
-            for name, buffer in child._buffers.items():
+            for name, buffer in buffers_of(child).items():
                 if buffer is not None:
-                    child._buffers[name] = buffer.to(device)
+                    buffers_of(child)[name] = buffer.to(device)
     owners = {
         name: tuple((memo[id(module)], attribute) for module, attribute in places if id(module) in memo)
         for name, places in split.owners.items()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.modules import buffers_of, parameters_of
 from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.runtime.device.device_group import Workers
@@ -57,7 +58,7 @@ class OuterForward:
         )
         self._stand_ins = _stand_ins(split, workers)
         self._former = {
-            (id(module), name): (module, module._parameters[name])
+            (id(module), name): (module, parameters_of(module)[name])
             for found in split.owners.values()
             for module, name in found
         }
@@ -97,7 +98,7 @@ class OuterForward:
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next piece runs; between programs only."""
         for (_, name), (module, parameter) in self._former.items():
-            module._parameters[name] = parameter
+            parameters_of(module)[name] = parameter
         self._resting = True
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class OuterForward:
 
     def _put_stand_ins(self) -> None:
         for (module, name), stand_in in self._stand_ins.items():
-            module._parameters[name] = stand_in[0]
+            parameters_of(module)[name] = stand_in[0]
         self._resting = False
 
     def _piece(self, run: "StagedRun", worker: int, piece: Callable[[], T]) -> T:
@@ -121,10 +122,10 @@ class OuterForward:
         with self._behind(worker):
             # What a model calls its device is that of its first parameter.
             for (module, name), stand_ins in list(self._stand_ins.items())[:1]:
-                module._parameters[name] = stand_ins[worker]
+                parameters_of(module)[name] = stand_ins[worker]
             for position, parameter in self._parameters(run, worker).items():
                 for module, name in self._places[position]:
-                    module._parameters[name] = parameter
+                    parameters_of(module)[name] = parameter
             for buffers, name, copies in self._buffers:
                 buffers[name] = copies[worker]
             return piece()
@@ -194,9 +195,9 @@ def _buffers_outside(
         return []
     inside = {id(child) for module in split.modules for child in module.modules()}
     return [
-        (module._buffers, name, [buffer.to(device) for device in devices])
+        (buffers_of(module), name, [buffer.to(device) for device in devices])
         for module in split.model.modules()
         if id(module) not in inside
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outsize.compat.storages import memory_key, storage_key
+
 
 class Memory:
     """Memory that is held, or None while it is elsewhere; it lives as long as something that shows it."""
@@ -89,9 +91,9 @@ class SavedTensors:
     def hold(self, tensor: Tensor) -> Shown:
         """Hold the memory of a strided tensor, and return how it is shown."""
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
+        memory = self._memories.get(storage_key(storage))
         if memory is None:
-            memory = self._memories[storage._cdata] = Memory(storage)
+            memory = self._memories[storage_key(storage)] = Memory(storage)
         # Not the tensor itself: a result that its own graph holds would keep that graph alive for ever.
         shown = Shown(memory, tensor.detach())
         self._shown.append(shown)
@@ -100,7 +102,7 @@ class SavedTensors:
     def stay(self, tensors: Iterable[Tensor]) -> None:
         """Leave what is held of the memory of ``tensors``, which must still be alive, where it is."""
         for tensor in tensors:
-            self._memories.pop(tensor.untyped_storage()._cdata, None)
+            self._memories.pop(memory_key(tensor), None)
 
     def memories_of(self, storages: Container[int]) -> list[Memory]:
         """Return what is held of ``storages``, named by their identities."""
@@ -137,7 +139,7 @@ class SavedTensors:
 
 def storages_of(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.dtype]]:
     """Return the storages of ``tensors``, each once, with the dtype of the elements in it."""
-    found = {tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.dtype) for tensor in tensors}
+    found = {memory_key(tensor): (tensor.untyped_storage(), tensor.dtype) for tensor in tensors}
     return list(found.values())
 
 

@@ -12,30 +12,30 @@ The story of one unit and microbatch:
 5. Should the recompute come to other operations than the forward did, it is run again, in full.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.accelerators import is_accelerator, module_of
+from outsize.compat import trees
+from outsize.compat.dispatch import counting_changes_of_views, watching
+from outsize.compat.graphs import version_of
+from outsize.compat.operations import operations
+from outsize.compat.storages import memory_key
 from outsize.runtime.forward.saved_tensors import Memory, SavedTensors, Shown
 
-_aten = torch.ops.aten
 # Attention in one operation: per byte that it returns it takes as many FLOPs as the sequence has tokens, times two.
-ATTENTION = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
+ATTENTION = operations(
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
 )
 # Products of all tokens with weights. Not those of batches of matrices: they may be scores, of all tokens by all.
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default})
+PRODUCTS = operations("mm.default", "addmm.default")
 
 
 class DivergedError(BaseException):
@@ -79,15 +79,15 @@ class Selected:
         """Context of the forward."""
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forget, _unneeded))
-            stack.enter_context(Watch(self._record))
+            stack.enter_context(watching(self._record))
             yield
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             self.clear()
         self._versions.clear()
 
     def replaying(self) -> AbstractContextManager[Any]:
         """Context of the recompute; each attempt begins with `rewind`."""
-        return Watch(self._replay)
+        return cast(AbstractContextManager[Any], watching(self._replay))
 
     def rewind(self) -> None:
         """Begin with the first operation; of a second attempt, whose results are handed out, nothing is left."""
@@ -100,7 +100,7 @@ class Selected:
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Have the recompute run the operations that returned memory of ``tensors``: it goes ways of its own."""
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        storages = {memory_key(tensor) for tensor in tensors}
         self._left_out = frozenset(self.held.memories_of(storages))
 
     def clear(self) -> None:
@@ -122,7 +122,7 @@ class Selected:
         generator = _generator_of(func, args)
         before = None if generator is None else generator.get_state()
         out = func(*args, **kwargs)
-        leaves, structure = pytree.tree_flatten(out)
+        leaves, structure = trees.flatten(out)
         kept = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         drawn = None
         if generator is not None and before is not None:
@@ -133,11 +133,11 @@ class Selected:
 
     def _keep(self, leaf: Tensor) -> Any:
         # Beneath autograd, a view shares the counter of changes only where ADInplaceOrView makes it.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        with counting_changes_of_views():
             alias = leaf.detach()
         if not alias.numel() or alias.device.type == "meta":
             return alias
-        self._versions.append((alias, alias._version))
+        self._versions.append((alias, version_of(alias)))
         return self.held.hold(alias)
 
     def _replay(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,20 +152,7 @@ class Selected:
         if result.drawn is not None and generator is not None:
             generator.set_state(result.drawn)
         leaves = [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves]
-        return pytree.tree_unflatten(leaves, result.structure)
-
-
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, every operation goes through ``handle``, called with it and its arguments."""
-
-    def __init__(self, handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._handle = handle
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._handle(func, args, kwargs or {})
+        return trees.unflatten(leaves, result.structure)
 
 
 def _forget(tensor: Tensor) -> None:

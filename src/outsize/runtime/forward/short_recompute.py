@@ -25,54 +25,50 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.modules.module as hooks_of_all
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from outsize.compat import trees
+from outsize.compat.dispatch import OperationMode
+from outsize.compat.modules import forward_hooks_of, has_hooks_of_all
+from outsize.compat.operations import operations
 from outsize.model.tiled_mlp import Call
 
 T = TypeVar("T")
-_aten = torch.ops.aten
 # What takes time and has no effect but its result.
-SKIPPED = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.add.Tensor,
-        _aten.mul.Tensor,
-        _aten.cat.default,
-        _aten.gelu.default,
-        _aten.pow.Tensor_Scalar,
-        _aten.relu.default,
-        _aten.silu.default,
-        _aten.tanh.default,
-        _aten.clone.default,
-        _aten._to_copy.default,
-    }
+SKIPPED = operations(
+    "mm.default",
+    "addmm.default",
+    "bmm.default",
+    "add.Tensor",
+    "mul.Tensor",
+    "cat.default",
+    "gelu.default",
+    "pow.Tensor_Scalar",
+    "relu.default",
+    "silu.default",
+    "tanh.default",
+    "clone.default",
+    "_to_copy.default",
 )
 # What takes none, and shows the memory that it is given.
-PASSED = frozenset(
-    {
-        _aten.detach.default,
-        _aten.view.default,
-        _aten._unsafe_view.default,
-        _aten._reshape_alias.default,
-        _aten.t.default,
-        _aten.transpose.int,
-        _aten.permute.default,
-        _aten.expand.default,
-        _aten.unsqueeze.default,
-        _aten.squeeze.dim,
-        _aten.split.Tensor,
-        _aten.slice.Tensor,
-        _aten.alias.default,
-    }
+PASSED = operations(
+    "detach.default",
+    "view.default",
+    "_unsafe_view.default",
+    "_reshape_alias.default",
+    "t.default",
+    "transpose.int",
+    "permute.default",
+    "expand.default",
+    "unsqueeze.default",
+    "squeeze.dim",
+    "split.Tensor",
+    "slice.Tensor",
+    "alias.default",
 )
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, Call.joined})
+PRODUCTS = operations("mm.default", "addmm.default", "bmm.default") | {Call.joined}
 
 
 class Needed(NamedTuple):
@@ -183,13 +179,14 @@ class Shortcuts:
 
 def is_watched(unit: nn.Module) -> bool:
     """Whether forward hooks look at modules inside ``unit``; those with which transformers collects outputs do not."""
-    if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
+    if has_hooks_of_all():
         return True
     return any(
         not str(getattr(hook, "__module__", "")).startswith("transformers.")
         for module in unit.modules()
         if module is not unit  # hooks of the unit itself run around it
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        for hooks in forward_hooks_of(module)
+        for hook in hooks.values()
     )
 
 
@@ -244,23 +241,21 @@ class _Shortened:
         return [self._mode.note(leaf) for leaf in call.unwritten(rows)]
 
 
-class _Skip(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Skip(OperationMode):
     """Leaves operations out while ``skips``."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.skips = False
         self.made: list[StorageWeakRef] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, or leave it out."""
         if not self.skips or func in PASSED:
             return func(*args, **kwargs)
         if func not in SKIPPED:
             raise _UnforeseenError
-        device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        device = next(leaf.device for leaf in trees.leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
         formed = func(
             *_forms(args), **_forms({**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
         )
@@ -289,6 +284,6 @@ class _OfParts(TorchFunctionMode):
 
 def _forms(values: Any) -> Any:
     """``values`` with tensors of the same form in place of tensors, and no memory."""
-    return pytree.tree_map_only(
+    return trees.map_only(
         Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), values
     )

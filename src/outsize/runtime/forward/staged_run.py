@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.storages import memory_key, storage_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import Forward, Roots, box_of
@@ -100,10 +101,10 @@ class StagedRun(MicrobatchRun):
     def replace_input(self, unit: int, storages: list[Storage]) -> None:
         """Let what ``unit`` receives lie in other storages, in the order of `input_storages`."""
         leaves, positions = self._input(unit)
-        index = {storage._cdata: i for i, storage in enumerate(self.input_storages(unit))}
+        index = {storage_key(storage): i for i, storage in enumerate(self.input_storages(unit))}
         for position in positions:
             old = leaves[position]
-            leaves[position] = Form.of(old).shown(storages[index[old.untyped_storage()._cdata]])
+            leaves[position] = Form.of(old).shown(storages[index[memory_key(old)]])
         if unit not in self._visits:
             self._waiting = leaves
 
@@ -118,9 +119,9 @@ class StagedRun(MicrobatchRun):
         box = self._visits[unit - 1].box
         held = {i: gradient for i, gradient in enumerate(box.values) if gradient is not None}
         storages = [storage for storage, _ in storages_of(held.values())]
-        index = {storage._cdata: i for i, storage in enumerate(storages)}
+        index = {storage_key(storage): i for i, storage in enumerate(storages)}
         self._gradient_forms[unit] = {
-            i: (index[gradient.untyped_storage()._cdata], Form.of(gradient)) for i, gradient in held.items()
+            i: (index[memory_key(gradient)], Form.of(gradient)) for i, gradient in held.items()
         }
         box.values = [None] * len(box.values)
         return storages
@@ -184,7 +185,7 @@ class StagedRun(MicrobatchRun):
         device = self._glue.device()
         for i, leaf in enumerate(visit.leaves):
             if leaf.device != device:
-                key = (device, leaf.untyped_storage()._cdata, Form.of(leaf))
+                key = (device, memory_key(leaf), Form.of(leaf))
                 if key not in self._copies:
                     self._copies[key] = (leaf, leaf.to(device, non_blocking=True))
                 visit.leaves[i] = self._copies[key][1]
@@ -221,7 +222,7 @@ class StagedRun(MicrobatchRun):
 
 def _storages(leaves: list[Tensor]) -> dict[int, int]:
     """The storage of each tensor, by its position in ``leaves``."""
-    return {i: leaf.untyped_storage()._cdata for i, leaf in enumerate(leaves)}
+    return {i: memory_key(leaf) for i, leaf in enumerate(leaves)}
 
 
 def _refill(source: Tensor, leaf: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from outsize.compat.modules import forward_hooks_of
 from outsize.runtime.forward.outline import outline_of
 
 # Of what code names outside of itself, what it may write into; other objects there belong to libraries.
@@ -86,7 +87,7 @@ def _named_by(module: nn.Module) -> Iterator[Any]:
     """Yield what the code of a module and of the hooks in it names outside of itself."""
     for function in _functions_of(cast("Hashable", type(module))):
         yield from _named_in(function)
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+    for hooks in forward_hooks_of(module):
         for hook in hooks.values():
             yield from _held_by(hook)
 

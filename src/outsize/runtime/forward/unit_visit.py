@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from outsize.compat.graphs import made_at
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.boundary import Forward, Gradients, Roots, is_differentiable
 from outsize.runtime.forward.outline import Outline, outline_of
@@ -189,7 +190,7 @@ def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = F
             if leaf.requires_grad:
                 sources[position] = leaf
             leaves[position] = leaf.detach()
-    came_at = max((s.grad_fn._sequence_nr() for s in sources.values() if s.grad_fn is not None), default=-1)
+    came_at = max((made_at(s.grad_fn) for s in sources.values() if s.grad_fn is not None), default=-1)
     return UnitVisit(
         leaves,
         given,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from outsize.accelerators import is_accelerator
+from outsize.compat import trees
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
@@ -250,7 +250,7 @@ class ComputeOps:
             seed_generators(where, seed_of(seed, step, unit, among_all, glue))
 
         reseed = Drawing(where) if context.draws_on else seeded
-        inputs = pytree.tree_map_only(
+        inputs = trees.map_only(
             Tensor,
             lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
             dict(context.microbatches[microbatch].inputs),

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from outsize.compat.graphs import keeping_versions
 from outsize.model.sizes.model_spec import ITEMSIZE, FrozenPart, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.planner.program.ops import Op
@@ -96,7 +96,7 @@ class WeightOps:
         if unit.kind == "rest":
             # Outer code whose backward is still to come has saved these parameters. They are loaded again with
             # the values that they had, or that backward is refused.
-            with _unsafe_preserve_version_counter(planes):
+            with keeping_versions(planes):
                 self._fill(op, unit, planes)
         else:
             self._fill(op, unit, planes)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch.utils import _pytree as pytree
 
+from outsize.compat import trees
+from outsize.compat.profilers import allocations
+from outsize.compat.storages import memory_key
 from outsize.runtime.trial.extrapolate import Trace
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ def measure_compiled(call: Callable[[], Any]) -> Taken:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs, forward = _allocated(call)
-    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    tensors = [leaf for leaf in trees.leaves_of(outputs) if isinstance(leaf, Tensor)]
+    made = {memory_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     roots = [tensor for tensor in tensors if tensor.requires_grad]
 
     def back() -> None:
@@ -59,10 +59,5 @@ def measure_compiled(call: Callable[[], Any]) -> Taken:
 
 def _allocated(work: Callable[[], T]) -> tuple[T, Trace]:
     """Return what ``work`` returns, and the bytes alive after each allocation and release in it."""
-    settings = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    _enable_profiler_legacy(settings)  # the present one, Kineto, says on standard error that it runs
-    try:
-        result = work()
-    finally:
-        events = [event for thread in _disable_profiler_legacy() for event in thread]
-    return result, tuple(accumulate(filter(None, (event.cpu_memory_usage() for event in events))))
+    result, changes = allocations(work)
+    return result, tuple(accumulate(changes))

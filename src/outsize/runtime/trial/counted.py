@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from outsize.compat.dispatch import OperationMode, fake_tensors
+from outsize.compat.modules import parameters_of
+from outsize.compat.storages import memory_key
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.sizes.model_spec import Workload
 from outsize.model.split import Split
@@ -137,7 +138,7 @@ def count(
     lengths = trial_lengths(seq_len, 2)
     rows, flops = [], []
     # Ids, positions and masks are real, as models look at their values; within units they have a form only.
-    formed = FakeTensorMode(allow_non_fake_inputs=True)
+    formed = fake_tensors(allow_real=True)
     memory, former = _bind(parts, formed)
     try:
         with Boundaries(parts.modules) as boundaries:
@@ -155,7 +156,7 @@ def count(
         ) from error
     finally:
         for module, name, parameter in former:
-            module._parameters[name] = parameter
+            parameters_of(module)[name] = parameter
     streamed = parts.spec.units[: parts.spec.num_streamed]
     return Counts(
         kinds=tuple(unit.kind for unit in streamed),
@@ -166,7 +167,7 @@ def count(
     )
 
 
-def _bind(parts: Split, formed: FakeTensorMode) -> tuple[Tensor, list[tuple[nn.Module, str, Any]]]:
+def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str, Any]]]:
     """Give every unit weights that are views of one memory; returns it, and the parameters that were there."""
     dtype, drop = parts.spec.dtype, Discard()
     former = []
@@ -180,8 +181,8 @@ def _bind(parts: Split, formed: FakeTensorMode) -> tuple[Tensor, list[tuple[nn.M
             if tensor.trainable:
                 parameter.register_post_accumulate_grad_hook(drop.hook(unit.index, position))  # type: ignore[no-untyped-call]
             for module, name in parts.owners[tensor.name]:
-                former.append((module, name, module._parameters[name]))
-                module._parameters[name] = parameter
+                former.append((module, name, parameters_of(module)[name]))
+                parameters_of(module)[name] = parameter
     return memory, former
 
 
@@ -196,7 +197,7 @@ def _selected(found: Measured) -> dict[str, Any]:
     }
 
 
-class _FlopsNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FlopsNotes(OperationMode):
     """While active, notes the FLOPs of every operation that PyTorch has a formula for.
 
     Args:
@@ -208,14 +209,12 @@ class _FlopsNotes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, live: LiveBytes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._live = live
         self.noted: list[tuple[int, int, bool]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and note its FLOPs."""
         at = -1 if self._live.ops is None else len(self._live.ops)
         out = func(*args, **kwargs)
         flops = _flops_of(func, args, kwargs, out)
@@ -263,7 +262,7 @@ class _CountedPass(TrialPass):
         forwards: tuple[Callable[..., Any], ...],
         inputs: Mapping[str, Any],
         chunk_tokens: int,
-        formed: FakeTensorMode,
+        formed: Any,
         shifted: bool,
     ) -> None:
         super().__init__(parts, forwards, inputs, chunk_tokens)
@@ -306,9 +305,7 @@ class _CountedPass(TrialPass):
         """A loss is that of the head's own output where the model returns that output as its logits."""
         logits = getattr(output, "logits", None)
         if isinstance(made, Tensor) and isinstance(logits, Tensor):
-            self._row.plain = (
-                self._shifted and made.untyped_storage()._cdata == logits.untyped_storage()._cdata
-            )
+            self._row.plain = self._shifted and memory_key(made) == memory_key(logits)
         self._row.shifted = self._shifted
 
 

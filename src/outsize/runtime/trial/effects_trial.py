@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.storages import memory_key
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.unit_state import UnitState, untouched
@@ -73,7 +74,7 @@ class _Saving:
 
     def __init__(self, module: nn.Module) -> None:
         self._weights = [one for one in module.parameters() if one.is_floating_point() and one.numel()]
-        self._storages = {one.untyped_storage()._cdata for one in self._weights}
+        self._storages = {memory_key(one) for one in self._weights}
         self._poisoned = False
 
     def hooks(self) -> Any:
@@ -109,7 +110,7 @@ class _Saving:
                 one.copy_(value)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages:
+        if tensor.layout is torch.strided and memory_key(tensor) in self._storages:
             return tensor.shape, tensor.dtype
         return tensor.detach()
 

@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from outsize.compat import trees
+from outsize.compat.dispatch import OperationMode
+from outsize.compat.storages import storage_key
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(OperationMode):
     """While active, every storage that an op creates counts until it is freed.
 
     What a kernel allocates inside itself is not seen.
@@ -25,12 +27,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, known: torch.UntypedStorage) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now = 0
         self.trace: list[int] = []
         self.ops: list[Any] | None = None
         self._blind = False
-        self._known = known._cdata
+        self._known = storage_key(known)
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
     @property
@@ -50,11 +52,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Leave this mode while the context lasts, of which no other may have been entered since; else see `blind`."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
         try:
             yield
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
 
     @contextmanager
     def blind(self) -> Iterator[None]:
@@ -71,10 +73,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finalizer.detach()
         self._seen.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and follow the memory that it made."""
+        out = func(*args, **kwargs)
         if self._blind:
             return out
         # The same memory, and what a hook on saved tensors does; and a question that only fake tensors pass on.
@@ -82,14 +83,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if self.ops is not None:
             self.ops.append(func)
-        for leaf in pytree.tree_leaves(out):
+        for leaf in trees.leaves_of(out):
             # A sparse tensor has no memory of its own: it holds two tensors that do, which were made before it.
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._follow(leaf.untyped_storage())
         return out
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key == self._known or key in self._seen:
             return
         num_bytes = storage.nbytes()

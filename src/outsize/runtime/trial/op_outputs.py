@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
-from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS, Watch
+from outsize.compat import trees
+from outsize.compat.dispatch import watching
+from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS
 
 
 class Yield(NamedTuple):
@@ -63,7 +64,7 @@ class YieldTrial:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the forward."""
-        with Watch(self._note):
+        with watching(self._note):
             yield
 
     def yields(self, last_needed: int, others: set[int]) -> Yields:
@@ -81,7 +82,7 @@ class YieldTrial:
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if func in ATTENTION or func in PRODUCTS:
-            tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in trees.leaves_of(out) if isinstance(leaf, Tensor)]
             is_product = func in PRODUCTS
             flops = _product_flops(args) if is_product else attention_flops(args, kwargs)
             memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)  # type: ignore[no-untyped-call]

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from outsize.compat import trees
+from outsize.compat.modules import parameters_of
 from outsize.model.split import Split
 from outsize.runtime.forward.module_replicas import glue_places
 
@@ -29,13 +30,13 @@ class OuterUses(TorchFunctionMode):
         super().__init__()
         rest = [tensor for unit in split.spec.units if unit.kind == "rest" for tensor in unit.tensors]
         self._watched = {
-            id(module._parameters[name])
+            id(parameters_of(module)[name])
             for tensor in rest
             if tensor.trainable
             for module, name in glue_places(split, tensor.name)
         }
         self._inside = {
-            id(module._parameters[attribute]): tensor.name
+            id(parameters_of(module)[attribute]): tensor.name
             for unit in split.spec.units
             if unit.kind != "rest"
             for tensor in unit.all_tensors
@@ -49,11 +50,11 @@ class OuterUses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        given = [leaf for leaf in trees.leaves_of((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if any(id(leaf) in self._watched for leaf in given):
             self.found.add(self.unit)
         names = {self._inside[id(leaf)] for leaf in given if id(leaf) in self._inside}
-        if names and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        if names and any(isinstance(leaf, Tensor) for leaf in trees.leaves_of(result)):
             self.names |= names  # not its form or place: its values
         return result
 

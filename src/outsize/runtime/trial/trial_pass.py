@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from outsize.compat import trees
+from outsize.compat.modules import forward_hooks_of
+from outsize.compat.storages import memory_key
 from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
@@ -147,7 +149,7 @@ class TrialPass:
         self._row.random |= not torch.equal(before, torch.get_rng_state())
 
     def _receive(self, call: UnitCall) -> list[Tensor]:
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        leaves = trees.leaves_of((call.args, call.kwargs))
         caches = [held for leaf in leaves if (held := _cached(leaf)) is not None]
         first, self._has_cache = bool(caches) and not self._has_cache, self._has_cache or bool(caches)
         if first and any(tensor.requires_grad for held in caches for tensor in held):
@@ -168,7 +170,7 @@ class TrialPass:
         if key not in self._known:
             found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live, effects)
             with live.blind():  # a form to make others by, which takes no memory
-                outputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
+                outputs = trees.map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
             self._known[key] = *found[:-1], outputs
         forward, backward, kept, outputs = self._known[key]
         self._row.forward.append(forward)
@@ -176,7 +178,7 @@ class TrialPass:
         self._row.kept.append(kept)
         if effects.state or effects.objects:
             return self._passed_on(unit, call, effects, live)
-        fresh = pytree.tree_map_only(Tensor, _like, outputs)
+        fresh = trees.map_only(Tensor, _like, outputs)
         return hand_out(fresh, Gradients(fresh))
 
     def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
@@ -314,7 +316,7 @@ class TrialPass:
             else:
                 made = forward(*call.args, **call.kwargs)
                 self._note_random(state)
-                outputs = pytree.tree_map_only(Tensor, _like, made)
+                outputs = trees.map_only(Tensor, _like, made)
                 del made
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
@@ -326,7 +328,7 @@ class TrialPass:
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
-            hidden = next(t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t))
+            hidden = next(t for t in trees.leaves_of((call.args, call.kwargs)) if is_differentiable(t))
             self._chunk(forward, hidden.detach().flatten(0, -2), live)
             self._row.backward.append(())
             return
@@ -361,7 +363,7 @@ def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]
 
 def _leaves_of(call: UnitCall) -> Any:
     """Return the arguments of a call, those that carry gradients as leaves of a graph."""
-    return pytree.tree_map_only(
+    return trees.map_only(
         Tensor,
         lambda t: t.detach().requires_grad_() if t.requires_grad else t,
         (call.args, call.kwargs),
@@ -375,16 +377,16 @@ def _cached(value: Any) -> list[Tensor] | None:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in trees.leaves_of(values) if isinstance(leaf, Tensor)]
 
 
 def _place(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return memory_key(tensor)
 
 
 def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
-    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    leaves, structure = trees.flatten((call.args, call.kwargs))
     forms = [
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves
@@ -396,8 +398,7 @@ def _marks_of(module: nn.Module) -> Any:
     """Return what tells units of one class apart by what they do: flags, and whether hooks look into them."""
     return tuple(
         (
-            len(one._forward_hooks),
-            len(one._forward_pre_hooks),
+            *map(len, forward_hooks_of(one)),
             *((name, value) for name, value in vars(one).items() if isinstance(value, (bool, str))),
         )
         for one in module.modules()

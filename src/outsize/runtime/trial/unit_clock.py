@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from outsize.accelerators import is_accelerator
+from outsize.compat import trees
 from outsize.errors import ModelError
 from outsize.group.pace import Pace
 from outsize.group.single import SingleGroup
@@ -236,9 +236,7 @@ class _Clock:
         if self._chunk_tokens is None:
             run = self._passage(call)
             return self._timed("the head", lambda count: self._recomputed(unit, run, count))[1]
-        hidden = next(
-            t for t in pytree.tree_leaves((call.args, call.kwargs)) if is_differentiable(t)
-        ).detach()
+        hidden = next(t for t in trees.leaves_of((call.args, call.kwargs)) if is_differentiable(t)).detach()
         targets, chunk = shift_labels(self._inputs["labels"]), self._chunk_tokens
 
         work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from outsize.accelerators import torch_name
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
+from outsize.compat.models import attention_of
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.group.group import Group
@@ -364,7 +365,7 @@ def _described(model: nn.Module, spec: ModelSpec, adapters: Adapters | None, dty
     trained = f"{format_count(spec.num_trainable)} of them trained (LoRA), " if adapters else ""
     return (
         f"{type(model).__name__}: {format_count(spec.num_parameters)} parameters in {spec.num_streamed} units, "
-        f"{trained}{dtype}, attention {model.config._attn_implementation}"  # type: ignore[union-attr]
+        f"{trained}{dtype}, attention {attention_of(model)}"
     )
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from outsize.accelerators import VENDORS, kind_here
+from outsize.compat.profilers import of_all_threads
 from outsize.runtime.device.profiler_ranges import OpRanges
 
 PROFILE = "profile.json"
@@ -63,8 +63,7 @@ class StepProfiler:
         if kind is not None and VENDORS[kind].activity:
             kinds.append(getattr(ProfilerActivity, VENDORS[kind].activity))
         # Lanes are threads that stand already: without this only those that begin from here on would be seen.
-        everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        self._profile = profile(activities=kinds, experimental_config=everything)
+        self._profile = profile(activities=kinds, experimental_config=of_all_threads())
         self._profile.__enter__()
         self._ranges.on = True
 

@@ -10,8 +10,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from outsize.compat import trees
+from outsize.compat.operations import schema_of
+from outsize.compat.tensors import formed_like, no_function_override
 from outsize.errors import ConfigError
 
 # How a part is seen: an operation, its arguments but for the first, and which of several results.
@@ -52,7 +54,7 @@ class Place(Protocol):
 class AtRest(torch.Tensor):
     """A tensor without bytes; see above. Arguments: where it rests, and how a part of that is seen."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_function_override()
     _is_param = False
     _place: Place
     _views: tuple[_View, ...]
@@ -62,14 +64,7 @@ class AtRest(torch.Tensor):
     def __new__(cls, place: Place, views: tuple[_View, ...] = (), *, parameter: bool = False) -> "AtRest":
         """Return the tensor that rests at ``place``, or a part of it; as a parameter where asked."""
         form = _seen(torch.empty(place.shape, dtype=place.dtype, device="meta"), views)
-        made: AtRest = torch.Tensor._make_wrapper_subclass(
-            cls,
-            form.shape,
-            strides=form.stride(),
-            storage_offset=form.storage_offset(),
-            dtype=form.dtype,
-            device=torch.device("cpu"),
-        )
+        made: AtRest = formed_like(cls, form, torch.device("cpu"))
         made._place, made._views, made._shown = place, views, None
         if parameter:
             made._is_param = True  # what `isinstance(…, nn.Parameter)` asks for
@@ -81,11 +76,11 @@ class AtRest(torch.Tensor):
     ) -> Any:
         """Look, read or write, as the schema of the operation says."""
         kwargs = kwargs or {}
-        if any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns):
+        if any(result.alias_info and not result.alias_info.is_write for result in schema_of(func).returns):
             return _part(func, args, kwargs)
         if func is torch.ops.aten.mul_.Tensor and _scales(args[0], args[1]):
             return args[0]
-        if func._schema.name.startswith("aten::_foreach_"):
+        if schema_of(func).name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         return _compute(func, args, kwargs)
 
@@ -254,8 +249,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             originals[id(made)] = given
         return reals[id(given)]
 
-    ways, named = pytree.tree_map(real, args), pytree.tree_map(real, kwargs)
-    written = {id(tensor): tensor for tensor in _written(func._schema, args, kwargs)}
+    ways, named = trees.map_leaves(real, args), trees.map_leaves(real, kwargs)
+    written = {id(tensor): tensor for tensor in _written(schema_of(func), args, kwargs)}
     forms = {key: _geometry(reals[key]) for key in written}
     found = func(*ways, **named)
     for key in written:
@@ -266,7 +261,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
     for place in {tensor._place.key: tensor._place for tensor in written.values()}.values():
         place.write(bases[place.key])
-    return pytree.tree_map(lambda result: originals.get(id(result), result), found)
+    return trees.map_leaves(lambda result: originals.get(id(result), result), found)
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AtRest]:
@@ -276,7 +271,7 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, AtRest)]
+    return [leaf for leaf in trees.leaves_of(given) if isinstance(leaf, AtRest)]
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

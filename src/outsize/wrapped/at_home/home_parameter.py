@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from outsize.compat import trees
+from outsize.compat.tensors import as_plain_tensors
 from outsize.wrapped.at_home.at_rest import AtRest, assign
 
 Wait = Callable[[nn.Parameter, bool], None]
@@ -44,7 +44,7 @@ class HomeParameter(nn.Parameter):
             if attribute == "grad":
                 _wait_for((args[0],), gradient=name == "__get__")
             elif attribute in _VALUES or not (attribute or name in _FORM):
-                _wait_for(pytree.tree_leaves((args, kwargs)), gradient=False)
+                _wait_for(trees.leaves_of((args, kwargs)), gradient=False)
                 if attribute == "data":
                     own = args[0].detach()  # shares the count of changes
                     return own if name == "__get__" else assign(own, args[1])
@@ -61,7 +61,7 @@ class HomeParameter(nn.Parameter):
 
 def plainly() -> AbstractContextManager[Any]:
     """Return a context in which parameters at home are as any others: nothing waits."""
-    return cast(AbstractContextManager[Any], torch._C.DisableTorchFunctionSubclass())
+    return as_plain_tensors()
 
 
 def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait) -> nn.Parameter:

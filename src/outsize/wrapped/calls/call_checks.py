@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from outsize.compat.modules import has_gradient_hooks
 from outsize.errors import ConfigError
 
 # What models of transformers are asked for with all that goes from unit to unit.
@@ -33,7 +34,7 @@ def _check_trains(model: nn.Module, *, cached: bool) -> None:
             "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
             "with use_cache or past_key_values"
         )
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
+    if any(map(has_gradient_hooks, model.parameters())):
         raise ConfigError(
             "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
             "`parameter.grad` between backward and step"

@@ -1,0 +1,280 @@
+"""Private names of torch: each does what its function in compat says, in the torch that is here."""
+
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outsize.compat import graphs, modules, optimizers, storages, tensors, trees
+from outsize.compat.collectives import limited_backend, world_group
+from outsize.compat.compiling import allow_forms, compile_errors, compile_graph
+from outsize.compat.dispatch import (
+    OperationMode,
+    counting_changes_of_views,
+    fake_tensors,
+    is_watched,
+    watching,
+)
+from outsize.compat.operations import operations, schema_of
+from outsize.compat.profilers import allocations, of_all_threads
+
+
+def test_trees_are_taken_apart_and_put_together_again():
+    values = {"a": [1, (2, None)], "b": 3}
+    leaves, structure = trees.flatten(values)
+    assert leaves == trees.leaves_of(values) == [1, 2, None, 3]
+    assert trees.unflatten(leaves, structure) == values
+    assert trees.is_leaf(1)
+    assert not trees.is_leaf([1])
+    assert trees.map_leaves(str, [1, (2,)]) == ["1", ("2",)]
+    assert trees.map_only(int, lambda n: n + 1, [1, "x"]) == [2, "x"]
+    assert trees.leaves_of(values, is_leaf=lambda value: isinstance(value, list)) == [[1, (2, None)], 3]
+
+
+def test_a_mode_sees_operations_while_it_is_active_and_may_be_entered_twice():
+    class Seen(OperationMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def handle(self, func, args, kwargs):
+            self.names.append(str(func))
+            return func(*args, **kwargs)
+
+    assert not is_watched()
+    with Seen() as seen:
+        assert is_watched()
+        torch.ones(2).add(1)
+        with seen:
+            torch.ones(2)
+    torch.ones(2).mul(1)
+    assert [name.split(".")[1] for name in seen.names] == ["ones", "add", "ones", "ones"]
+    instead = torch.zeros(3)
+    with watching(lambda func, args, kwargs: instead):
+        assert torch.ones(2).shape == instead.shape
+
+
+def test_another_thread_is_not_watched():
+    found = []
+    with OperationMode():
+        thread = threading.Thread(target=lambda: found.append(is_watched()))
+        thread.start()
+        thread.join()
+    assert found == [False]
+
+
+def test_fake_tensors_have_a_form_and_no_values():
+    with fake_tensors(allow_real=True):
+        made = torch.empty(3, 4) @ torch.empty(4, 5)
+    assert made.shape == (3, 5)
+    assert type(made) is not Tensor
+
+
+def test_a_view_made_below_autograd_counts_the_changes_of_what_it_shows():
+    def follow(func, args, kwargs):
+        with counting_changes_of_views():
+            views.append(args[0].detach())
+        return func(*args, **kwargs)
+
+    views: list[Tensor] = []
+    base = torch.zeros(2)
+    with watching(follow):
+        base.add_(1)
+    assert graphs.version_of(views[0]) == graphs.version_of(base) == 1
+
+
+def test_changes_are_counted_and_may_be_left_out():
+    tensor = torch.zeros(2)
+    tensor.add_(1)
+    assert graphs.version_of(tensor) == 1
+    with graphs.keeping_versions((tensor,)):
+        tensor.add_(1)
+    assert graphs.version_of(tensor) == 1
+
+
+def test_nodes_have_an_order_and_know_whether_they_will_run():
+    leaf = torch.ones(2, requires_grad=True)
+    first = leaf * 2
+    second = first * 2
+    assert graphs.made_at(first.grad_fn) < graphs.made_at(second.grad_fn)
+    found = []
+    first.register_hook(lambda _: found.append(graphs.will_run(first.grad_fn)))
+    second.sum().backward()
+    assert found == [True]
+
+
+def test_views_lie_in_one_memory():
+    tensor = torch.zeros(4)
+    assert storages.memory_key(tensor) == storages.memory_key(tensor[1:])
+    assert storages.memory_key(tensor) == storages.storage_key(tensor.untyped_storage())
+    assert storages.memory_key(tensor) != storages.memory_key(torch.zeros(4))
+
+
+def test_what_a_module_holds_may_be_replaced():
+    layer = nn.BatchNorm1d(3)
+    assert modules.parameters_of(layer).keys() == {"weight", "bias"}
+    assert modules.buffers_of(layer).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+    modules.parameters_of(layer)["weight"] = other = nn.Parameter(torch.ones(3))
+    assert layer.weight is other
+
+
+def test_hooks_are_seen_and_replaced():
+    layer, ran = nn.Identity(), []
+    layer.register_forward_hook(lambda *_: ran.append("behind"))
+    layer.register_forward_pre_hook(lambda *_: ran.append("before"))
+    assert [len(hooks) for hooks in modules.forward_hooks_of(layer)] == [1, 1]
+    former = modules.replace_forward_hooks(layer, OrderedDict())
+    layer(torch.ones(1))
+    modules.replace_forward_hooks(layer, former)
+    layer(torch.ones(1))
+    assert ran == ["before", "before", "behind"]
+    assert not modules.has_hooks_of_all()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert modules.has_hooks_of_all()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_seen(register: str):
+    parameter = nn.Parameter(torch.ones(1))
+    assert not modules.has_gradient_hooks(parameter)
+    with getattr(parameter, register)(lambda _: None):
+        assert modules.has_gradient_hooks(parameter)
+
+
+def test_a_dtype_is_read_from_the_arguments_of_to():
+    assert modules.dtype_to_move_to("cpu", torch.bfloat16) is torch.bfloat16
+    assert modules.dtype_to_move_to("cpu") is None
+
+
+def test_operations_that_this_torch_has_not_are_left_out():
+    assert operations("mm.default", "mm.other", "no_such_operation.default") == {torch.ops.aten.mm.default}
+    schema = schema_of(torch.ops.aten.add_.Tensor)
+    assert [bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments] == [True, False, False]
+
+
+def test_allocations_and_releases_are_told_in_order():
+    def work():
+        kept = torch.empty(1024)
+        torch.empty(256)
+        return kept
+
+    kept, changes = allocations(work)
+    assert kept.shape == (1024,)
+    assert sum(changes) == 4096
+    assert sorted(changes) == [-1024, 1024, 4096]
+
+
+def test_a_profile_of_all_threads_sees_one_that_stood_before():
+    begun, stop = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.wait()
+        torch.ones(3).tan()
+        stop.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with torch.profiler.profile(experimental_config=of_all_threads()) as profile:
+        begun.set()
+        stop.wait()
+    thread.join()
+    assert "aten::tan" in {event.name for event in profile.events()}
+
+
+def test_fused_kernels_step_as_the_optimizers_do():
+    torch.manual_seed(0)
+    weights, gradient = torch.randn(2, 64)
+    with_adamw, with_sgd = weights.clone(), weights.clone()
+    planes = torch.zeros(2, 64)
+    optimizers.fused_adamw(
+        with_adamw, gradient, *planes, 1, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8
+    )
+    optimizers.fused_sgd(
+        with_sgd, gradient.clone(), [], lr=0.1, weight_decay=0.1, momentum=0.0, dampening=0.0,
+        nesterov=False, is_first_step=True,
+    )  # fmt: skip
+    for kind, found, more in (
+        (torch.optim.AdamW, with_adamw, {"betas": (0.9, 0.99)}),
+        (torch.optim.SGD, with_sgd, {}),
+    ):
+        parameter = nn.Parameter(weights.clone())
+        parameter.grad = gradient.clone()
+        kind([parameter], lr=0.1, weight_decay=0.1, fused=True, **more).step()
+        assert torch.equal(parameter, found)
+    assert torch.equal(optimizers.norms([weights, gradient]), torch.stack([weights.norm(), gradient.norm()]))
+
+
+def test_muon_multiplies_by_what_it_is_given():
+    parameter = nn.Parameter(torch.randn(4, 4))
+    parameter.grad = torch.randn(4, 4)
+    called = []
+
+    def instead(update: Tensor, *settings: object) -> Tensor:
+        called.append(settings)
+        return own(update, *settings)
+
+    with optimizers.muon_products(instead) as own:
+        torch.optim.Muon([parameter]).step()
+    torch.optim.Muon([parameter]).step()
+    assert len(called) == 1
+
+
+def test_a_tensor_of_a_class_of_its_own_has_a_form_and_no_bytes():
+    class Formed(Tensor):
+        __torch_function__ = tensors.no_function_override()
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return torch.zeros(5)
+
+    made = tensors.formed_like(Formed, torch.empty(2, 3).t(), torch.device("cpu"))
+    assert (made.shape, made.stride()) == ((3, 2), (1, 3))
+    assert made.exp().shape == (5,)
+
+
+def test_subclasses_are_plain_tensors_for_a_while():
+    class Told(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "told"
+
+    made = torch.ones(1).as_subclass(Told)
+    assert made.exp() == "told"
+    with tensors.as_plain_tensors():
+        assert made.exp() != "told"
+
+
+def test_what_cannot_be_compiled_raises_an_error_that_is_known():
+    def forward(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    allow_forms(64)
+    assert torch._dynamo.config.recompile_limit >= 64
+    with pytest.raises(compile_errors()):
+        torch.compile(forward, fullgraph=True, backend="eager")(torch.ones(1))
+
+
+def test_a_graph_is_compiled_by_the_backend_that_is_named():
+    graphs_seen = []
+
+    def backend(graph, inputs):
+        graphs_seen.append(graph)
+        return compile_graph("aot_eager", graph, inputs)
+
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: x * 3, backend=backend)(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+    assert len(graphs_seen) == 1
+
+
+def test_the_group_of_all_ranks_has_a_backend_that_gives_up(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        backend = limited_backend(world_group(), torch.device("cpu"), 5.0)
+        assert callable(backend.abort)
+    finally:
+        torch.distributed.destroy_process_group()
