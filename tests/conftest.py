@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from outsize.storage.directory import directory_of_process
 from patience import PATIENCE_S
 
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
@@ -99,6 +100,7 @@ def same_numbers_in_any_order() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a Python thread running or a file open."""
+    directory_of_process()  # one for all tests, locked while the process runs
     threads_before, files_before = live_threads(), open_files()
     yield
     leaked_threads = live_threads() - threads_before

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outsize.choices import Dtype, Home
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from outsize.training.conversation import Conversation
@@ -141,15 +141,16 @@ class TextWriter:
 
 def _tokenizer(places: Sequence[str | Path], trust_remote_code: bool) -> Any:
     """Return the tokenizer of the first of ``places`` that has one."""
-    from transformers import AutoTokenizer
-
     from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint, lone_template
+    from outsize.checkpoint.tokenizer_files import load_tokenizer
 
     *before, last = places
     own = (Path(each) for each in before if has_tokenizer(Path(each)))
     directory = next(own, None) or locate_checkpoint(last)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(directory, trust_remote_code=trust_remote_code)
+    except StorageError:
+        raise
     except Exception as error:  # transformers and its tokenizers raise a dozen kinds
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(

@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
 from outsize.session.run_state import changed_settings, settings_of
 from outsize.session.torch_state import borrowed_torch
+from outsize.storage.directory import temporary_directory
 from outsize.storage.prealloc import storage_errors
 from outsize.telemetry.run_reading import step_of
 from outsize.telemetry.writers import Writers, open_writers
@@ -157,7 +157,7 @@ def _opened(
         announce(f"note: {note}")
     model = files_of(config)
     check_length(config, model.hf_config)
-    own_dir = run_dir if known else Path(stack.enter_context(TemporaryDirectory(prefix="outsize-")))
+    own_dir = run_dir if known else stack.enter_context(temporary_directory())
     data = prepare_data(config, objective, recipe, model, (stack, own_dir), announce)
     torch.manual_seed(config.train.seed)
     models = open_models(stack, config, recipe, data.changes, run_dir, empty=known is None)
@@ -178,7 +178,7 @@ def _check_that_it_saves(model: Any, tokenizer: Any) -> None:
     Raises:
         ConfigError: it finds fault with the model's config, or with the tokenizer.
     """
-    with TemporaryDirectory(prefix="outsize-") as directory:
+    with temporary_directory() as directory:
         for what, part in ("config.json", model.config), ("the tokenizer", tokenizer):
             try:
                 part.save_pretrained(directory)

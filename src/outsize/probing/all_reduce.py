@@ -8,12 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from outsize.accelerators import VENDORS, is_accelerator, kind_here
+from outsize.errors import StorageError
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
+from outsize.storage.directory import temporary_directory
 from outsize.units import format_bytes
 
 _SMALLEST_BYTES = 2**10
@@ -64,11 +65,11 @@ def measure_all_reduce(
             backend, num_ranks, f"{num_ranks} processes need {format_bytes(needed)} of free memory"
         )
     try:
-        with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
-            output = Path(directory) / "out.json"
+        with temporary_directory() as directory:
+            output = directory / "out.json"
             done = _launch(backend, num_ranks, bytes_max, output)
             told = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, StorageError, ValueError, subprocess.TimeoutExpired) as error:
         return _nothing(backend, num_ranks, f"torchrun: {error}")
     if told is None:
         lines = done.stderr.strip().splitlines()

@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from outsize.errors import OutsizeError
 from outsize.hardware.machine_file import DataRates
 from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.probing.effort import Effort
+from outsize.storage.directory import temporary_directory
 
 _PIECE_CHARS = 20_000
 # Tokens of a sequence and sequences of a batch.
@@ -72,8 +72,8 @@ def _tokenized(backend: Any, pieces: Sequence[str], num_threads: int, effort: Ef
 def _loader(effort: Effort, num_threads: int) -> Measurement:
     """Return tokens per second of batches from an array of tokens on disk, shared out to ``num_threads`` threads."""
     try:
-        with tempfile.TemporaryDirectory(prefix="outsize-probe-") as directory:
-            path = Path(directory) / "tokens.npy"
+        with temporary_directory() as directory:
+            path = directory / "tokens.npy"
             np.save(path, np.arange(effort.loader_tokens, dtype=np.int32) % _VOCABULARY)
             with open_data(
                 path, None, seq_len=_SEQ_LEN, cache_dir=directory, limits=ModelLimits(vocab_size=_VOCABULARY)

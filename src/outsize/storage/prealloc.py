@@ -5,12 +5,13 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from outsize import files
-from outsize.errors import StorageError
+from outsize.errors import OutsizeError, StorageError
 from outsize.units import format_bytes
 
 _SPACE = "free some space or choose another directory"
@@ -49,6 +50,11 @@ _OF_DISKS = frozenset(
 )
 
 
+# How libraries write the number of an error of the system into the text of one of their own: Rust, Arrow.
+_NUMBER = re.compile(r"(?:os error|[Ee]rrno:?) (\d+)")
+_MOST_SAID = 200
+
+
 def explain(error: OSError, action: str) -> StorageError:
     """Return the `StorageError` for ``error``; ``action`` is what failed, e.g. ``"create x"``."""
     remedy = _REMEDY.get(error.errno or 0)
@@ -59,15 +65,37 @@ def explain(error: OSError, action: str) -> StorageError:
 def storage_errors() -> Iterator[None]:
     """Have what a disk or its file system fails with be a `StorageError`, whichever call it was; other errors stay.
 
+    So it is where a library has caught the error of the system and raised another: errors of ours, which were
+    written for files that are wrong, keep their words.
+
     Raises:
-        StorageError: the body raised such an `OSError`.
+        StorageError: the body raised such an `OSError`, or an error that follows from one.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in _OF_DISKS:
+    except StorageError:
+        raise
+    except Exception as error:
+        fault = _fault_behind(error)
+        if fault is None:
             raise
-        raise explain(error, f"use {error.filename}" if error.filename else "use a disk") from error
+        if isinstance(error, OutsizeError):
+            raise StorageError(f"{error} ({explain(fault, 'use a disk')})") from error
+        raise explain(fault, f"use {fault.filename}" if fault.filename else "use a disk") from error
+
+
+def _fault_behind(error: BaseException | None) -> OSError | None:
+    """Return the fault of a disk that ``error`` is or follows from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OF_DISKS:
+            return error
+        number = _NUMBER.search(str(error))
+        if number is not None and int(number[1]) in _OF_DISKS:
+            return OSError(int(number[1]), f"{os.strerror(int(number[1]))} ({str(error)[:_MOST_SAID]})")
+        # What comes of our own mistakes while an error is handled is no fault of a disk, and keeps its traceback.
+        follows = isinstance(error, (OSError, OutsizeError))
+        error = error.__cause__ or (error.__context__ if follows else None)
+    return None
 
 
 def preallocate(path: Path, num_bytes: int) -> int:

@@ -1,13 +1,13 @@
 """The data set of a run: the model's tokenizer, and sequences made with it."""
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from outsize.checkpoint import tokenizer_files
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.config import Config, SourceConfig
@@ -20,7 +20,7 @@ from outsize.errors import DataError
 from outsize.model.build import is_masked, load_hf_config
 from outsize.model.sizes.positions import num_positions
 from outsize.session.data_files import list_files
-from outsize.storage.directory import needed_directory
+from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.units import format_bytes
 
 # Between two lines that tell how much is tokenised.
@@ -165,10 +165,8 @@ def load_tokenizer(model: ModelFiles, trust_remote_code: bool) -> Any:
     Raises:
         DataError: there is none.
     """
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(model.directory, trust_remote_code=trust_remote_code)
+        return tokenizer_files.load_tokenizer(model.directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise DataError(
@@ -219,7 +217,7 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
     files = files_of(config, begun)
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir
-        directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
+        directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
         dataset = stack.enter_context(open_dataset(config, files, directory, announce))
         kept, per_step = dataset.kept(), config.sequences_per_step
         steps = config.over(dataset.num_sequences).train.steps

@@ -10,7 +10,6 @@ a difference that is smaller than that between turns is none.
 
 import contextlib
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
+from outsize.storage.directory import temporary_directory
 from outsize.training.run_data import open_dataset
 
 # Steps whose tokens per second lie so near are as good as each other.
@@ -171,7 +171,7 @@ def _short_run(config: Config, steps: int) -> ShortRun:
     """Return what ``steps`` steps of ``config`` take, the first left out."""
     near = Path(config.memory.store_dir or Path.cwd())
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-short-", dir=near)))
+        directory = stack.enter_context(temporary_directory(near))
         device = choose_device(config.memory.device)
         stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, device=device))
         return _timed(config, steps, directory, stack)

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
-from outsize.storage.directory import needed_directory
+from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.training.metrics.run_records import VerifyResult
 from outsize.training.notes import notes_of
 from outsize.training.resident import ResidentTrainer, materialise
@@ -37,7 +36,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
     """
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir
-        directory = Path(run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
+        directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
         stack.enter_context(needed_directory(directory, "train.run_dir"))
         stack.enter_context(
             borrowed_torch(

@@ -6,8 +6,6 @@ through all of it.
 
 import contextlib
 import logging
-import os
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +40,7 @@ from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import describe_machine
 from outsize.session.job.run_codecs import check_transport
 from outsize.session.session import Session, Store
+from outsize.storage.directory import directory_of_process
 from outsize.wrapped import wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.at_home.home_parameter import plainly, weakly
@@ -116,8 +115,7 @@ class Planned:
         self.records: LoopRecords | None = None
         self._memory, self.microbatches = settings.memory, settings.microbatches
         # One for each model: a model that was dropped takes its own away at any time.
-        own = Path(tempfile.gettempdir()) / f"outsize-{os.getpid()}-{id(model):x}"
-        self._store_dir = own if settings.store_dir is None else Path(settings.store_dir)
+        self._store_dir = Path(settings.store_dir or directory_of_process() / f"{id(model):x}")
         self._codecs, self._moments = settings.codecs, settings.moments
         self._with_head, self._transport = settings.with_head, settings.transport
         self._resident: frozenset[str] = frozenset()

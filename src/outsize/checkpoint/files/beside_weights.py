@@ -32,7 +32,7 @@ _OF_TOKENIZER = (
 )
 _GENERATION, _CODE = "generation_config.json", "*.py"
 # Where transformers keeps the chat templates of a tokenizer beside its default one.
-_NAMED_TEMPLATES = "additional_chat_templates"
+NAMED_TEMPLATES = "additional_chat_templates"
 
 # Contents of files by their path in the directory of a model, compressed: vocabularies are text of tens of megabytes.
 Beside = Mapping[str, bytes]
@@ -61,7 +61,7 @@ def read_beside(
         if template is None and lone is not None:
             template = files.read_text(lone)
         if template is None:
-            read |= _read(owner, (f"{_NAMED_TEMPLATES}/*.jinja",))
+            read |= _read(owner, (f"{NAMED_TEMPLATES}/*.jinja",))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"a file beside the weights of {origin} cannot be read: {error}; checkpoints hold a copy of it"
@@ -81,7 +81,7 @@ def write_beside(directory: Path, beside: Beside) -> None:
 
 def copy_named_templates(origin: Path, directory: Path) -> None:
     """Copy the chat templates that a tokenizer has beside its default one, where there are any."""
-    write_beside(directory, _read(origin, (f"{_NAMED_TEMPLATES}/*.jinja",)))
+    write_beside(directory, _read(origin, (f"{NAMED_TEMPLATES}/*.jinja",)))
 
 
 def _read(origin: Path, patterns: Sequence[str]) -> dict[str, bytes]:
