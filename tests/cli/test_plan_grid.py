@@ -11,6 +11,7 @@ from cli.test_plan_state import SHAPE
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import ask_what_fits
 from outsize.errors import InfeasiblePlanError
+from outsize.planner.predict.alternatives import alternatives
 from outsize.planner.predict.decision_search import cuts_to_try, decide
 from outsize.planner.search.microbatch_search import NEAR
 
@@ -75,3 +76,16 @@ def test_more_tokens_a_step_are_never_slower(config, method, size):
     ]
     for (less, slow), (more, fast) in pairwise(zip(counts, rates, strict=True)):
         assert fast >= slow * LITTLE, f"{less} tokens: {slow:.0f}, {more} tokens: {fast:.0f}"
+
+
+@pytest.mark.parametrize(("gpus", "enough"), [("4090", 21.5), ("h100", 24)])
+def test_adapters_over_a_model_that_fits_are_as_fast_as_a_resident_run_and_no_size_is_a_cliff(
+    config, gpus, enough
+):
+    """Small steps, which wait for weights: each unit that stays on the device spares its share of that."""
+    sizes = (6, 8, 10, 12, 14, 16, 18, enough)
+    asked = [question(config, gpus, "lora", 1024, 1024, device_memory=f"{size}GiB") for size in sizes]
+    rates = [tokens_per_s(one) for one in asked]
+    assert all(fast > slow for slow, fast in pairwise(rates))
+    resident = next(way for way in alternatives(asked[-1]) if way.name.startswith("one GPU"))
+    assert rates[-1] >= 0.95 * resident.tokens_per_s

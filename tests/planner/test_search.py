@@ -169,8 +169,11 @@ def mostly_frozen(gpus, **changes):
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])
 def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
-    """Slow links, few tokens, and units that do not train but for two: no core has to encode them again."""
-    question = mostly_frozen(gpus)
+    """Slow links, few tokens, no room for what could stay, and units that do not train but for two.
+
+    No core has to encode them again.
+    """
+    question = mostly_frozen(gpus, budgets=Budgets(device=GIB, host=1000 * GIB, disk=1000 * GIB))
     links = tuple(
         replace(link, up_bytes_per_s=replace(link.up_bytes_per_s, value=1e9))
         for link in question.machine.links
@@ -182,7 +185,7 @@ def test_weights_are_encoded_where_the_link_is_what_a_step_waits_for(gpus):
     assert found.memory["host"]["encoded weights"] > 0
     assert found.memory["device"]["codecs"] > 0
     assert encoded.microbatches is None
-    assert fastest(encoded).step_s <= found.step_s
+    assert fastest(encoded).step_s <= found.step_s * NEAR
     many = ask(gpus, sequences=64)
     assert fastest_with_codecs(many) == (many, fastest(many))
     shared = replace(slow, net_bytes_per_s=Figure(value=1e11, source="test")).deciding(nodes=2, clip=True)

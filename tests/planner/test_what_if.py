@@ -218,7 +218,8 @@ def test_a_rate_that_stays_keeps_stages_and_time():
 
 
 def test_codecs_are_asked_about_where_the_link_ends_a_step_and_only_there():
-    slow = parse_change("link=x0.05")(ask(sequences=1, seq_len=128))
+    none_stays = Budgets(device=2**30, host=2**40, disk=2**40)
+    slow = parse_change("link=x0.05")(ask(sequences=1, seq_len=128, budgets=none_stays))
     frozen = [
         replace(unit, tensors=tuple(replace(tensor, trainable=False) for tensor in unit.tensors))
         for unit in slow.model.units[:-2]

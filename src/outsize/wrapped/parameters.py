@@ -170,10 +170,19 @@ class HomeParameters(HomeTensors):
                     parameter.grad_dtype = parameter.dtype
                     parameter.grad = gradient.to(parameter.dtype)
 
-    def version(self, unit: UnitSpec) -> int:
-        """Return a number that grows whenever anybody but the engine changes the weights of ``unit``."""
+    def version(self, unit: UnitSpec, *, frozen: bool = False) -> int:
+        """Return a number that grows whenever anybody but the engine changes the weights of ``unit``.
+
+        Args:
+            unit: any.
+            frozen: whether changes in place of weights that train do not count.
+        """
         with plainly():
-            in_place = sum(version_of(self.named[tensor.name]) for tensor in unit.all_tensors)
+            in_place = sum(
+                version_of(self.named[tensor.name])
+                for tensor in unit.all_tensors
+                if not (frozen and tensor.trainable)
+            )
         return self.num_writes[unit.index] + in_place
 
     @property

@@ -129,7 +129,8 @@ class Planned:
         self._known: list[wrap_planning.BatchShape] = []
         self._needed: dict[wrap_planning.Saving, tuple[Mapping[int, Needed], Mapping[int, int]]] = {}
         self._shortened_for: wrap_planning.Saving | None = None  # what the engine has been told of that
-        self._encoded_of: dict[int, int] = {}  # version of the weights that the engine has encoded, by unit
+        # Of the weights that the engine has encoded or keeps on the device, by unit: of all, and of those frozen.
+        self._versions: dict[int, tuple[int, int]] = {}
         self._programs: dict[int, Programs] = {}
         self._abandoned: list[int] = []
         self._closed = self._walking = False
@@ -344,30 +345,31 @@ class Planned:
                 raise
         elif self._engine is None:
             self._plan_anew()
-        if not self._transport.is_raw("weights"):
-            self._note_changes()
         assert self._engine is not None
+        assert self._plan is not None
+        if not self._transport.is_raw("weights") or self._plan.layout.stays:
+            self._note_changes()
         while self._abandoned:  # the collector may add to it meanwhile
             self._engine.forget_saved(self._abandoned.pop())
-        assert self._plan is not None
         if self._shortened_for != shape.saving:
             self._engine.shorten(*self._needed.get(shape.saving, ({}, {})))
             self._shortened_for = shape.saving
         return self._engine, self._plan
 
     def _note_changes(self) -> None:
-        """Have weights encoded anew that somebody else has changed.
+        """Have weights encoded anew, and loaded anew where they stay on the device, that somebody else has changed.
 
         Kernels of torch's fused optimizers leave no mark on what they change: where `outsize.AdamW` does not step,
         anything that trains may be another since the last pass.
         """
         assert self._engine is not None
         for unit in self.split.spec.units:
-            version = self.parameters.version(unit)
+            versions = self.parameters.version(unit), self.parameters.version(unit, frozen=True)
+            former = self._versions.setdefault(unit.index, versions)
             unseen = self.optimizer is None and unit.trainable
-            if self._encoded_of.setdefault(unit.index, version) != version or unseen:
-                self._encoded_of[unit.index] = version
-                self._engine.weights_changed(unit.index)
+            if former != versions or unseen:
+                self._versions[unit.index] = versions
+                self._engine.weights_changed(unit.index, frozen=former[1] != versions[1])
 
     def _keep_head(self, model: nn.Module) -> None:
         """From now on the forward takes the weight of the head itself: the head is part of the rest."""
@@ -475,7 +477,7 @@ class Planned:
         known = {name: n for name, n in self._updates.items() if name in engine.optimizer.updates}
         engine.optimizer.updates.update(known)
         self._shortened_for = None
-        self._encoded_of.clear()
+        self._versions.clear()
 
     def _close_engine(self) -> None:
         self._programs.clear()

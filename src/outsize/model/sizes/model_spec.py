@@ -137,6 +137,10 @@ class UnitSpec:
         """Bytes of its weights at home and on their way to the device."""
         return self.numel * ITEMSIZE[dtype] + sum(part.home_bytes for part in self.frozen)
 
+    def trained_bytes(self, dtype: str) -> int:
+        """Bytes of the weights that steps change: of a unit that stays on the device no others are loaded again."""
+        return self.numel * ITEMSIZE[dtype] if self.trainable else 0
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the fp32 gradient plane."""

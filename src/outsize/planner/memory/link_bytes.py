@@ -10,11 +10,14 @@ from outsize.optim.optimizer_spec import WEIGHTS
 DECODE_BYTES = 8
 
 
-def encoded_planes(unit: UnitSpec, dtype: str) -> Iterator[tuple[str, int, str]]:
-    """Yield ``(plane, elements, dtype)`` of the weights of ``unit`` that have no encoding of their own yet."""
-    if unit.numel:
+def encoded_planes(unit: UnitSpec, dtype: str, *, stays: bool = False) -> Iterator[tuple[str, int, str]]:
+    """Yield ``(plane, elements, dtype)`` of the weights of ``unit`` that have no encoding of their own yet.
+
+    Of a unit that stays on the device those that are loaded again.
+    """
+    if unit.numel and (unit.trainable or not stays):
         yield WEIGHTS, unit.numel, dtype
-    for part in unit.frozen:
+    for part in unit.frozen if not stays else ():
         if part.codec is None and part.numel:
             yield part.plane, part.numel, part.dtype
 
@@ -69,12 +72,13 @@ def packed_bytes_of(transport: Transport, unit: UnitSpec, name: str, dtype: str)
     )
 
 
-def load_bytes(transport: Transport, unit: UnitSpec, dtype: str) -> int:
-    """Return the bytes that the weights of ``unit`` take on the link."""
+def load_bytes(transport: Transport, unit: UnitSpec, dtype: str, *, stays: bool = False) -> int:
+    """Return the bytes that a LOAD of ``unit`` takes on the link; of one that stays on the device, once it is there."""
     if transport.is_raw("weights"):
-        return unit.link_bytes(dtype)
-    sent = sum(transport.wire_bytes("weights", numel, kind) for _, numel, kind in encoded_planes(unit, dtype))
-    return sent + sum(part.home_bytes for part in unit.frozen if part.codec is not None)
+        return unit.trained_bytes(dtype) if stays else unit.link_bytes(dtype)
+    planes = encoded_planes(unit, dtype, stays=stays)
+    sent = sum(transport.wire_bytes("weights", numel, kind) for _, numel, kind in planes)
+    return sent + sum(part.home_bytes for part in unit.frozen if part.codec is not None and not stays)
 
 
 def gradient_bytes(transport: Transport, num_bytes: int) -> int:

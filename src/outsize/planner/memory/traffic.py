@@ -87,7 +87,7 @@ class OpBytes:
         if op.kind is Kind.LOAD:
             yield "up", self.on_link(op)
             if self.below == "disk" == self.home:
-                yield "disk_read", self.model.units[unit].link_bytes(self.model.dtype)
+                yield "disk_read", self._read_bytes(unit)
         elif op.kind is Kind.SUM:
             yield "up", self.on_link(op)
             if self.home == "disk":
@@ -117,7 +117,8 @@ class OpBytes:
         """Return the bytes of an op on the link of its worker, as a codec writes them where there is one."""
         unit = op.unit or 0
         if op.kind is Kind.LOAD:
-            return load_bytes(self.transport, self.model.units[unit], self.model.dtype)
+            stays = unit in self.layout.stays
+            return load_bytes(self.transport, self.model.units[unit], self.model.dtype, stays=stays)
         if op.kind is Kind.SUM:
             return self.layout.gradient_bytes[unit]
         if op.kind is Kind.GRAD:
@@ -137,13 +138,18 @@ class OpBytes:
         if op.tile is not None:
             planes = self.state.read_planes if op.kind is Kind.READ else self.state.write_planes
             return self.state.bytes_of(unit, self.elements(op), planes)
-        return unit.link_bytes(self.model.dtype) if op.kind is Kind.READ else self._rounded(op.unit or 0)
+        return self._read_bytes(op.unit or 0) if op.kind is Kind.READ else self._rounded(op.unit or 0)
 
     def elements(self, op: Op) -> int:
         """Return the elements that an op of a unit, or of a tile, is about; of several nodes, those of their share."""
         unit = op.unit or 0
         numel = self.layout.own_elements[unit] if self.layout.own_elements else self.model.units[unit].numel
         return numel if op.tile is None else min(self.tile_elements, numel - op.tile * self.tile_elements)
+
+    def _read_bytes(self, index: int) -> int:
+        """Return the bytes of a unit's weights that are read for a LOAD, once what stays is on the device."""
+        unit, dtype = self.model.units[index], self.model.dtype
+        return unit.trained_bytes(dtype) if index in self.layout.stays else unit.link_bytes(dtype)
 
     def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
         """Yield disk bytes of an exchange on this node: summed gradient, own weights, gathered weights."""

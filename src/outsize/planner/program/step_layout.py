@@ -30,8 +30,8 @@ class StepLayout:
         gradient_bytes: bytes of a unit's fp32 gradient.
         slot_bytes: sizes of the slots that units share; the rest has one more slot, of its own.
         accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
-        stays: units whose weights stay on the device from their first visit of a step to their last, each in a slot of
-            its own.
+        stays: units whose weights stay on the device, each in a slot of its own: those that train from the first visit
+            of a step to the last, those that never train from step to step.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
         kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty

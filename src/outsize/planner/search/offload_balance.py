@@ -133,12 +133,18 @@ def _loaded_bytes(layout: StepLayout, rounds: int) -> list[int]:
     """Return the bytes of weights that come up in each forward and backward, by turns, of the first ``rounds``.
 
     The last units of a forward still lie in their slots when the backward begins, and so do the first of a round when
-    the next one begins.
+    the next one begins. Of units that stay what trains is loaded again, no larger than its gradient.
     """
+    moved = tuple(
+        min(size, layout.gradient_bytes[unit]) if unit in layout.stays else size
+        for unit, size in enumerate(layout.weight_bytes)
+    )
     units = range(layout.num_streamed)
     forward, backward = list(units), list(units[layout.first_backward : layout.last])[::-1]
     places = (layout.weight_bytes, layout.slot_bytes, layout.prefetch_depth)
-    return list(_loads(tuple(forward), tuple(backward), rounds, *places, tuple(layout.own_slots.items())))
+    return list(
+        _loads(tuple(forward), tuple(backward), rounds, moved, *places, tuple(layout.own_slots.items()))
+    )
 
 
 @lru_cache(maxsize=256)
@@ -146,6 +152,7 @@ def _loads(
     forward: tuple[int, ...],
     backward: tuple[int, ...],
     rounds: int,
+    moved_bytes: tuple[int, ...],
     weight_bytes: tuple[int, ...],
     slot_bytes: tuple[int, ...],
     depth: int,
@@ -155,7 +162,7 @@ def _loads(
     ends = list(accumulate([len(forward), len(backward)] * rounds))
     loaded = [0] * len(ends)
     for stay in assign_slots((forward + backward) * rounds, weight_bytes, slot_bytes, depth, dict(own)):
-        loaded[bisect_right(ends, stay.load_visit)] += weight_bytes[stay.unit]
+        loaded[bisect_right(ends, stay.load_visit)] += moved_bytes[stay.unit]
     return tuple(loaded)
 
 

@@ -294,12 +294,9 @@ class Sizing:
     def more_staying(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with more units that stay, of those with weights that never train.
 
-        They lie among others that move, so that the link has the time of all to move those in. In a step of one round
-        units below the lowest backward are visited once: they would stay for nothing.
+        They lie among others that move, so that the link has the time of all to move those in.
         """
-        layout = self.layout(knobs)
-        lowest = layout.first_backward if layout.num_rounds == 1 else 0
-        streamed = self.model.units[lowest : self.model.num_streamed]
+        streamed = self.model.units[: self.model.num_streamed]
         frozen = [unit.index for unit in streamed if unit.frozen or (unit.tensors and not unit.trainable)]
         for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
             stays = frozenset(frozen[index * len(frozen) // number] for index in range(number))

@@ -2,8 +2,7 @@
 
 Memory to spare goes to `sizing.UPGRADES`, one after the other, each as far as it goes, what is left then to
 keeping what backwards need (`planner.search.recompute_policy`). Units with weights that never train may stay instead,
-where that is faster. Where the rates of the machine are known, two other
-ways to spend it
+from step to step, where that is faster. Where the rates of the machine are known, two other ways to spend it
 are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
 what backwards need in the tier below (`planner.search.offload_balance`). The one whose lanes end first is taken.
 """
@@ -52,7 +51,7 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
         return replace(knobs, kept=most_kept(layout, order, partial(_fits_with, fits, knobs)))
 
     ways = [kept(inputs_first)]
-    rates = options.rates if options.leaves_unasked else None
+    rates = options.rates
     if rates is None:
         return staying(ways[0])
 
@@ -61,8 +60,8 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
 
     if (stays_first := staying(inputs_first)) is not inputs_first:
         ways = [min(staying(ways[0]), kept(stays_first), key=step_s)]
-    if _keeps_all(sizing.layout(ways[0])):
-        return ways[0]
+    if not options.leaves_unasked or _keeps_all(sizing.layout(ways[0])):
+        return staying(ways[0])
     leaving = _upgraded(sizing, knobs, BEFORE_INPUTS, fits)
     if inputs_first.num_kept > leaving.num_kept:
         ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))

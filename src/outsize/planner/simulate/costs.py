@@ -288,7 +288,8 @@ class _Pricing(OpBytes):
         """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
         if op.kind is not Kind.LOAD or self.codec_rates is None or self.transport.is_raw("weights"):
             return 0.0
-        planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype))
+        stays = op.unit in self.layout.stays
+        planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype, stays=stays))
         pieces = max(1, sum(-(-numel // PIECE_ELEMENTS) for _, numel, _ in planes))
         num_bytes = sum(numel * ITEMSIZE[dtype] for _, numel, dtype in planes)
         decode_s = num_bytes / self.codec_rates.decode_bytes_per_s

@@ -239,10 +239,17 @@ class Engine:
         for worker in self._crew.workers:
             worker.compute.follow()
 
-    def weights_changed(self, unit: int) -> None:
-        """Take notice that somebody else has changed the weights of ``unit`` at home; between programs only."""
+    def weights_changed(self, unit: int, *, frozen: bool = True) -> None:
+        """Take notice that somebody else has changed the weights of ``unit`` at home; between programs only.
+
+        Args:
+            unit: its index.
+            frozen: whether those that never train may be among them.
+        """
         if self._encoded is not None:
             self._encoded.forget(unit)
+        for worker in self._crew.workers if frozen else ():
+            worker.weights.forget(unit)
 
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next op computes; between programs only."""
@@ -252,6 +259,8 @@ class Engine:
         """After an op has failed: end the lanes, let go of all that was under way, and be ready for another program."""
         self._last = None
         self._executor.close()
+        for worker in self._crew.workers:
+            worker.weights.forget()
         self._crew.let_go()
 
     def forward_backward_done(self, handle: StepHandle) -> None:

@@ -102,7 +102,15 @@ class _Memory:
         self.sums = GradientSums()
         staging = take_staging(plan.transport, "weights", device)
         self.weights = WeightOps(
-            spec, device, home, self.slots, host_buffers, encoded, staging, in_place=device.in_place
+            spec,
+            device,
+            home,
+            self.slots,
+            host_buffers,
+            encoded,
+            staging,
+            in_place=device.in_place,
+            stays=layout.stays,
         )
         self.gradients = GradientOps(
             spec,

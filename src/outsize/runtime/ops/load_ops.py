@@ -1,6 +1,6 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from torch import Tensor
 
@@ -34,6 +34,7 @@ class WeightOps:
         encoded: the weights as they go over the link; None where they go as they are.
         staging: two byte buffers on the device for what arrives encoded.
         in_place: whether weights that lie in a host home as they are used are used there; slots stay untouched then.
+        stays: units in slots of their own, of which what never trains is loaded once.
 
     Attributes:
         up: what has moved so far, or would have if it were not used in place.
@@ -50,8 +51,11 @@ class WeightOps:
         staging: Sequence[Tensor] = (),
         *,
         in_place: bool = False,
+        stays: Set[int] = frozenset(),
     ) -> None:
         self._in_place = in_place
+        self._stays = stays
+        self._there: set[tuple[int, str]] = set()  # planes of units that stay, once they are loaded
         self._spec = spec
         self._device = device
         self._home = home
@@ -101,32 +105,42 @@ class WeightOps:
         else:
             self._fill(op, unit, planes)
 
+    def forget(self, unit: int | None = None) -> None:
+        """Load all of ``unit`` again, or of every unit, although it stays; between programs only."""
+        self._there = {key for key in self._there if unit not in (None, key[0])}
+
     def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
-        staged = self._staged(unit, op.buffer) if op.buffer is not None else None
+        staged = (None,) * len(planes) if op.buffer is None else self._staged(unit, op.buffer)
         parts = (None, *unit.frozen)
-        for position, (name, part, plane) in enumerate(zip(_names(unit), parts, planes, strict=True)):
-            if not plane.numel():
-                continue
-            pieces = self._encoded.pieces(unit.index, name) if self._encoded is not None else []
-            if self._encoded is not None and pieces:
-                codec = self._encoded.codec
-                wire_bytes = bring_up(self._device, codec, pieces, plane, self._staging)
-                self.up = self.up.and_then(wire_bytes, plane.nbytes)
-                continue
-            if self._resting(unit.index, name, part, plane) is not None:
-                self.up = self.up.and_then(plane.nbytes, plane.nbytes)
-                continue
-            encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
-            into = plane if encoded is None else encoded
-            self.up = self.up.and_then(into.nbytes, plane.nbytes)
-            if staged is not None:
-                self._device.copy(into, staged[position])
-            elif (lent := self._home.lend(unit.index, name)) is not None:
-                self._device.copy(into, lent)
-            else:
-                self._home.read(unit.index, name, 0, into)
-            if part is not None and encoded is not None:
-                self._decoding.decode(part, encoded, plane)
+        for name, part, plane, buffer in zip(_names(unit), parts, planes, staged, strict=True):
+            if plane.numel() and (unit.index, name) not in self._there:
+                self._bring(unit.index, name, part, plane, buffer)
+                if unit.index in self._stays and (part is not None or not unit.trainable):
+                    self._there.add((unit.index, name))
+
+    def _bring(
+        self, unit: int, name: str, part: FrozenPart | None, plane: Tensor, staged: Tensor | None
+    ) -> None:
+        """Bring one plane up, from the host buffer ``staged`` where there is one, else from its home."""
+        pieces = self._encoded.pieces(unit, name) if self._encoded is not None else []
+        if self._encoded is not None and pieces:
+            wire_bytes = bring_up(self._device, self._encoded.codec, pieces, plane, self._staging)
+            self.up = self.up.and_then(wire_bytes, plane.nbytes)
+            return
+        if self._resting(unit, name, part, plane) is not None:
+            self.up = self.up.and_then(plane.nbytes, plane.nbytes)
+            return
+        encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
+        into = plane if encoded is None else encoded
+        self.up = self.up.and_then(into.nbytes, plane.nbytes)
+        if staged is not None:
+            self._device.copy(into, staged)
+        elif (lent := self._home.lend(unit, name)) is not None:
+            self._device.copy(into, lent)
+        else:
+            self._home.read(unit, name, 0, into)
+        if part is not None and encoded is not None:
+            self._decoding.decode(part, encoded, plane)
 
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a whole unit: disk → host buffer."""
@@ -134,7 +148,7 @@ class WeightOps:
         assert op.buffer is not None
         unit = self._spec.units[op.unit]
         for name, plane in zip(_names(unit), self._staged(unit, op.buffer), strict=True):
-            if plane.numel():
+            if plane.numel() and (unit.index, name) not in self._there:
                 self._home.read(unit.index, name, 0, plane)
 
     def _staged(self, unit: UnitSpec, buffer: int) -> tuple[Tensor, ...]:
