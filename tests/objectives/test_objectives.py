@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from outsize.checkpoint import saving_room
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.cli.app import app
 from outsize.config import Config, dump_config
-from outsize.errors import ConfigError, DataError, ModelError, NonFiniteError, OutsizeError
+from outsize.errors import ConfigError, DataError, ModelError, NonFiniteError, OutsizeError, StorageError
 from outsize.functions import export, train, verify
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
-from outsize.objectives import objective_models, objective_trainer
+from outsize.objectives import objective_models, objective_run, objective_trainer
 from support import make_model_dir
 from tiny import tiny_model, tiny_run
 
@@ -434,3 +436,24 @@ def test_a_checkpoint_is_gone_on_from_in_another_directory(tmp_path: Path):
     seen: list[int] = []
     result = train(make_run(tmp_path, "embed", "other", train=more), progress=lambda r: seen.append(r.step))
     assert (seen, result.run_dir) == ([3], str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("sections", [{}, {"train": {"method": "lora"}}, {"model": {"dtype": "bf16"}}])
+def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
+    sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is asked for is what a checkpoint takes, but for files that are small beside the weights of a real model."""
+    config = make_run(tmp_path, "dpo", **sections)
+    asked: list[int] = []
+    monkeypatch.setattr(objective_run, "check_saves", lambda saved, *_: asked.append(saved))
+    saved = Path(train(config).export_dir or "")
+    written = sum(
+        path.stat().st_size for path in saved.rglob("*") if path.suffix in (".safetensors", ".pt", ".bin")
+    )
+    assert asked[0] <= written <= 1.05 * asked[0] + 2**17
+    monkeypatch.undo()
+    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=asked[0] - 1))
+    monkeypatch.setattr(saving_room, "shutil", disk)
+    with pytest.raises(StorageError, match="the run could not save what it trains"):
+        train(make_run(tmp_path, "dpo", "full", **sections))
+    assert not list((tmp_path / "full").rglob("checkpoint*"))

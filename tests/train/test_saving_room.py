@@ -92,3 +92,39 @@ def test_a_home_that_is_there_takes_its_room_once(tmp_path: Path, monkeypatch: p
     home.write_bytes(b"x" * prepared.plan.total_bytes("disk"))
     with_free(monkeypatch, checkpoint_bytes(prepared))
     saving_room.check_room(prepared, config.train, tmp_path / "run", home, lambda _: None)
+
+
+@pytest.mark.parametrize(("host", "fits"), [(None, False), ("another", True)])
+def test_homes_of_ranks_on_one_disk_are_added_up(
+    host: str | None, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that saves nothing raises what the first one raises, and names of the same disk elsewhere do not count."""
+    config = make_run(tmp_path, memory={"home": "disk"})
+    prepared = prepare(config, tmp_path / "run", lambda _: None)
+    saved, home = checkpoint_bytes(prepared), prepared.plan.total_bytes("disk")
+    handed: list[Any] = []
+
+    def check(rank: int, gather: saving_room.Gather) -> None:
+        path = tmp_path / f"rank-{rank}" / "home.bin"
+        saving_room.check_room(
+            prepared, config.train, tmp_path, path, lambda _: None, saves=rank == 0, gather=gather
+        )
+
+    with_free(monkeypatch, saved + home)
+    for rank in range(2):
+        check(rank, lambda value: [value] if handed.append(value) is None else [])
+    if host is not None:
+        handed[1] = [[host, *each[1:]] for each in handed[1]]
+    for rank in range(2):
+        if fits:
+            check(rank, lambda _: handed)
+            continue
+        with pytest.raises(StorageError, match=r"and homes and activations of 2 ranks, which come before it"):
+            check(rank, lambda _: handed)
+    handed = [[(*each[:4], 0, each[5]) for each in told] for told in handed]  # checkpoints go elsewhere
+    with_free(monkeypatch, 2 * home - 1)
+    if not fits:
+        with pytest.raises(
+            StorageError, match=r"^homes and activations of 2 ranks take .*store_dir on another disk"
+        ):
+            check(1, lambda _: handed)

@@ -21,6 +21,7 @@ from outsize import files
 from outsize.accelerators import index_of, is_accelerator, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
+from outsize.checkpoint.saving_room import check_saves, state_bytes, weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.compat.trainers import forget_metrics, on_device, use_one_device
 from outsize.config import Config, DataConfig, Surroundings, dump_config
@@ -121,6 +122,7 @@ def _train(
         trainer.add_callback(following)
         write_whole(run_dir / CONFIG_FILE, dump_config(config))
         _rehearse(trainer)
+        _check_room(config, models, run_dir, announce)
         interrupt.finish = lambda: (
             "the run ends after the step under way, and saves; a second one stops it at once"
         )
@@ -271,6 +273,20 @@ def _rehearse(trainer: Any) -> None:
         batch = trainer.data_collator([dict(longest) for _ in range(min(count, len(rows)))])
         trainer.compute_loss(trainer.model, on_device(trainer, batch))
     forget_metrics(trainer)
+
+
+def _check_room(config: Config, models: Models, run_dir: Path, announce: Announce) -> None:
+    """Refuse a run whose checkpoints find no room; its homes are there by now.
+
+    Raises:
+        StorageError: they do not.
+    """
+    model = streamed(models.trained)
+    if is_wrapped(model):
+        runner = runner_of(model)
+        weights = weight_bytes(runner.split.spec, adapters=models.adapters is not None)
+        state = state_bytes(runner.split.spec, runner.state, masters=False)
+        check_saves(weights + state, config.train, run_dir, announce)
 
 
 @contextlib.contextmanager

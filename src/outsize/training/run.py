@@ -156,7 +156,15 @@ def _train(
     if (done := _done(config, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     _check_goes_on(config, dataset, resumed, record, ranks)
-    check_room(prepared, config.train, run_dir, home_file(config.memory, own_dir), announce)
+    check_room(
+        prepared,
+        config.train,
+        run_dir,
+        home_file(config.memory, own_dir),
+        announce,
+        saves=ranks.is_first,
+        gather=ranks.group.gather_objects,
+    )
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
     run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
