@@ -129,7 +129,7 @@ def compete(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     commits: list[float] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(borrowed_torch(deterministic=True, device="cpu"))
+        stack.enter_context(borrowed_torch(deterministic=True))
         set_thresholds(heap=False)
         contenders = {variant: Contender(stack, args, directory, variant) for variant in VARIANTS}
         for contender in contenders.values():

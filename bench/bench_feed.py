@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from common import Spread, finish, machine, print_table
 
+from outsize.accelerators import Devices
 from outsize.probing.effort import QUICK
 from outsize.probing.feed import measure_feed
 from outsize.probing.link import measure_links
@@ -61,7 +62,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {}
     most: list[float] = []
     for _ in range(arguments.rounds):
-        feed = measure_feed(device, arguments.dir, effort)
+        feed = measure_feed(Devices.parse(device), arguments.dir, effort)
         if feed.compute_s.median is None:
             raise SystemExit(feed.compute_s.source)
         most.append(feed.chunk_bytes / feed.compute_s.median)
@@ -97,7 +98,7 @@ def main() -> None:
         claims.append({"claim": claim, "counted": counted, "measured": ratio.median})
     links = {
         f"{link.path} {link.direction}": link.fit.bytes_per_s
-        for link in measure_links(device, QUICK)
+        for link in measure_links(Devices.parse(device), QUICK)
         if link.fit is not None
     }
     print_table(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outsize.accelerators import Devices
 from outsize.model.liger import take_liger
 from outsize.model.sizes.spec_from_config import FAMILIES as COUNTED
 from outsize.model.sizes.spec_from_config import read_shape
@@ -84,7 +85,7 @@ def case(family: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype])).train()
     ids = torch.randint(SIZES["vocab_size"], (args.sequences, args.seq_len))
     found: dict[str, Any] = {"family": family, "dtype": dtype, "as_it_is": kept_bytes(model, ids)}
-    found["kernels"] = take_liger(model, "cuda")
+    found["kernels"] = take_liger(model, Devices.parse("cuda"))
     found["liger"] = kept_bytes(model, ids)
     for name, fused in (("as_it_is", False), ("liger", True)):
         counted = planned_bytes(config.to_dict(), dtype, args.sequences, args.seq_len, fused=fused)

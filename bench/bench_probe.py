@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from outsize.accelerators import CPU
 from outsize.spin import SPIN_TURNS
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
@@ -243,7 +244,7 @@ def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[
                 rates["probe"].append(list(measure_adamw(QUICK, dtype, prepared.split.spec.units).samples))
                 rates["probe, own blocks"].append(list(measure_adamw(QUICK, dtype).samples))
                 if dtype == "fp32":
-                    rates["probe beside"].append(list(measure_adamw_beside("cpu", QUICK)[0].samples))
+                    rates["probe beside"].append(list(measure_adamw_beside(CPU, QUICK)[0].samples))
     found = {
         f"AdamW {dtype} alone": _pair(rates["probe"], rates["run"], "params_per_s"),
         f"AdamW {dtype} alone, without --model": _pair(

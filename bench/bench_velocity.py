@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from outsize.accelerators import Devices
 from outsize.config import DataConfig
 from outsize.data import ModelLimits, PackedDataset, Prefetcher, open_data
 from outsize.model.sizes.model_spec import pack_unit
@@ -184,7 +185,7 @@ def bench_b(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
                 times["optimizer"].append(time.perf_counter() - computed)
         median = {name: Spread.of(values).median for name, values in times.items()}
         layer_range = Spread.of(times["layer"])
-    product = measure_matmul(device, "bf16" if device != "cpu" else "fp32", FULL)
+    product = measure_matmul(Devices.parse(device), "bf16" if device != "cpu" else "fp32", FULL)
     assert product.median is not None, product.source
     rate = tokens / median["layer"]
     mfu = 6 * num_parameters * rate / product.median

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outsize.accelerators import Devices
+
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -336,7 +338,10 @@ def main() -> None:
     args.device_memory = args.device_memory or default_cap(args.device)
     args.results.mkdir(parents=True, exist_ok=True)
     cap_device(args.device, parse_bytes(args.device_memory))
-    with tempfile.TemporaryDirectory() as name, borrowed_torch(deterministic=True, device=args.device):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        borrowed_torch(deterministic=True, devices=Devices.parse(args.device)),
+    ):
         result = run(args, configure(args, shape, Path(name)), Path(name))
         if args.card or args.device.startswith("cuda"):
             result["plan"] = planned(args, Path(name), result["tokens_per_s"])

@@ -7,20 +7,15 @@ row for each vendor, and nowhere else; docs/devices.md says what was run on whic
 This module loads torch when it is asked about devices, and not when it is imported.
 """
 
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outsize.errors import ConfigError, ExecutionError
+from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +135,132 @@ VENDORS: dict[str, Vendor] = {
 }
 
 
+# What torch computes on without them.
+_HOST = Vendor(title="CPU", backend="gloo")
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that a run computes on, one for each worker: what ``auto`` and ``cuda:all`` have become.
+
+    Attributes:
+        kind: ``cpu``, ``emulated``, or torch's word for a kind of accelerators.
+        indices: the number of each device, the same one again where workers share it; none of the CPU.
+    """
+
+    kind: str = "cpu"
+    indices: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str) -> "Devices":
+        """Return the devices of a name: ``cpu``, ``emulated:2``, which are two, ``cuda``, ``cuda:1``, ``cuda:0,2``.
+
+        Raises:
+            ConfigError: there are no such devices.
+        """
+        kind, _, named = name.partition(":")
+        numbers = named.split(",") if named else ["1" if kind == "emulated" else "0"]
+        if name == "cpu":
+            return cls()
+        if all(number.isdigit() for number in numbers):
+            indices = tuple(map(int, numbers))
+            if kind in VENDORS:
+                return cls(kind, indices)
+            if kind == "emulated" and len(indices) == 1 and indices[0]:
+                return cls(kind, indices if indices == (1,) else tuple(range(indices[0])))
+        raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N, cuda:i or cuda:i,j")
+
+    def __str__(self) -> str:
+        if self.kind == "emulated" and len(self.indices) > 1:
+            return f"{self.kind}:{len(self.indices)}"
+        return f"{self.kind}:{','.join(map(str, self.indices))}" if self.indices else self.kind
+
+    @property
+    def each(self) -> "tuple[Devices, ...]":
+        """The device of each worker, by itself."""
+        return tuple(Devices(self.kind, (index,)) for index in self.indices) or (self,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each worker's device."""
+        return tuple(map(str, self.each))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether host memory is their own, and no link lies between."""
+        return self.kind == "cpu"
+
+    @property
+    def emulated(self) -> bool:
+        """Whether they are workers on the CPU behind links of a given rate."""
+        return self.kind == "emulated"
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether they have memory and streams of their own."""
+        return self.kind in VENDORS
+
+    @property
+    def own_processor(self) -> bool:
+        """Whether they compute beside the cores of the host, and not on them."""
+        return self.accelerated
+
+    @property
+    def index(self) -> int:
+        """The number of the first one, as torch counts."""
+        return self.indices[0] if self.indices else 0
+
+    @property
+    def torch_device(self) -> "torch.device":
+        """The first one, for torch; emulated ones compute on the CPU."""
+        import torch
+
+        return torch.device(self.kind, self.index) if self.accelerated else torch.device("cpu")
+
+    @property
+    def properties(self) -> "tuple[Any, ...]":
+        """What torch says of each accelerator; nothing of other devices."""
+        indices = self.indices if self.accelerated else ()
+        return tuple(module_of(self.kind).get_device_properties(index) for index in indices)
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """What the driver calls each accelerator; nothing of other devices."""
+        indices = self.indices if self.accelerated else ()
+        return tuple(module_of(self.kind).get_device_name(index) for index in indices)
+
+    def memory_info(self) -> list[tuple[int, int]]:
+        """Return free and total bytes of each accelerator, in equal parts where workers share one; else nothing."""
+        found = []
+        for index in self.indices if self.accelerated else ():
+            free, total = module_of(self.kind).mem_get_info(index)
+            sharing = self.indices.count(index)
+            found.append((free // sharing, total // sharing))
+        return found
+
+
+CPU = Devices()
+
+
+def choose_device(name: str) -> Devices:
+    """Return the devices of ``memory.device``: ``auto`` is the first kind of accelerator here, else the CPU.
+
+    Raises:
+        ConfigError: there are no such devices, or ``all`` of a kind of which torch sees none.
+    """
+    if name == "auto":
+        name = kind_here() or "cpu"
+    kind = kind_of(name)
+    if name != f"{kind}:all":
+        return Devices.parse(name)
+    count = count_of(kind)
+    if not count:
+        raise ConfigError(
+            f"memory.device is {name}, but torch sees no {title_of(kind)} device; use --device cpu, or check the driver"
+        )
+    return Devices(kind, tuple(range(count)))
+
+
 def kind_of(device: "str | torch.device") -> str:
     """Return the kind of a device, or of all that a name such as ``cuda:0,1`` stands for."""
     return device.partition(":")[0] if isinstance(device, str) else device.type
@@ -151,8 +272,8 @@ def is_accelerator(device: "str | torch.device") -> bool:
 
 
 def vendor_of(device: "str | torch.device") -> Vendor:
-    """Return the row of the table for an accelerator."""
-    return VENDORS[kind_of(device)]
+    """Return the row of the table for a device."""
+    return VENDORS.get(kind_of(device), _HOST)
 
 
 def title_of(device: "str | torch.device") -> str:
@@ -175,12 +296,6 @@ def index_of(name: str) -> int:
     return int(name.partition(":")[2] or 0)
 
 
-def torch_name(name: str) -> str:
-    """Return what torch calls the first device of ``name``; emulated ones compute on the CPU."""
-    first = name.partition(",")[0]
-    return first if is_accelerator(first) else "cpu"
-
-
 def count_of(kind: str) -> int:
     """Return how many devices of a kind torch sees; none where torch was built without it."""
     return int(module_of(kind).device_count()) if _is_there(kind) else 0
@@ -198,26 +313,25 @@ def _is_there(kind: str) -> bool:
         return False
 
 
-def check_here(name: str) -> None:
-    """Check that torch sees every device that ``name`` stands for.
+def check_here(devices: Devices) -> None:
+    """Check that torch sees every one of ``devices``.
 
     Raises:
         ConfigError: one of them is missing.
     """
-    if not is_accelerator(name):
+    if not devices.accelerated:
         return
     import torch
 
-    kind, _, indices = name.partition(":")
-    count = count_of(kind)
-    if max(map(int, (indices or "0").split(","))) >= count:
+    kind, count = devices.kind, count_of(devices.kind)
+    if max(devices.indices) >= count:
         built_for = torch.accelerator.current_accelerator()
         without = built_for is None or built_for.type != kind
         remedy = (
             f"install a torch built for {title_of(kind)}" if without else f"check {VENDORS[kind].drivers}"
         )
         raise ConfigError(
-            f"memory.device is {name}, but torch {torch.__version__} sees {count} {title_of(kind)} devices; "
+            f"memory.device is {devices}, but torch {torch.__version__} sees {count} {title_of(kind)} devices; "
             f"use --device cpu, or {remedy}"
         )
 
@@ -242,61 +356,20 @@ def check_device_name(value: str) -> str:
     return value
 
 
+def synchronize(device: "str | torch.device") -> None:
+    """Return when all work on a device is done, as it is on a CPU at any time."""
+    if is_accelerator(device):
+        import torch
+
+        torch.accelerator.synchronize(device)
+
+
 def new_event(device: "str | torch.device") -> Any:
     """Return an event that is timed, and that a thread waits for asleep."""
     return module_of(device).Event(**vendor_of(device).event_options)
 
 
-def uuid_of(name: str) -> str:
-    """Return what the driver knows the device ``name`` by."""
-    return vendor_of(name).uuid(module_of(name).get_device_properties(index_of(name)))
-
-
-@contextmanager
-def last_calls(device: "str | torch.device") -> Iterator[None]:
-    """Context of what brings work on a device to its end.
-
-    A device that has failed says so at every call. Where an error is on its way already, that one tells what failed,
-    and what fails here is logged.
-
-    Raises:
-        ExecutionError: the device has failed, and nothing else says so.
-    """
-    known = sys.exception()
-    try:
-        yield
-    except RuntimeError as error:
-        if known is None:
-            raise ExecutionError(f"{device} has failed: {error}") from error
-        _log.warning("%s has failed: %s", device, error)
-
-
-class DriverPinner:
-    """Pins host memory by the driver of a kind of device, for all devices of the kind in this process.
-
-    Args:
-        device: one of them.
-    """
-
-    def __init__(self, device: "str | torch.device") -> None:
-        self._row = vendor_of(device)
-
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Pin the pages of a range.
-
-        Raises:
-            OSError: the driver refuses, or torch has no way to ask it; the range is as it was.
-        """
-        if self._row.register is None:
-            raise OSError(f"torch pins no memory that it has not allocated for {self._row.title}")
-        self._row.register(address, num_bytes)
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin` of the range that starts at ``address``."""
-        assert self._row.unregister is not None
-        self._row.unregister(address)
-
-
-def pinner_of(device: "str | torch.device") -> DriverPinner | None:
-    """Return what pins host memory for copies to a device; None where copies do not ask for it."""
-    return DriverPinner(device) if is_accelerator(device) else None
+def uuids_of(devices: Devices) -> dict[int, str]:
+    """Return by index what the driver knows accelerators by; nothing of other devices."""
+    uuid = vendor_of(devices.kind).uuid
+    return dict(zip(devices.indices, map(uuid, devices.properties), strict=False))

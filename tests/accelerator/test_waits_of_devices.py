@@ -11,6 +11,7 @@ import torch
 
 from accelerator import late
 from devices import IS_MADE_UP
+from outsize.accelerators import Devices
 from outsize.inference.caller import Caller
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device, open_device
@@ -26,14 +27,14 @@ SIZE = 4096
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    device = open_device("late:0")
+    device = open_device(Devices.parse("late:0"))
     yield device
     device.close()
 
 
 @pytest.fixture
 def workers() -> Iterator[Workers]:
-    workers = open_workers("late:0,1")
+    workers = open_workers(Devices.parse("late:0,1"))
     yield workers
     workers.close()
 
@@ -175,7 +176,7 @@ def test_a_lane_brings_down_what_its_worker_has_made_on_another_device(workers: 
 
 
 def test_what_a_lane_has_made_is_the_caller_s_when_taken():
-    device, caller = open_device("late:0"), Caller(torch.device("late:0"))
+    device, caller = open_device(Devices.parse("late:0")), Caller(torch.device("late:0"))
     with device.lane("compute"):
         made = torch.ones(SIZE, device="late:0")
         mark = device.record("compute")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from devices import DEVICES, ON_ACCELERATOR, needs_accelerator
-from outsize.runtime.device.device_group import device_names
+from outsize.accelerators import Devices
 from outsize.runtime.device.peer_copies import can_copy
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
@@ -68,7 +68,7 @@ def test_copies_from_device_to_device_change_no_bit(
     name: str, dtype: str, memory: dict[str, Any], tmp_path: Path
 ):
     """On one GPU its own memory; between two of them their way, if they have one."""
-    names = device_names(DEVICES)
+    names = Devices.parse(DEVICES).names
     if ON_ACCELERATOR and not (can_copy(*names[:2]) and can_copy(*names[1::-1])):
         pytest.skip(f"{names[0]} and {names[1]} do not copy to each other by themselves")
     sections = {"model": {"dtype": dtype}, "train": {"microbatches": 4}, "parallel": {"handover": "peer"}}

@@ -3,7 +3,7 @@
 import pytest
 
 from hardware.fake_machine import CGROUP_V1, CGROUP_V2, SERVER, build
-from outsize.accelerators import VENDORS, Vendor
+from outsize.accelerators import VENDORS, Devices, Vendor
 from outsize.hardware.host_memory import refused_pin
 from outsize.probing.link import why_pageable
 
@@ -39,4 +39,4 @@ def test_limits_that_are_not_there_are_not_told(tmp_path):
 
 def test_where_torch_has_no_way_to_pin_no_limit_is_blamed(monkeypatch):
     monkeypatch.setitem(VENDORS, "other", Vendor(title="Other"))
-    assert why_pageable("other:0") == "torch pins no memory that it has not allocated for Other"
+    assert why_pageable(Devices("other", (0,))) == "torch pins no memory that it has not allocated for Other"

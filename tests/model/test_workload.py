@@ -7,8 +7,8 @@ import peft
 import pytest
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from outsize.accelerators import CPU, Devices
 from outsize.config import parse_config
-from outsize.model import liger
 from outsize.model.adapters import put_in
 from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton
@@ -64,7 +64,7 @@ def measure(config, dtype, mlp_parts=1, lora=None, kernels="none"):
         }
     )
     model = build_skeleton(config, dtype, frozen=lora is not None)
-    take_kernels(model, kernels, "cpu", lambda _: None)
+    take_kernels(model, kernels, CPU, lambda _: None)
     adapters = None if lora is None else put_in(model, prepare.lora_of(run, model), 0)
     parts = prepare.split_model(model, dtype, run, adapters)
     take_in_parts(parts, mlp_parts)
@@ -151,7 +151,7 @@ def test_counts_of_a_frozen_block_with_adapters(family, mlp_parts, modules, para
 def test_what_liger_saves_less_is_counted(family, lora, dtype, monkeypatch):
     """By the trial of a run on an accelerator, which saves what the kernels would, and runs none."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "stand_in"))
-    monkeypatch.setattr(liger, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(Devices, "own_processor", True)
     modules = ("q_proj", "v_proj")
     config = CONFIGS[family]
     measured = measure(config, dtype, 1, lora and {**lora, "target_modules": modules}, "liger")

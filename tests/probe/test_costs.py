@@ -9,6 +9,7 @@ import torch
 
 from doctor.records import gpu
 from hardware.fake_machine import measured
+from outsize.accelerators import CPU
 from outsize.hardware.cpu import NumaNode
 from outsize.hardware.readings import Fact
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
@@ -59,11 +60,11 @@ def test_a_node_that_this_process_may_not_use_is_told():
 
 
 def test_devices_alone_and_all_at_once():
-    rates = measure_together(["cpu", "cpu"], TINY)
+    rates = measure_together([CPU, CPU], TINY)
     assert [rate.direction for rate in rates] == ["up", "up", "down", "down"]
     assert all(rate.together_bytes_per_s.median > 0 for rate in rates)
     assert "beside those of 1 more" in rates[0].together_bytes_per_s.source
-    assert measure_together(["cpu"], TINY) == ()
+    assert measure_together([CPU], TINY) == ()
 
 
 def test_pairs_of_gpus_are_classified(monkeypatch):
@@ -82,7 +83,7 @@ def test_pairs_of_gpus_are_classified(monkeypatch):
 
 
 def test_a_cpu_has_no_link_to_ask_under_load():
-    assert {fact.value for fact in read_loaded_link("cpu", TINY)} == {None}
+    assert {fact.value for fact in read_loaded_link(CPU, TINY)} == {None}
 
 
 @pytest.fixture
@@ -98,10 +99,10 @@ def model():
 
 def test_each_shape_of_a_model_is_timed_once_and_the_embedding_is_no_product(model):
     assert shapes_of(model) == {(64, 32): "q", (99, 32): "head"}
-    first, last = measure_shapes("cpu", model, TINY)
+    first, last = measure_shapes(CPU, model, TINY)
     assert (first.name, first.num_outputs, first.num_inputs, first.num_tokens) == ("q", 64, 32, 64)
     assert last.flops_per_s["fp32"].median > 0
-    assert measure_shapes("cpu", None, TINY) == ()
+    assert measure_shapes(CPU, None, TINY) == ()
 
 
 def test_a_tokenizer_of_yours_is_named_and_a_broken_one_is_told(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@ import threading
 
 import pytest
 
+from outsize.accelerators import CPU
 from outsize.probing.feed import feed_through_ring, measure_feed
 from patience import PATIENCE_S
 from probe.efforts import TINY
@@ -49,13 +50,13 @@ def test_an_error_of_either_side_ends_both():
 
 
 def test_a_directory_that_takes_no_file_is_told():
-    rates = measure_feed("cpu", None, TINY)
+    rates = measure_feed(CPU, None, TINY)
     assert "--directory" in rates.compute_s.source
     assert all(rate.median is None for rate in rates.bytes_per_s.values())
 
 
 def test_nothing_stays_where_the_chunks_were(tmp_path):
-    rates = measure_feed("cpu", tmp_path, TINY)
+    rates = measure_feed(CPU, tmp_path, TINY)
     assert list(rates.bytes_per_s) == ["demand-paged", "waited for", "two buffers", "four buffers"]
     assert all(rate.median > 0 for rate in rates.bytes_per_s.values())
     assert list(tmp_path.iterdir()) == []

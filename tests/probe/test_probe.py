@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hardware.fake_machine import measured
+from outsize.accelerators import CPU
 from outsize.cli.text.probe_rows import streaming_rows
 from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.readings import Measurement
@@ -150,7 +151,7 @@ def test_a_directory_that_is_not_there_is_told(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU is no device beside a GPU")
 def test_the_link_of_a_cpu_is_memory_in_three_directions():
-    links = {link.direction: link for link in measure_links("cpu", TINY)}
+    links = {link.direction: link for link in measure_links(CPU, TINY)}
     assert list(links) == ["up", "down", "both"]
     for link in links.values():
         assert link.path == "dram copy"
@@ -185,7 +186,7 @@ def test_copies_never_run_over_the_end(monkeypatch):
         return real(target, source, **options)
 
     monkeypatch.setattr(torch.Tensor, "copy_", spy)
-    links = list(measure_links("cpu", TINY))
+    links = list(measure_links(CPU, TINY))
     assert {point.num_bytes for point in links[0].points} == {size for size, _ in copied}
     assert all(size == other for size, other in copied)
 
@@ -195,7 +196,7 @@ def test_a_dtype_that_the_device_lacks_is_a_gap(monkeypatch):
         raise RuntimeError("not implemented for 'BFloat16'\nand a trace")
 
     monkeypatch.setattr(torch, "mm", refuse)
-    assert measure_matmul("cpu", "bf16", TINY) == Measurement.absent(
+    assert measure_matmul(CPU, "bf16", TINY) == Measurement.absent(
         "bf16 n x n product, n =: not implemented for 'BFloat16'"
     )
 
@@ -217,11 +218,11 @@ def test_little_memory_leaves_out_what_needs_more(tmp_path):
 
 def test_no_tensor_of_attention_is_larger_than_an_array():
     eager = replace(TINY, matmul_s=1e9, array_bytes=4 * MIB)
-    assert measure_attention("cpu", "fp32", eager).source.endswith("tokens = 1024")
+    assert measure_attention(CPU, "fp32", eager).source.endswith("tokens = 1024")
 
 
 def test_little_memory_makes_little_matrices():
-    assert measure_matmul("cpu", "fp32", replace(TINY, matmul_s=1e9)).source.endswith("n = 512")
+    assert measure_matmul(CPU, "fp32", replace(TINY, matmul_s=1e9)).source.endswith("n = 512")
 
 
 def test_the_first_repetition_does_not_count():

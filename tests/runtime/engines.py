@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from outsize.accelerators import Devices
 from outsize.codecs.wire import EXACT, Wire
 from outsize.group.group import Group
 from outsize.model.split import Split, split
@@ -136,7 +137,7 @@ def engine_over(
                 mine = range(unit.numel) if own is None else own[unit.index]
                 if dtype != "fp32" and unit.trainable and mine:
                     where.write(unit.index, "master", mine.start, plane[mine.start : mine.stop])
-        opened = stack.enter_context(contextlib.closing(open_device(device)))
+        opened = stack.enter_context(contextlib.closing(open_device(Devices.parse(device))))
         scratch = None
         if plan.layout.offload:
             extents = len(plan.layout.offload) * plan.layout.num_microbatches

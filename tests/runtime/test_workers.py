@@ -3,9 +3,10 @@ import contextlib
 import pytest
 import torch
 
+from outsize.accelerators import Devices
 from outsize.errors import BudgetExceededError, ConfigError
 from outsize.runtime.device.device import EmulatedDevice
-from outsize.runtime.device.device_group import Workers, device_names, open_workers, tier_of
+from outsize.runtime.device.device_group import Workers, open_workers, tier_of
 from outsize.storage.ledger import Ledger
 
 
@@ -21,18 +22,18 @@ from outsize.storage.ledger import Ledger
     ],
 )
 def test_a_name_means_one_device_for_each_worker(name: str, expected: tuple[str, ...]):
-    assert device_names(name) == expected
+    assert Devices.parse(name).names == expected
 
 
 @pytest.mark.parametrize("name", ["emulated:0", "emulated:x"])
 def test_names_that_mean_none(name: str):
     with pytest.raises(ConfigError, match="unknown device"):
-        device_names(name)
+        Devices.parse(name)
 
 
 def test_each_worker_has_a_budget_of_its_own():
     ledger = Ledger({tier_of(0, 2): 4096, tier_of(1, 2): 8192})
-    workers = open_workers("emulated:2", ledger)
+    workers = open_workers(Devices.parse("emulated:2"), ledger)
     workers.devices[1].allocate(8192, "slot")
     workers.devices[0].allocate(4096, "slot")
     with pytest.raises(BudgetExceededError, match="device:w0"):
@@ -44,7 +45,7 @@ def test_each_worker_has_a_budget_of_its_own():
 def test_a_device_that_is_missing_leaves_nothing_open():
     ledger = Ledger({tier_of(0, 2): 4096, tier_of(1, 2): 4096})
     with pytest.raises(ConfigError, match="cuda:98"):
-        open_workers("cuda:98,99", ledger)
+        open_workers(Devices.parse("cuda:98,99"), ledger)
 
 
 def test_lanes_belong_to_their_workers():
@@ -91,7 +92,7 @@ def test_a_lane_between_two_devices_is_that_of_the_first_in_order_with_the_other
 
 
 def test_copies_between_emulated_devices_take_their_time():
-    device = open_workers("emulated:2", peer_bytes_per_s=1000.0).devices[1]
+    device = open_workers(Devices.parse("emulated:2"), peer_bytes_per_s=1000.0).devices[1]
     waits: list[float] = []
     device._never.wait = waits.append
     with device.crossing(500):

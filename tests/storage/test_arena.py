@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outsize.accelerators import DriverPinner
 from outsize.errors import BudgetExceededError, StorageError
+from outsize.runtime.device.driver import DriverPinner
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from outsize.accelerators import CPU
 from outsize.session.job.prepare import prepare
 from outsize.telemetry.heartbeat_schema import Line
 from outsize.training.metrics import flops
@@ -126,8 +127,8 @@ def test_a_processor_that_is_slow_in_16_bits_is_told_of(bf16: float, fp32: float
 
 
 def test_fp32_is_measured_beside_another_dtype_of_a_cpu():
-    assert flops.peak_of("cpu", "bf16").fp32_flops_per_s > 0
-    assert flops.peak_of("cpu", "fp32").fp32_flops_per_s is None
+    assert flops.peak_of(CPU, "bf16").fp32_flops_per_s > 0
+    assert flops.peak_of(CPU, "fp32").fp32_flops_per_s is None
 
 
 def test_peaks_are_those_of_data_sheets():

@@ -23,9 +23,10 @@ from transformers.models.llama import modeling_llama
 
 import outsize
 import zoo
+from outsize.accelerators import Devices
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
-from outsize.model import hub_kernels, liger
+from outsize.model import liger
 from outsize.model.hub_kernels import take_hub
 from outsize.model.liger import take_plain
 from outsize.training.verify import verify
@@ -79,7 +80,7 @@ def map_to(repository: Path, monkeypatch: pytest.MonkeyPatch, device: str = "cpu
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is to compute on an accelerator, and tensors lie on none."""
-    monkeypatch.setattr(hub_kernels, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(Devices, "own_processor", True)
 
 
 def hub_run(directory: Path, name: str = "llama", **sections: Any) -> Config:
@@ -123,7 +124,7 @@ def test_losses_are_those_of_the_plain_model_but_for_rounding(tmp_path: Path) ->
 def test_modules_of_other_models_are_as_they_were_and_those_of_this_one_again() -> None:
     other, model, batch = zoo.build("llama"), zoo.build("llama"), zoo.batch("llama")
     before = model(**batch).logits
-    assert take_hub(model, "cpu") == TOLD
+    assert take_hub(model, Devices.parse("cpu")) == TOLD
     assert not torch.equal(model(**batch).logits, before)
     assert torch.allclose(model(**batch).logits, before, atol=1e-6)
     assert not any("forward" in vars(module) for module in other.modules())
@@ -137,7 +138,7 @@ def test_what_kernels_save_is_what_is_measured_without_them(
 ) -> None:
     memory = {"device": "emulated:1"}
     trial = measured_in(tmp_path, hub_run(tmp_path, memory=memory))
-    monkeypatch.setattr(hub_kernels, "is_accelerator", lambda _: False)
+    monkeypatch.setattr(Devices, "own_processor", False)
     plain = measured_in(tmp_path, make_run(tmp_path, train=PARTS, memory=memory))
     assert trial[0] < plain[0]
     assert trial == measured_in(tmp_path, hub_run(tmp_path, memory=memory))
@@ -147,7 +148,7 @@ def test_a_device_without_kernels_is_refused(repository: Path, monkeypatch: pyte
     map_to(repository, monkeypatch, "xpu")
     model = zoo.build("llama")
     with pytest.raises(ModelError, match="none that trains a layer of LlamaForCausalLM on cpu; set none"):
-        take_hub(model, "emulated:2")
+        take_hub(model, Devices.parse("emulated:2"))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -157,7 +158,7 @@ def test_a_kernel_that_cannot_be_loaded_is_refused_and_nothing_is_left(
     map_to(tmp_path, monkeypatch)
     model = zoo.build("llama")
     with pytest.raises(ModelError, match=r"on cpu cannot be loaded: FileNotFoundError: .*set none"):
-        take_hub(model, "cpu")
+        take_hub(model, Devices.parse("cpu"))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -170,18 +171,18 @@ def test_the_package_must_be_there_in_a_version_that_transformers_takes(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "kernels", None)
         with pytest.raises(ConfigError, match=r"pip install 'outsize\[hub\]'"):
-            take_hub(zoo.build("llama"), "cpu")
+            take_hub(zoo.build("llama"), Devices.parse("cpu"))
     monkeypatch.setattr(in_transformers, "register_kernel_mapping_transformers", other_version)
     with pytest.raises(
         ConfigError, match=r"transformers takes \(another one is installed\): pip install 'outsize\[hub\]'"
     ):
-        take_hub(zoo.build("llama"), "cpu")
+        take_hub(zoo.build("llama"), Devices.parse("cpu"))
 
 
 def test_a_model_that_has_them_already_is_refused() -> None:
     model = zoo.build("llama")
     model._use_kernels = True  # as transformers says of a model after `use_kernels=True`
-    for take in (lambda: take_hub(model, "cpu"), lambda: outsize.wrap(model, **ROOM)):
+    for take in (lambda: take_hub(model, Devices.parse("cpu")), lambda: outsize.wrap(model, **ROOM)):
         with pytest.raises(ModelError, match="in this model already"):
             take()
 

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import outsize
 import zoo
+from outsize.accelerators import Devices
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
 from outsize.model import liger
@@ -68,7 +69,7 @@ def forget() -> None:
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is to compute on an accelerator, and tensors lie on none."""
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(liger, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(Devices, "own_processor", True)
 
 
 def liger_run(directory: Path, name: str = "llama", **sections: Any) -> Config:
@@ -114,7 +115,7 @@ def test_losses_are_those_of_the_plain_model_but_for_rounding(tmp_path: Path) ->
 
 def test_the_instance_alone_has_them() -> None:
     before, other, model = dict(vars(modeling_llama)), zoo.build("llama"), zoo.build("llama")
-    told = take_liger(model, "cpu")
+    told = take_liger(model, Devices.parse("cpu"))
     assert told == "LigerRMSNorm × 7, LigerSwiGLUMLP × 3, liger_rotary_pos_emb × 3"
     assert all(before[name] is value for name, value in vars(modeling_llama).items())
     assert not any("forward" in vars(module) for module in other.modules())
@@ -131,7 +132,7 @@ def test_the_instance_alone_has_them() -> None:
 @pytest.mark.usefixtures("elsewhere")
 def test_the_model_runs_its_own_code_where_triton_does_not_compute() -> None:
     model, other, batch = zoo.build("llama"), zoo.build("llama"), zoo.batch("llama")
-    take_liger(model, "cuda")
+    take_liger(model, Devices.parse("cuda"))
     losses = [one(**batch).loss for one in (model, other)]
     assert torch.equal(*losses)
     sum(losses).backward()
@@ -153,7 +154,7 @@ def test_what_kernels_save_is_what_is_measured_without_them(
         measured_in(tmp_path, make_run(tmp_path, train=PARTS, memory=memory)),
     )
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(liger, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(Devices, "own_processor", True)
     assert measured_in(tmp_path, liger_run(tmp_path, memory=memory)) == fused
     assert 0 < fused[0] < plain[0]
 
@@ -181,7 +182,7 @@ def test_a_model_that_liger_fails_at_is_refused_and_nothing_is_left() -> None:
     with pytest.raises(
         ModelError, match=r"Liger fails at LlamaForCausalLM: AttributeError: .*try another version"
     ):
-        take_liger(model, "cpu")
+        take_liger(model, Devices.parse("cpu"))
     assert all(before[name] is value for name, value in vars(modeling_llama).items())
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -195,7 +196,7 @@ def test_a_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_package_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match=r"pip install 'outsize\[liger\]'"):
-        take_liger(zoo.build("llama"), "cpu")
+        take_liger(zoo.build("llama"), Devices.parse("cpu"))
 
 
 def test_a_model_that_has_them_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +210,7 @@ def test_a_model_that_has_them_already_is_refused(monkeypatch: pytest.MonkeyPatc
     monkey_patch._apply_liger_kernel_to_instance(patched, fused_linear_cross_entropy=False)
     for model in (patched, other):
         with pytest.raises(ModelError, match="in this model already"):
-            take_liger(model, "cpu")
+            take_liger(model, Devices.parse("cpu"))
         with pytest.raises(ModelError, match="kernels='liger' of a call"):
             outsize.wrap(model, **ROOM)
 
@@ -217,7 +218,7 @@ def test_a_model_that_has_them_already_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("activations", ["recompute", "keep-products"])
 def test_a_wrapped_model_has_the_gradients_of_a_resident_one_with_them(activations: str) -> None:
     resident, model, batch = zoo.build("llama"), zoo.build("llama"), zoo.batch("llama", num_sequences=4)
-    take_liger(resident, "cpu")
+    take_liger(resident, Devices.parse("cpu"))
     with wrapped(model, kernels="liger", microbatches=2, activations=activations) as streamed:
         loss = streamed_backward(streamed, batch)
         assert torch.equal(loss, resident_backward(resident, batch, 2))

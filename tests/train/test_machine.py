@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from hardware.fake_machine import build
+from outsize.accelerators import Devices, choose_device
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, StorageError
 from outsize.hardware.host_memory import read_host_memory
 from outsize.session.job import machine as module
-from outsize.session.job.machine import available_ram_bytes, choose_device, choose_dtype, describe_machine
+from outsize.session.job.machine import available_ram_bytes, choose_dtype, describe_machine
 
 GIB = 2**30
 
@@ -49,13 +50,13 @@ def eight_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_devices_are_resolved(name: str, expected: str):
-    assert choose_device(name) == expected
+    assert str(choose_device(name)) == expected
 
 
 def test_all_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert choose_device("cuda:all") == "cuda:0,1,2"
+    assert str(choose_device("cuda:all")) == "cuda:0,1,2"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="torch sees no CUDA device"):
         choose_device("cuda:all")
@@ -63,7 +64,7 @@ def test_all_gpus_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch):
 
 def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto") == "cuda:0"
+    assert str(choose_device("auto")) == "cuda:0"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_dtypes_are_resolved(name: str, device: str, expected: str):
-    assert choose_dtype(name, device) == expected
+    assert choose_dtype(name, Devices.parse(device)) == expected
 
 
 V2 = {"proc/self/cgroup": "0::/jobs/mine", "sys/fs/cgroup/cgroup.controllers": "cpu memory"}

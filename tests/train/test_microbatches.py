@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from outsize.accelerators import Devices
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
@@ -178,5 +179,9 @@ def test_gpus_without_figures_are_taken_for_usual_ones(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_name", lambda index: ["NVIDIA H100 80GB HBM3", "GPU of 2030"][index]
     )
-    assert assumed_machine("cuda:0,1").gpus == parse_gpus("2xh100").gpus
-    assert assumed_machine("cuda:1,0") == assumed_machine("emulated:2") == parse_gpus("2x4090")
+    assert assumed_machine(Devices.parse("cuda:0,1")).gpus == parse_gpus("2xh100").gpus
+    assert (
+        assumed_machine(Devices.parse("cuda:1,0"))
+        == assumed_machine(Devices.parse("emulated:2"))
+        == parse_gpus("2x4090")
+    )

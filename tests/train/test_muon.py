@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from outsize.accelerators import Devices
 from outsize.config import load_config
 from outsize.errors import ConfigError
 from outsize.optim.factors import muon_matrices
-from outsize.session.decide import decide
-from outsize.session.job import planning
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
 from outsize.training.run import foresee, plan, train
@@ -196,8 +195,7 @@ def test_a_run_multiplies_where_steps_are_shorter_and_goes_on_there(
     host_flops_per_s: float, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_link(monkeypatch, 1e12, host_flops_per_s)
-    for module in (decide, planning):
-        monkeypatch.setattr(module, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(Devices, "own_processor", True)
     said: list[str] = []
     config = make_run(tmp_path, optimizer=NAME, memory={"device": "emulated:1"})
     train(in_dir(config, tmp_path / "run", steps=2), announce=said.append)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from outsize.accelerators import Devices
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.decide.rates import measure_rates
@@ -22,7 +23,7 @@ def configured(**sections: dict[str, Any]) -> Config:
 
 def machine(device: str) -> RunMachine:
     sizes = dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), 2**40)
-    return RunMachine(device=device, home="host", below="host", **sizes)
+    return RunMachine(devices=Devices.parse(device), home="host", below="host", **sizes)
 
 
 def test_emulated_devices_copy_where_a_rate_says_how_fast():
@@ -41,7 +42,9 @@ def test_emulated_devices_copy_where_a_rate_says_how_fast():
 
 
 def test_gpus_copy_where_they_can(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "can_copy", lambda source, target: {source, target} != {"cuda:1", "cuda:4"})
+    monkeypatch.setattr(
+        module, "can_copy", lambda source, target: {str(source), str(target)} != {"cuda:1", "cuda:4"}
+    )
     assert peers_of(configured(), machine("cuda:0,1,4")) == RING - {(1, 2)}
     with pytest.raises(ConfigError, match="cuda:1 does not copy to cuda:4 by itself; see outsize doctor"):
         peers_of(configured(parallel={"handover": "peer"}), machine("cuda:0,1,4"))

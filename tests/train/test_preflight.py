@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from outsize.accelerators import Devices
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.group.launched import launched
 from outsize.session.job.prepare import prepare
@@ -65,7 +66,7 @@ def test_variables_are_judged(tmp_path):
 
 
 def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "choose_device", lambda name: "cuda:0")
+    monkeypatch.setattr(preflight, "choose_device", lambda name: Devices("cuda", (0,)))
     monkeypatch.setattr(preflight, "_known_as", lambda name: f"node0 {name} GPU-1")
     assert (
         "ranks 0 and 1 would both use node0 cuda:0 GPU-1: leave memory.device at cuda, or"

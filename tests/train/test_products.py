@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import outsize
 import zoo
+from outsize.accelerators import Devices
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
 from outsize.model import compiled, products
@@ -107,7 +108,9 @@ def test_layers_of_other_widths_and_adapters_stay_as_they_are(
 ) -> None:
     monkeypatch.setitem(zoo.SIZES, "intermediate_size", 40)
     model = zoo.build("llama")
-    assert take_products(split(model), "fp8", "cpu").startswith("fp8 in 12 of 21 linear layers")
+    assert take_products(split(model), "fp8", Devices.parse("cpu")).startswith(
+        "fp8 in 12 of 21 linear layers"
+    )
     kinds = {name: type(module).__name__ for name, module in model.model.layers[0].named_modules()}
     assert (kinds["self_attn.q_proj"], kinds["mlp.down_proj"]) == ("Linear8", "Linear")
     assert type(model.lm_head) is nn.Linear
@@ -138,7 +141,7 @@ def test_frozen_weights_pass_gradients_on_as_torchao_does(named: Any) -> None:
     """Without the product that makes the gradient of weights, and without the input that it would be made of."""
     torch.manual_seed(0)
     model = zoo.build("llama")
-    take_products(split(model), named, "cpu")
+    take_products(split(model), named, Devices.parse("cpu"))
     layer = model.model.layers[0].mlp.gate_proj
     found, saved = [], []
 
@@ -183,15 +186,15 @@ def test_devices_without_such_products_are_refused(
     monkeypatch.setattr(torch.version, "hip", hip)
     parts = split(zoo.build("llama"))
     with pytest.raises(ConfigError, match=f"products: fp8 on {device}: {lacks}.*; set native"):
-        take_products(parts, "fp8", device)
+        take_products(parts, "fp8", Devices.parse(device))
     if device == "cuda:0,1":
-        assert take_products(parts, "fp8", "cuda:0").endswith("layers of blocks")
+        assert take_products(parts, "fp8", Devices.parse("cuda:0")).endswith("layers of blocks")
 
 
 def test_the_package_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "outsize.model.linear8", None)  # what imports it
     with pytest.raises(ConfigError, match=r"pip install 'outsize\[fp8\]'"):
-        take_products(split(zoo.build("llama")), "fp8", "cpu")
+        take_products(split(zoo.build("llama")), "fp8", Devices.parse("cpu"))
 
 
 def test_libraries_of_torchao_for_other_machines_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +211,7 @@ def test_a_wrapped_model_has_the_gradients_of_a_resident_one(
 ) -> None:
     caplog.set_level(logging.INFO, "outsize")
     resident, model, batch = zoo.build("llama"), zoo.build("llama"), zoo.batch("llama", num_sequences=4)
-    take_products(split(resident), "fp8", "cpu")
+    take_products(split(resident), "fp8", Devices.parse("cpu"))
     with wrapped(model, products="fp8", microbatches=2, activations=activations) as streamed:
         loss = streamed_backward(streamed, batch)
         assert torch.equal(loss, resident_backward(resident, batch, 2))

@@ -1,6 +1,5 @@
 """What can be wrong with a device's clock and rates."""
 
-from outsize.accelerators import is_accelerator
 from outsize.doctor.facts import Facts, lost_share, median, text
 from outsize.doctor.finding import Seen, worst
 from outsize.hardware.readings import Measurement
@@ -56,7 +55,7 @@ def _slower(what: str, rate: Measurement) -> Seen:
 def slow_attention(facts: Facts) -> Seen | None:
     """On a GPU a fused kernel comes within a few times of a matrix product; unfused attention does not."""
     for device in facts.machine.devices:
-        if not is_accelerator(device.device):
+        if not device.accelerated:
             continue
         for dtype in ("bf16", "fp16"):
             if dtype not in device.matmul_flops_per_s or dtype not in device.attention_flops_per_s:

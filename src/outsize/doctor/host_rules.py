@@ -1,6 +1,5 @@
 """What can be wrong with host memory and processors."""
 
-from outsize.accelerators import is_accelerator
 from outsize.doctor import contention
 from outsize.doctor.facts import (
     Facts,
@@ -61,7 +60,7 @@ def pinned_memory(facts: Facts) -> Seen | None:
     tries it. Under WSL2 the probe's few megabytes say nothing of what a run needs.
     """
     machine, planned = facts.machine, planned_host_bytes(facts)
-    if is_on_cpu(facts) or not any(is_accelerator(device.device) for device in machine.devices):
+    if is_on_cpu(facts) or not any(device.accelerated for device in machine.devices):
         return None
     if planned is None:
         raise LackingError("a run with a plan: outsize doctor RUN")

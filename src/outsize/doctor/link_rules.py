@@ -3,7 +3,6 @@
 from itertools import combinations
 from os.path import basename, commonpath
 
-from outsize.accelerators import is_accelerator
 from outsize.doctor.facts import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
 from outsize.doctor.finding import Seen
 from outsize.hardware.cpu import listed
@@ -194,7 +193,7 @@ def no_peer_access(facts: Facts) -> Seen | None:
 def _gpus(facts: Facts, least: int = 1) -> list[tuple[int, GpuFacts]]:
     """Return the GPUs; none on a machine of fewer than ``least``, where there is nothing to judge."""
     gpus = facts.machine.inventory.gpus
-    if not gpus and any(is_accelerator(device.device) for device in facts.machine.devices):
+    if not gpus and any(device.accelerated for device in facts.machine.devices):
         raise LackingError(f"GPUs by NVML: {facts.machine.inventory.num_gpus.source}")
     return list(enumerate(gpus)) if len(gpus) >= least else []
 

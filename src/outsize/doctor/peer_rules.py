@@ -2,7 +2,6 @@
 
 import statistics
 
-from outsize.accelerators import is_accelerator
 from outsize.doctor.facts import Facts, LackingError, median, number, text
 from outsize.doctor.finding import Seen
 from outsize.hardware.gpus import GpuFacts
@@ -20,7 +19,7 @@ def downtrained(facts: Facts) -> Seen | None:
     """While copies go on, the link runs at a lower generation or with fewer lanes than GPU and slot can have."""
     tried = False
     for device in facts.machine.devices:
-        if not is_accelerator(device.device):
+        if not device.accelerated:
             continue
         gpu = _gpu(facts, device.device)
         loaded = (
@@ -105,7 +104,7 @@ def far_memory(facts: Facts) -> Seen | None:
 def rounded_up(facts: Facts) -> Seen | None:
     """Pinned memory that is rounded up to a power of two: what torch's own allocator does with ``pin_memory``."""
     costs = {cost.way: cost for cost in facts.machine.host.pinning}
-    if not any(is_accelerator(device.device) for device in facts.machine.devices):
+    if not any(device.accelerated for device in facts.machine.devices):
         return None
     if "torch pin_memory" not in costs:
         raise LackingError("what pinning takes: run `outsize probe` again")
@@ -127,7 +126,7 @@ def rounded_up(facts: Facts) -> Seen | None:
 def no_overlap(facts: Facts) -> Seen | None:
     """Copies and compute, begun together, take nearly as long as one after the other."""
     for device in facts.machine.devices:
-        if not is_accelerator(device.device):
+        if not device.accelerated:
             continue  # on a CPU both are the work of the same cores
         if device.overlap is None:
             raise LackingError("copies beside compute: run `outsize probe` again")

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
@@ -84,7 +83,7 @@ def _figure(measurement: Measurement, what: str) -> Figure:
 
 def _products(found: MachineFile) -> Figure | None:
     """Return the rate of bf16 products where the CPU is the device, which alone is asked for it."""
-    rates = (each.matmul_flops_per_s.get("bf16") for each in found.devices if not is_accelerator(each.device))
+    rates = (each.matmul_flops_per_s.get("bf16") for each in found.devices if not each.accelerated)
     return next(
         (_figure(rate, "bf16") for rate in rates if rate is not None and rate.median is not None), None
     )
@@ -96,7 +95,7 @@ def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
         for dtype, rate in device.matmul_flops_per_s.items()
         if rate.median is not None
     }
-    generation, own = 0, is_accelerator(device.device)
+    generation, own = 0, device.accelerated
     if own:
         index = int(device.device.partition(":")[2])
         if index < len(found.inventory.gpus):

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
 from outsize.hardware.all_reduce_arithmetic import AllReducePoint, AllReduceRates
 from outsize.hardware.inventory import Inventory
@@ -148,6 +149,11 @@ class DeviceRates(Record):
     feed: FeedRates | None = None
     shapes: tuple[ShapeRate, ...] = ()
     numa: tuple[NumaRates, ...] = ()
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether it is an accelerator, with memory of its own."""
+        return is_accelerator(self.device)
 
 
 class DataRates(Record):

@@ -19,13 +19,13 @@ class Caller:
 
     def __init__(self, device: torch.device, *others: torch.device) -> None:
         self._device = device
-        self._devices = (device, *others)
+        self._devices = [each for each in (device, *others) if is_accelerator(each)]
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited_s = 0.0
 
     def mark(self) -> Any:
         """Return a mark of all that the caller has enqueued; None where it is done."""
-        if not is_accelerator(self._device):
+        if self._device not in self._devices:
             return None
         event = module_of(self._device).Event(enable_timing=True)
         event.record(self._stream())
@@ -54,8 +54,7 @@ class Caller:
     def finish(self) -> None:
         """Return when all that the caller has enqueued is done."""
         for device in self._devices:
-            if is_accelerator(device):
-                module_of(device).current_stream(device).synchronize()
+            module_of(device).current_stream(device).synchronize()
 
     def _stream(self) -> Any:
         return module_of(self._device).current_stream(self._device)

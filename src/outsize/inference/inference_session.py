@@ -267,7 +267,7 @@ class InferenceSession:
             for cached in (held + held // CACHE_AHEAD, held):
                 with contextlib.suppress(InfeasiblePlanError):
                     return plan(room_bytes - cached)
-            if cache is None or self._device.name == "cpu" or not may_host:
+            if cache is None or self._device.in_place or not may_host:
                 return plan(room_bytes - held)
             self._hosted[cache] = HostedCache(self._device, self._split.modules)
         return plan(room_bytes - _above(cache, held + held // CACHE_AHEAD))
@@ -303,7 +303,7 @@ class InferenceSession:
     def _shortage(self, cache: Any, rows: int, length: int) -> InfeasiblePlanError | None:
         """Return what is short for a cache of that size, which may rest on the host where there is another memory."""
         grown = grown_bytes(cache, rows, length)
-        if self._device.name != "cpu":
+        if not self._device.in_place:
             grown = _above(cache, grown + grown // CACHE_AHEAD)
         try:
             plan_scan(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import is_accelerator
 from outsize.compat import trees
 from outsize.runtime.device.device import Device
 
@@ -118,9 +117,7 @@ class HostedCache:
             start = former.shape[-2]
         elif tensor.dim() >= 2:
             shape = (*tensor.shape[:-2], tensor.shape[-2] + GROWTH, tensor.shape[-1])
-            self._room[key] = torch.empty(
-                shape, dtype=tensor.dtype, pin_memory=is_accelerator(self._device.torch_device)
-            )
+            self._room[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=self._device.asynchronous)
         else:
             return tensor.cpu()
         below = self._room[key][..., : tensor.shape[-2], :]

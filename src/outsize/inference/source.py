@@ -49,7 +49,7 @@ class Source:
         self._home = home
         self._arena = Arena(ledger=ledger, tier="host", pinner=pinner)
         self._buffers: list[Tensor] = []
-        if not home.in_memory and device.name != "cpu":
+        if not home.in_memory and not device.in_place:
             most = max(unit.link_bytes(spec.dtype) for unit in spec.units)
             self._buffers = self._arena.take_all([most, most], "weights between disk and device")
         self._marks: list[object] = [None, None]

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.accelerators import is_accelerator, kind_of, torch_name
+from outsize.accelerators import Devices
 from outsize.errors import ConfigError, ModelError
 from outsize.model.liger import NORM, Either, check_plain, given_forward, saving_norm
 
 
-def take_hub(model: nn.Module, device: str) -> str:
+def take_hub(model: nn.Module, devices: Devices) -> str:
     """Have ``model`` compute with kernels of the hub; `take_plain` undoes it, but for functions.
 
     A kernel that is not in the hub's cache is downloaded by the package, if that trusts who publishes it.
 
     Args:
         model: its parameters may lie anywhere.
-        device: that it will compute on.
+        devices: that it will compute on.
 
     Returns:
         For which layers kernels compute now, and how many times.
@@ -39,7 +39,7 @@ def take_hub(model: nn.Module, device: str) -> str:
     """
     kernelize = _kernelize()
     check_plain(model)
-    kind = kind_of(torch_name(device))
+    kind = devices.torch_device.type
     kind = "rocm" if kind == "cuda" and torch.version.hip else kind
     functions = (vars(module).get("_kernel_funcs", {}).values() for module in model.modules())
     parts = dict.fromkeys([*model.modules(), *(function for found in functions for function in found)])
@@ -54,7 +54,7 @@ def take_hub(model: nn.Module, device: str) -> str:
             f"kernels: those of the hub for {type(model).__name__} on {kind} cannot be loaded: {why}; try again where "
             "the hub can be asked, or set none"
         ) from error
-    found = Counter(name for part in mapped for name in _take(part, not is_accelerator(device)))
+    found = Counter(name for part in mapped for name in _take(part, not devices.own_processor))
     if not found:
         raise ModelError(
             f"kernels: the hub has none that trains a layer of {type(model).__name__} on {kind}; set none"

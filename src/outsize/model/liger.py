@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from outsize.accelerators import is_accelerator
+from outsize.accelerators import Devices
 from outsize.compat import trees
 from outsize.compat.dispatch import is_watched
 from outsize.compat.liger_kernels import put_kernels_in
@@ -42,12 +42,12 @@ _EXPERTS = "LigerExperts.forward"
 NORM = "LigerRMSNorm.forward"
 
 
-def take_liger(model: nn.Module, device: str) -> str:
+def take_liger(model: nn.Module, devices: Devices) -> str:
     """Have ``model``, of transformers or PEFT's around one, compute with Liger's kernels; `take_plain` undoes it.
 
     Args:
         model: its parameters may lie anywhere.
-        device: that it will compute on.
+        devices: that it will compute on.
 
     Returns:
         What computes now: which kernel, how many times.
@@ -58,9 +58,9 @@ def take_liger(model: nn.Module, device: str) -> str:
     """
     # What Triton's interpreter runs lies in host memory.
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not is_accelerator(device) and not interpreted:
+    if not devices.own_processor and not interpreted:
         raise ConfigError(
-            f"kernels: those of Liger are Triton's, which computes on accelerators, not on {device}; set none"
+            f"kernels: those of Liger are Triton's, which computes on accelerators, not on {devices}; set none"
         )
     try:
         from liger_kernel.transformers import monkey_patch

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outsize.accelerators import index_of, is_accelerator, kind_of, module_of, title_of
+from outsize.accelerators import Devices, module_of, title_of
 from outsize.compat.modules import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.build import quiet_torchao
@@ -38,13 +38,13 @@ _OF_AMD = ("gfx94", "gfx95", "gfx12")
 _TOKENS, _ROWS = 64, 256
 
 
-def take_products(split: Split, products: str, device: str) -> str:
+def take_products(split: Split, products: str, devices: Devices) -> str:
     """Have linear layers in the blocks of ``split`` multiply as ``products`` says; `take_native` undoes it.
 
     Args:
         split: its parameters may lie anywhere.
         products: ``fp8`` or ``fp8-rowwise``.
-        device: that will compute; any name that a run takes.
+        devices: that will compute.
 
     Returns:
         What multiplies so now.
@@ -53,7 +53,7 @@ def take_products(split: Split, products: str, device: str) -> str:
         ConfigError: torchao is not installed, or the device has no such products.
         ModelError: the blocks have no layer that could.
     """
-    _check_device(device, products)
+    _check_devices(devices, products)
     kind = _linear_class(products)
     layers = list(_linear_layers(split))
     taken = [layer for layer in layers if type(layer) is nn.Linear and _fits(layer)]
@@ -64,7 +64,7 @@ def take_products(split: Split, products: str, device: str) -> str:
         )
     for layer in taken:
         layer.__class__ = kind
-    emulated = "" if is_accelerator(device) else "; emulated, which is slow, and only for trying"
+    emulated = "" if devices.accelerated else "; emulated, which is slow, and only for trying"
     return f"{products} in {len(taken)} of {len(layers)} linear layers of blocks{emulated}"
 
 
@@ -137,27 +137,24 @@ def _linear_class(products: str) -> Any:
         ) from error
 
 
-def _check_device(device: str, products: str) -> None:
-    """Check that a device multiplies in fp8; a CPU emulates it.
+def _check_devices(devices: Devices, products: str) -> None:
+    """Check that devices multiply in fp8; a CPU emulates it.
 
     Raises:
         ConfigError: it does not; why.
     """
-    if not is_accelerator(device):
-        return
-    kind, _, indices = device.partition(":")
-    lacks = {_lacks(f"{kind}:{index}") for index in (indices or "0").split(",")} - {""}
+    lacks = {_lacks(devices.kind, index) for index in devices.indices if devices.accelerated} - {""}
     if lacks:
-        raise ConfigError(f"products: {products} on {device}: {lacks.pop()}; set native")
+        raise ConfigError(f"products: {products} on {devices}: {lacks.pop()}; set native")
 
 
-def _lacks(device: str) -> str:
+def _lacks(kind: str, index: int) -> str:
     """Say why one device has no products of fp8; empty where it has."""
-    if kind_of(device) != "cuda":
-        return f"torchao has no products of fp8 on {title_of(device)}"
+    if kind != "cuda":
+        return f"torchao has no products of fp8 on {title_of(kind)}"
     if torch.version.hip:
-        name = module_of(device).get_device_properties(index_of(device)).gcnArchName.partition(":")[0]
+        name = module_of(kind).get_device_properties(index).gcnArchName.partition(":")[0]
         return "" if name.startswith(_OF_AMD) else f"{name} has none; MI300, MI350 and RDNA 4 have"
-    major, minor = module_of(device).get_device_capability(index_of(device))
+    major, minor = module_of(kind).get_device_capability(index)
     known = (major, minor) >= _FIRST
     return "" if known else f"sm_{major}{minor} has none; Ada (sm_89), Hopper and later GPUs have"

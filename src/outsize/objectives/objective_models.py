@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from outsize.accelerators import choose_device
 from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.objectives.recipes import Recipe
-from outsize.session.job.machine import choose_device, choose_dtype, describe_machine, home_file
+from outsize.session.job.machine import choose_dtype, describe_machine, home_file
 from outsize.wrapped.api import Built, open_wrapped
 from outsize.wrapped.arguments import BlockSettings, WrapSettings, transport_of
 from outsize.wrapped.module import is_wrapped, runner_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outsize import files
-from outsize.accelerators import index_of, is_accelerator, module_of
+from outsize.accelerators import Devices, choose_device, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.saving_room import check_saves, state_bytes, weight_bytes
@@ -31,8 +31,6 @@ from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
 from outsize.objectives.objective_models import Models, open_models, store_of, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.device_group import device_names
-from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import check_length
 from outsize.session.run_state import changed_settings, settings_of
 from outsize.session.torch_state import borrowed_torch
@@ -151,11 +149,11 @@ def _opened(
     if place is not None and place.size > 1:
         raise ConfigError(f"train.objective={objective} trains in one process; start it without torchrun")
     kinds = imported(recipe.trainer, objective), imported(recipe.arguments, objective)
-    device = choose_device(config.memory.device)
+    devices = choose_device(config.memory.device)
     deterministic = config.train.deterministic and known is not None
-    stack.enter_context(borrowed_torch(deterministic=deterministic, device=device))
+    stack.enter_context(borrowed_torch(deterministic=deterministic, devices=devices))
     stack.enter_context(_quiet())
-    for note in config.notes(Surroundings(device=device, by_trainer=True)):
+    for note in config.notes(Surroundings(device=str(devices), by_trainer=True)):
         announce(f"note: {note}")
     model = files_of(config)
     check_length(config, model.hf_config)
@@ -168,7 +166,7 @@ def _opened(
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
     _check_that_it_saves(models.trained, data.tokenizer)
     with _refused_as_configuration(objective):
-        arguments = _arguments(config, objective, recipe, kinds[1], own_dir)
+        arguments = _arguments(config, objective, recipe, kinds[1], own_dir, devices)
         trainer = _trainer(config, recipe, kinds[0], arguments, data, models)
     tell_of_lengths(config, trainer.train_dataset, data.rows, announce)
     return trainer, models
@@ -225,11 +223,12 @@ def _trainer(
     return made
 
 
-def _arguments(config: Config, objective: str, recipe: Recipe, kind: Any, run_dir: Path) -> Any:
+def _arguments(
+    config: Config, objective: str, recipe: Recipe, kind: Any, run_dir: Path, devices: Devices
+) -> Any:
     train, optimizer = config.train, config.optimizer
-    device = device_names(choose_device(config.memory.device))[0]
-    if is_accelerator(device):
-        module_of(device).set_device(index_of(device))
+    if devices.accelerated:
+        module_of(devices.kind).set_device(devices.index)
     settings: dict[str, Any] = {
         "output_dir": str(run_dir / CHECKPOINTS),
         "per_device_train_batch_size": config.sequences_per_step,
@@ -244,8 +243,8 @@ def _arguments(config: Config, objective: str, recipe: Recipe, kind: Any, run_di
         "report_to": "none",
         "disable_tqdm": True,
         "bf16": False,
-        "use_cpu": not is_accelerator(device),
-        "dataloader_pin_memory": is_accelerator(device),
+        "use_cpu": not devices.accelerated,
+        "dataloader_pin_memory": devices.accelerated,
         "prediction_loss_only": True,
     }
     settings |= {"max_steps": train.steps} if train.epochs is None else {"num_train_epochs": train.epochs}

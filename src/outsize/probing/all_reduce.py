@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from outsize.accelerators import VENDORS, is_accelerator, kind_here
+from outsize.accelerators import CPU, VENDORS, Devices, kind_here, synchronize
 from outsize.errors import StorageError
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
 from outsize.storage.directory import temporary_directory
@@ -118,8 +118,9 @@ def time_as_rank(backend: str, bytes_max: int) -> AllReduceRates:
     dist.init_process_group(backend)
     try:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cpu") if backend == "gloo" else torch.device(kind_here() or "cpu", local)
-        if is_accelerator(device):
+        chosen = CPU if backend == "gloo" else Devices(kind_here() or "cpu", (local,))
+        device = chosen.torch_device
+        if chosen.accelerated:
             torch.accelerator.set_device_index(device)
         sizes = [_SMALLEST_BYTES << power for power in range((bytes_max // _SMALLEST_BYTES).bit_length())]
         values = torch.ones(bytes_max // 4, device=device)
@@ -132,8 +133,7 @@ def time_as_rank(backend: str, bytes_max: int) -> AllReduceRates:
                 started = time.perf_counter()
                 for _ in range(count):
                     dist.all_reduce(part)
-                if is_accelerator(device):
-                    torch.accelerator.synchronize(device)
+                synchronize(device)
                 took = torch.tensor((time.perf_counter() - started) / count, device=device)
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
                 if index > 0:

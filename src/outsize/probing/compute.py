@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from outsize.accelerators import is_accelerator
+from outsize.accelerators import Devices, synchronize
 from outsize.hardware.readings import Measurement, explain
 from outsize.probing.effort import Effort
 from outsize.probing.timing import sample
@@ -18,25 +19,20 @@ _WIDTH = _HEADS * _HEAD_DIM
 _SEQ_LENS: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
 
 
-def dtypes_of(device: str) -> tuple[str, ...]:
+def dtypes_of(device: Devices) -> tuple[str, ...]:
     """Return the compute dtypes that are timed; nobody trains in fp16 on a CPU, which does it one by one."""
-    return tuple(DTYPES) if is_accelerator(device) else ("fp32", "bf16")
+    return tuple(DTYPES) if device.accelerated else ("fp32", "bf16")
 
 
-def finisher(device: str) -> Callable[[], None]:
+def finisher(device: Devices) -> Callable[[], None]:
     """Return what waits for all work queued on ``device``."""
-
-    def synchronize() -> None:
-        if is_accelerator(device):
-            torch.accelerator.synchronize(device)
-
-    return synchronize
+    return partial(synchronize, device.torch_device)
 
 
-def measure_device_memory(device: str, effort: Effort) -> Measurement:
+def measure_device_memory(device: Devices, effort: Effort) -> Measurement:
     """Return what ``a = b + s * c`` moves in the memory of a GPU, bytes per second, reads and writes together."""
     try:
-        a, b, c = (torch.ones(effort.array_bytes // 4, device=device) for _ in "abc")
+        a, b, c = (torch.ones(effort.array_bytes // 4, device=device.torch_device) for _ in "abc")
         samples = sample(
             lambda: torch.add(b, c, alpha=3.0, out=a),
             **effort.sampling(),
@@ -47,47 +43,50 @@ def measure_device_memory(device: str, effort: Effort) -> Measurement:
     return Measurement.of((3 * a.nbytes / seconds for seconds in samples), "torch.add with alpha, fp32")
 
 
-def measure_matmul(device: str, dtype: str, effort: Effort) -> Measurement:
+def measure_matmul(device: Devices, dtype: str, effort: Effort) -> Measurement:
     """Return the operations per second of ``n x n`` products, 2 n³ each, at the largest n that is quick enough.
 
     fp32 runs with the process's own settings, so without TF32 unless it was allowed.
     """
 
     def prepare(n: int) -> Callable[[], object]:
-        a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
+        a, b = (torch.randn(n, n, device=device.torch_device).to(DTYPES[dtype]) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
     sides = _SIDES
-    if device == "cpu":  # three matrices beside everything else: each no larger than a DRAM array
+    if device.is_cpu:  # three matrices beside everything else: each no larger than a DRAM array
         sides = tuple(n for n in _SIDES if n == _SIDES[0] or 4 * n * n <= effort.array_bytes)
     return measure_growing(
         device, effort, sides, prepare, lambda n: 2.0 * n**3, f"{dtype} n x n product, n ="
     )
 
 
-def measure_attention(device: str, dtype: str, effort: Effort) -> Measurement:
+def measure_attention(device: Devices, dtype: str, effort: Effort) -> Measurement:
     """Return the operations per second of causal attention forward, 8 heads of 128.
 
     ``2 s² h d`` operations: the two products take ``4 s² h d``, and the mask leaves half of it.
     """
 
     def prepare(s: int) -> Callable[[], object]:
-        q, k, v = (torch.randn(1, _HEADS, s, _HEAD_DIM, device=device).to(DTYPES[dtype]) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, _HEADS, s, _HEAD_DIM, device=device.torch_device).to(DTYPES[dtype])
+            for _ in range(3)
+        )
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def flops(s: int) -> float:
         return 2.0 * s * s * _WIDTH
 
     lengths = _SEQ_LENS
-    if device == "cpu":  # as of products: no tensor larger than a DRAM array
+    if device.is_cpu:  # as of products: no tensor larger than a DRAM array
         lengths = tuple(s for s in _SEQ_LENS if s == _SEQ_LENS[0] or 4 * s * _WIDTH <= effort.array_bytes)
     return measure_growing(device, effort, lengths, prepare, flops, f"{dtype} causal attention, tokens =")
 
 
 @torch.no_grad()
 def measure_growing(
-    device: str,
+    device: Devices,
     effort: Effort,
     sizes: tuple[int, ...],
     prepare: Callable[[int], Callable[[], object]],

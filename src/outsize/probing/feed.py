@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator, module_of, pinner_of
+from outsize.accelerators import Devices, module_of
 from outsize.errors import StorageError
 from outsize.hardware.readings import Measurement, explain
 from outsize.hardware.streaming import FeedRates, Way
 from outsize.probing.effort import Effort
+from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 
 _WAYS: tuple[Way, ...] = ("demand-paged", "waited for", "two buffers", "four buffers")
@@ -42,7 +43,7 @@ class _Job:
     compute: Callable[[], object]
 
 
-def measure_feed(device: str, directory: Path | None, effort: Effort) -> FeedRates:
+def measure_feed(device: Devices, directory: Path | None, effort: Effort) -> FeedRates:
     """Return the bytes per second of each way.
 
     Args:
@@ -51,7 +52,7 @@ def measure_feed(device: str, directory: Path | None, effort: Effort) -> FeedRat
         effort: chunks and passes.
     """
     chunk_bytes = effort.feed_chunk_bytes
-    opened = _on_gpu(device, effort) if is_accelerator(device) else _on_cpu(directory, effort)
+    opened = _on_gpu(device, effort) if device.accelerated else _on_cpu(directory, effort)
     try:
         with opened as job, torch.no_grad():
             rates: dict[Way, list[float]] = {way: [] for way in _WAYS}
@@ -76,7 +77,7 @@ def measure_feed(device: str, directory: Path | None, effort: Effort) -> FeedRat
     except (OSError, StorageError, RuntimeError) as error:
         absent = Measurement.absent(explain(error))
         return FeedRates(
-            source=f"{directory}" if device == "cpu" else "host memory",
+            source=f"{directory}" if device.is_cpu else "host memory",
             chunk_bytes=chunk_bytes,
             compute_s=absent,
             bytes_per_s=dict.fromkeys(_WAYS, absent),
@@ -209,21 +210,23 @@ def _direct_reader(descriptor: int, slots: list[Tensor]) -> Iterator[Callable[[i
 
 
 @contextmanager
-def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
+def _on_gpu(device: Devices, effort: Effort) -> Iterator[_Job]:
     chunk_bytes, num_chunks = effort.feed_chunk_bytes, effort.feed_num_chunks
     with Arena(pinner=pinner_of(device)) as arena:
         pinned = arena.take(chunk_bytes, "pinned chunk").view(torch.bfloat16).fill_(0.5)
         pageable = torch.full_like(pinned, 0.5)
-        slots = [torch.empty_like(pinned, device=device) for _ in range(4)]
-        torch.accelerator.synchronize(device)
+        slots = [torch.empty_like(pinned, device=device.torch_device) for _ in range(4)]
+        torch.accelerator.synchronize(device.torch_device)
 
         def load() -> None:
             slots[0].copy_(pinned, non_blocking=True)
-            torch.accelerator.synchronize(device)
+            torch.accelerator.synchronize(device.torch_device)
 
         tokens = _balanced_tokens_on_gpu(slots[0], _least_seconds(load), device)
-        x = torch.randn(_COLUMNS, tokens, device=device, dtype=torch.bfloat16)
-        out = torch.empty(chunk_bytes // 2 // _COLUMNS, tokens, device=device, dtype=torch.bfloat16)
+        x = torch.randn(_COLUMNS, tokens, device=device.torch_device, dtype=torch.bfloat16)
+        out = torch.empty(
+            chunk_bytes // 2 // _COLUMNS, tokens, device=device.torch_device, dtype=torch.bfloat16
+        )
 
         def multiply(slot: int) -> None:
             torch.mm(slots[slot].view(-1, _COLUMNS), x, out=out)
@@ -233,7 +236,7 @@ def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
                 for _ in range(num_chunks):
                     slots[0].copy_(source)
                     multiply(0)
-                    torch.accelerator.synchronize(device)
+                    torch.accelerator.synchronize(device.torch_device)
 
             return run
 
@@ -242,7 +245,7 @@ def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
 
         def compute() -> None:
             multiply(0)
-            torch.accelerator.synchronize(device)
+            torch.accelerator.synchronize(device.torch_device)
 
         yield _Job(
             source="host memory",
@@ -254,11 +257,11 @@ def _on_gpu(device: str, effort: Effort) -> Iterator[_Job]:
 
 
 def _ring_of_streams(
-    device: str, source: Tensor, slots: list[Tensor], multiply: Callable[[int], None], num_chunks: int
+    device: Devices, source: Tensor, slots: list[Tensor], multiply: Callable[[int], None], num_chunks: int
 ) -> None:
     """Copy on one stream and compute on another; a slot is copied into only after what was computed on it."""
-    torch_of_device = module_of(device)
-    copies, computes = (torch_of_device.Stream(device) for _ in range(2))
+    torch_of_device = module_of(device.kind)
+    copies, computes = (torch_of_device.Stream(device.torch_device) for _ in range(2))
     loaded, used = ([torch_of_device.Event() for _ in slots] for _ in range(2))
     for index in range(num_chunks):
         slot = index % len(slots)
@@ -270,7 +273,7 @@ def _ring_of_streams(
             computes.wait_event(loaded[slot])
             multiply(slot)
             used[slot].record(computes)
-    torch.accelerator.synchronize(device)
+    torch.accelerator.synchronize(device.torch_device)
 
 
 def _balanced_tokens(chunk_bytes: int, load_s: float) -> int:
@@ -279,12 +282,12 @@ def _balanced_tokens(chunk_bytes: int, load_s: float) -> int:
     return max(8, min(_NUM_TOKENS_MAX, round(64 * load_s / _least_seconds(lambda: torch.mm(chunk, x)))))
 
 
-def _balanced_tokens_on_gpu(slot: Tensor, load_s: float, device: str) -> int:
-    x = torch.ones(_COLUMNS, _NUM_TOKENS_MAX, device=device, dtype=slot.dtype)
+def _balanced_tokens_on_gpu(slot: Tensor, load_s: float, device: Devices) -> int:
+    x = torch.ones(_COLUMNS, _NUM_TOKENS_MAX, device=device.torch_device, dtype=slot.dtype)
 
     def product() -> None:
         torch.mm(slot.view(-1, _COLUMNS), x)
-        torch.accelerator.synchronize(device)
+        torch.accelerator.synchronize(device.torch_device)
 
     return max(8, min(16 * _NUM_TOKENS_MAX, round(_NUM_TOKENS_MAX * load_s / _least_seconds(product))))
 

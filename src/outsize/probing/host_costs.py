@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from outsize.accelerators import pinner_of, vendor_of
+from outsize.accelerators import Devices, vendor_of
 from outsize.errors import StorageError
 from outsize.hardware.cpu import NumaNode, listed
 from outsize.hardware.readings import Fact, Measurement, explain
@@ -21,6 +21,7 @@ from outsize.probing.effort import Effort
 from outsize.probing.link import why_pageable
 from outsize.probing.timing import sample
 from outsize.runtime.device.allocator import resident_bytes
+from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 
 # Above a power of two, so that rounding up to the next one shows: 1.25 of one becomes 2.
@@ -28,7 +29,7 @@ _ABOVE = 1.25
 T = TypeVar("T")
 
 
-def measure_pinning(effort: Effort, *, device: str | None) -> tuple[PinCost, ...]:
+def measure_pinning(effort: Effort, *, device: Devices | None) -> tuple[PinCost, ...]:
     """Return what locking takes: by the kernel, and where there is a GPU by its driver and by torch."""
     asked = int(_ABOVE * effort.pin_bytes)
     costs = [_pin_cost("mlock", asked, effort, _mlock)]
@@ -91,7 +92,7 @@ def _mlock(num_bytes: int) -> tuple[float, int]:
     return seconds, grown
 
 
-def _register(device: str, num_bytes: int) -> tuple[float, int]:
+def _register(device: Devices, num_bytes: int) -> tuple[float, int]:
     before, started = resident_bytes(), time.perf_counter()
     with Arena(pinner=pinner_of(device)) as arena:
         arena.take(num_bytes, "memory to pin")
@@ -101,18 +102,22 @@ def _register(device: str, num_bytes: int) -> tuple[float, int]:
         return seconds, resident_bytes() - before
 
 
-def _torch_pin(device: str, num_bytes: int) -> tuple[float, int]:
+def _torch_pin(device: Devices, num_bytes: int) -> tuple[float, int]:
     """Pin as torch does; what it took is what its allocator says, since a driver's pages need not count as resident."""
-    before, started = vendor_of(device).pinned_bytes(), time.perf_counter()
+    before, started = vendor_of(device.kind).pinned_bytes(), time.perf_counter()
     memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     seconds = time.perf_counter() - started
-    grown = vendor_of(device).pinned_bytes() - before
+    grown = vendor_of(device.kind).pinned_bytes() - before
     del memory
     return seconds, grown
 
 
 def measure_numa(
-    nodes: Sequence[NumaNode], effort: Effort, *, device: str | None = None, device_node: int | None = None
+    nodes: Sequence[NumaNode],
+    effort: Effort,
+    *,
+    device: Devices | None = None,
+    device_node: int | None = None,
 ) -> tuple[NumaRates, ...]:
     """Return the rates of copies of memory on each node, by the processors of each node or by a GPU.
 
@@ -132,7 +137,7 @@ def measure_numa(
         if device is not None:
             local = None if device_node is None else node.index == device_node
             rates.append(
-                _numa_rate(node, device, local, lambda at=node: _copied_by_device(at, device, effort))  # type: ignore[misc]
+                _numa_rate(node, str(device), local, lambda at=node: _copied_by_device(at, device, effort))  # type: ignore[misc]
             )
             continue
         rates += [
@@ -171,15 +176,15 @@ def _copied_by_node(node: NumaNode, by: NumaNode, effort: Effort) -> Measurement
     return Measurement.of((2 * size / s for s in seconds), "one thread, bytes read and written")
 
 
-def _copied_by_device(node: NumaNode, device: str, effort: Effort) -> Measurement:
+def _copied_by_device(node: NumaNode, device: Devices, effort: Effort) -> Measurement:
     size = effort.array_bytes
     with Arena(pinner=pinner_of(device)) as arena:
         host = _on(node, lambda: arena.take(size, "NUMA array"))
-        target = torch.empty(size, dtype=torch.uint8, device=device)
+        target = torch.empty(size, dtype=torch.uint8, device=device.torch_device)
 
         def copy() -> None:
             target.copy_(host, non_blocking=True)
-            torch.accelerator.synchronize(device)
+            torch.accelerator.synchronize(device.torch_device)
 
         seconds = sample(copy, **effort.sampling())
     return Measurement.of((size / s for s in seconds), f"pinned memory to {device}")

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from outsize.accelerators import pinner_of
+from outsize.accelerators import Devices
 from outsize.hardware.machine_file import HostRates
 from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import UnitSpec
@@ -15,6 +15,7 @@ from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
 from outsize.probing.optimizer_probe import measure_adamw
 from outsize.probing.timing import sample
+from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 from outsize.units import format_bytes
 
@@ -44,7 +45,7 @@ def measure_dram(effort: Effort) -> tuple[Measurement, Measurement]:
         )
 
 
-def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Measurement]:
+def measure_adamw_beside(device: Devices, effort: Effort) -> tuple[Measurement, Measurement]:
     """Return the parameters per second of the fp32 step while copies go both ways, and the bytes per second of those.
 
     Args:
@@ -59,7 +60,7 @@ def measure_adamw_beside(device: str, effort: Effort) -> tuple[Measurement, Meas
         nonlocal copied
         with Arena(pinner=pinner_of(device)) as arena:
             host, back = (arena.take(num_bytes, "copies beside the optimizer").fill_(1) for _ in range(2))
-            other = torch.empty_like(host, device=device).fill_(1)
+            other = torch.empty_like(host, device=device.torch_device).fill_(1)
             finish = finisher(device)
             finish()
             started = time.perf_counter()

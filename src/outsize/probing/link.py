@@ -14,13 +14,14 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator, module_of, pinner_of, title_of, vendor_of
+from outsize.accelerators import Devices, module_of, title_of, vendor_of
 from outsize.errors import StorageError
 from outsize.hardware.host_memory import refused_pin
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import Direction, LinkPoint, LinkRates
 from outsize.hardware.readings import Measurement, explain
 from outsize.probing.effort import Effort
+from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 
 SMALLEST_BYTES = 2**10
@@ -42,9 +43,9 @@ def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
     return tuple((size, held_out) for size, held_out in found if size <= copy_bytes_max)
 
 
-def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
+def measure_links(device: Devices, effort: Effort) -> Iterator[LinkRates]:
     """Yield the links of ``device``: DRAM for ``cpu``; for ``cuda:i`` pinned and pageable memory."""
-    paths: tuple[_Path, ...] = ("pinned", "pageable") if is_accelerator(device) else ("dram copy",)
+    paths: tuple[_Path, ...] = ("pinned", "pageable") if device.accelerated else ("dram copy",)
     for path in paths:
         try:
             with Arena(pinner=pinner_of(device) if path == "pinned" else None) as arena:
@@ -60,15 +61,15 @@ def measure_links(device: str, effort: Effort) -> Iterator[LinkRates]:
                 )
 
 
-def why_pageable(device: str) -> str:
+def why_pageable(device: Devices) -> str:
     """Return why memory for copies to ``device`` was not pinned, and what to try where something can be."""
-    if vendor_of(device).register is None:
-        return f"torch pins no memory that it has not allocated for {title_of(device)}"
+    if vendor_of(device.kind).register is None:
+        return f"torch pins no memory that it has not allocated for {title_of(device.kind)}"
     return refused_pin(Path("/"))
 
 
 def _measure_link(
-    device: str, path: _Path, direction: Direction, ends: list[tuple[Tensor, Tensor]], effort: Effort
+    device: Devices, path: _Path, direction: Direction, ends: list[tuple[Tensor, Tensor]], effort: Effort
 ) -> LinkRates:
     with ExitStack() as stack:
         copier = _Copier(device, ends, stack)
@@ -89,14 +90,14 @@ def _measure_link(
     return LinkRates(path=path, direction=direction, points=tuple(points), fit=fit, note=note)
 
 
-def _ends(arena: Arena, device: str, effort: Effort, *, up: bool) -> tuple[Tensor, Tensor]:
+def _ends(arena: Arena, device: Devices, effort: Effort, *, up: bool) -> tuple[Tensor, Tensor]:
     """Return source and target of one direction, every page touched."""
 
     def take(what: str) -> Tensor:
         return arena.take(effort.copy_bytes_max, what).view(torch.float32).fill_(1.0)
 
     host = take("host end of the link")
-    other = host.to(device) if is_accelerator(device) else take("device end of the link")
+    other = host.to(device.torch_device) if device.accelerated else take("device end of the link")
     return (host, other) if up else (other, host)
 
 
@@ -104,18 +105,18 @@ class _Copier:
     """Copies pieces of its ends, each copy further on; several directions go at once.
 
     Args:
-        device: ``cpu`` or ``cuda:i``.
+        device: one.
         ends: source and target of each direction.
         stack: closes the threads.
     """
 
-    def __init__(self, device: str, ends: list[tuple[Tensor, Tensor]], stack: ExitStack) -> None:
+    def __init__(self, device: Devices, ends: list[tuple[Tensor, Tensor]], stack: ExitStack) -> None:
         self._ends = ends
-        self._has_streams = is_accelerator(device)
+        self._has_streams = device.accelerated
         self._device = device
         self._streams = []
         if self._has_streams:
-            self._streams = [module_of(device).Stream(device) for _ in ends]
+            self._streams = [module_of(device.kind).Stream(device.torch_device) for _ in ends]
         self._threads = (
             stack.enter_context(ThreadPoolExecutor(len(ends), "probe-copy")) if len(ends) > 1 else None
         )
@@ -167,7 +168,7 @@ class _Copier:
         else:
             list(self._threads.map(lambda work: work(), works))
         if self._has_streams:
-            torch.accelerator.synchronize(self._device)
+            torch.accelerator.synchronize(self._device.torch_device)
 
     def _work(self, index: int, num_bytes: int, offsets: list[int]) -> Callable[[], None]:
         source, target = self._ends[index]
@@ -179,7 +180,7 @@ class _Copier:
                 target[start : start + count].copy_(source[start : start + count], non_blocking=True)
 
         def work_on_stream() -> None:
-            with module_of(self._device).stream(self._streams[index]):
+            with module_of(self._device.kind).stream(self._streams[index]):
                 work()
 
         return work_on_stream if self._has_streams else work

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from outsize.accelerators import is_accelerator
+from outsize.accelerators import CPU, Devices, synchronize
 from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.native.library import available
@@ -78,7 +78,7 @@ def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) 
 
 
 def measure_products(
-    effort: Effort, units: Sequence[UnitSpec], iterations: int, device: str = "cpu"
+    effort: Effort, units: Sequence[UnitSpec], iterations: int, device: Devices = CPU
 ) -> Measurement:
     """Return FLOPs per second of so many of Muon's iterations, what goes before them included.
 
@@ -86,16 +86,18 @@ def measure_products(
     """
     sides = sorted((tensor.shape for unit in units for tensor in muon_matrices(unit)), key=prod)
     shape = next((each for each in reversed(sides) if 4 * prod(each) <= effort.plane_bytes), sides[0])
-    update, scratch = torch.randn(shape).to(device), torch.zeros(shape, device=device)
+    update, scratch = (
+        torch.randn(shape).to(device.torch_device),
+        torch.zeros(shape, device=device.torch_device),
+    )
     work = newton_schulz_flops(pack_unit(0, "probe", "block", [("matrix", shape, True, True)]), iterations)
 
     def multiply() -> None:
         orthogonal(update, scratch, iterations)
-        if is_accelerator(device):
-            torch.accelerator.synchronize(device)
+        synchronize(device.torch_device)
 
     seconds = sample(multiply, **effort.sampling())
-    where = device if is_accelerator(device) else f"{torch.get_num_threads()} threads"
+    where = device if device.accelerated else f"{torch.get_num_threads()} threads"
     how = f"{iterations} iterations on {shape[0]} x {shape[1]}, {where}"
     return Measurement.of((work / took for took in seconds), how)
 

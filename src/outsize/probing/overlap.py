@@ -7,12 +7,13 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 
-from outsize.accelerators import is_accelerator, module_of, pinner_of
+from outsize.accelerators import Devices, module_of
 from outsize.errors import StorageError
 from outsize.hardware.readings import Measurement, explain
 from outsize.hardware.streaming import Overlap
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
+from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 
 # Of square products, and how many times as large where a sample has the time: a fast device mostly launches small ones.
@@ -24,7 +25,7 @@ Timed = Callable[[], float]
 """Does its work and returns the seconds that it took."""
 
 
-def measure_overlap(device: str, effort: Effort) -> Overlap:
+def measure_overlap(device: Devices, effort: Effort) -> Overlap:
     """Return the times of products and copies towards ``device``; on a CPU both are the work of the same cores."""
     try:
         with Arena(pinner=pinner_of(device)) as arena, ExitStack() as stack:
@@ -42,8 +43,8 @@ def measure_overlap(device: str, effort: Effort) -> Overlap:
 
 
 @torch.no_grad()
-def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Overlap:
-    on_gpu = is_accelerator(device)
+def _measure(device: Devices, arena: Arena, stack: ExitStack, effort: Effort) -> Overlap:
+    on_gpu = device.accelerated
     dtype = torch.bfloat16 if on_gpu else torch.float32
     num_bytes, sample_s = min(_COPY_BYTES, effort.copy_bytes_max), effort.overlap_s / effort.num_samples_min
     side, multiply = _SIDE, _product(_SIDE, dtype, device)
@@ -51,7 +52,7 @@ def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Ove
         side, multiply = _LARGER * _SIDE, _product(_LARGER * _SIDE, dtype, device)
     source = arena.take(num_bytes, "source of copies").fill_(1)
     target = (
-        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
         if on_gpu
         else arena.take(num_bytes, "target")
     )
@@ -93,8 +94,8 @@ def _measure(device: str, arena: Arena, stack: ExitStack, effort: Effort) -> Ove
     )
 
 
-def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[], None]:
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+def _product(side: int, dtype: torch.dtype, device: Devices) -> Callable[[], None]:
+    a, b = (torch.randn(side, side, device=device.torch_device).to(dtype) for _ in "ab")
     out = torch.empty_like(a)
 
     def multiply() -> None:
@@ -103,7 +104,7 @@ def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[], None]:
     return multiply
 
 
-def _least_seconds(work: Callable[[], None], device: str) -> float:
+def _least_seconds(work: Callable[[], None], device: Devices) -> float:
     """Return the seconds of ``work`` where nothing else was in its way: the least of a few, after one that warms up."""
     finish = finisher(device)
     times = []
@@ -115,13 +116,13 @@ def _least_seconds(work: Callable[[], None], device: str) -> float:
     return min(times[1:])
 
 
-def _timed(work: Callable[[], None], count: int, device: str) -> Timed:
+def _timed(work: Callable[[], None], count: int, device: Devices) -> Timed:
     """Return what does ``work`` so often on a stream of its own, waits for that stream only, and tells the seconds."""
-    stream = module_of(device).Stream(device) if is_accelerator(device) else None
+    stream = module_of(device.kind).Stream(device.torch_device) if device.accelerated else None
 
     def timed() -> float:
         started = time.perf_counter()
-        with torch.no_grad(), module_of(device).stream(stream) if stream is not None else nullcontext():
+        with torch.no_grad(), module_of(device.kind).stream(stream) if stream is not None else nullcontext():
             for _ in range(count):
                 work()
         if stream is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from outsize.accelerators import count_of, is_accelerator, kind_here, kind_of, module_of
+from outsize.accelerators import CPU, Devices, count_of, kind_here
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates
 from outsize.hardware.inventory import Inventory, take_inventory
 from outsize.hardware.machine_file import (
@@ -119,7 +119,7 @@ class _Probe:
     inventory: Inventory
     directories: list[Path]
     wishes: Wishes
-    names: list[str]
+    names: list[Devices]
     host: HostRates | None = None
     disks: list[DiskRates] = field(default_factory=list)
     devices: dict[str, DeviceRates] = field(default_factory=dict)
@@ -187,8 +187,8 @@ class _Probe:
         """Return the effort for one device where all are timed."""
         return shared(self.effort, len(self.names))
 
-    def _change(self, device: str, **found: object) -> None:
-        self.devices[device] = self.devices[device].model_copy(update=found)
+    def _change(self, device: Devices, **found: object) -> None:
+        self.devices[str(device)] = self.devices[str(device)].model_copy(update=found)
 
     def _host(self) -> None:
         model = self.wishes.model
@@ -197,13 +197,13 @@ class _Probe:
     def _disk(self, directory: Path) -> None:
         self.disks.append(measure_disk(directory, self.effort))
 
-    def _compute(self, device: str) -> None:
+    def _compute(self, device: Devices) -> None:
         assert self.host is not None
         effort = self._for_each()
         name, num_sms, memory_bytes = _describe(device, self.inventory)
-        on_cpu = device == "cpu"
-        self.devices[device] = DeviceRates(
-            device=device,
+        on_cpu = device.is_cpu
+        self.devices[str(device)] = DeviceRates(
+            device=str(device),
             name=name,
             num_sms=num_sms,
             memory_bytes=memory_bytes,
@@ -218,13 +218,13 @@ class _Probe:
             throttle_bytes_per_s=Fact.read(None, "this is no emulated device"),
         )
 
-    def _link(self, device: str) -> None:
+    def _link(self, device: Devices) -> None:
         effort = self._for_each()
         links = tuple(measure_links(device, effort))
         generation, lanes = read_loaded_link(device, effort)
         self._change(device, links=links, pcie_generation_loaded=generation, pcie_lanes_loaded=lanes)
 
-    def _streaming(self, device: str) -> None:
+    def _streaming(self, device: Devices) -> None:
         effort = self._for_each()
         usable = (
             at for at, disk in zip(self.directories, self.disks, strict=True) if disk.direct.value is not None
@@ -235,7 +235,7 @@ class _Probe:
             device, overlap=overlap, feed=_once_more_if_noisy(lambda: measure_feed(device, directory, effort))
         )
 
-    def _shapes(self, device: str) -> None:
+    def _shapes(self, device: Devices) -> None:
         self._change(device, shapes=measure_shapes(device, self.wishes.model, self._for_each()))
 
     def _beside(self) -> None:
@@ -247,7 +247,7 @@ class _Probe:
     def _host_costs(self) -> None:
         assert self.host is not None
         nodes = self.inventory.cpu.numa_nodes
-        gpus = [name for name in self.names if is_accelerator(name)]
+        gpus = [name for name in self.names if name.accelerated]
         costs = {
             "pinning": measure_pinning(self.effort, device=gpus[0] if gpus else None),
             "numa": measure_numa(nodes, self.effort),
@@ -274,7 +274,7 @@ class _Probe:
         self.peers = measure_peers(list(self.devices.values()), self.inventory.gpus, self.effort)
 
     def _all_reduce(self) -> None:
-        num_devices = sum(is_accelerator(name) for name in self.devices)
+        num_devices = sum(name.accelerated for name in self.names)
         num_cpus = int(self.inventory.cpu.num_usable_cpus.number() or 1)
         ranks, backend = ranks_and_backend(self.wishes.num_ranks, num_devices, num_cpus)
         self.all_reduce = measure_all_reduce(
@@ -298,16 +298,16 @@ def _once_more_if_noisy(measure: Callable[[], _Streamed]) -> _Streamed:
     return measure() if found.is_noisy() else found
 
 
-def _devices() -> list[str]:
+def _devices() -> list[Devices]:
     """Return the GPUs; the CPU is a device of its own where there is none."""
     kind = kind_here()
-    return ["cpu"] if kind is None else [f"{kind}:{index}" for index in range(count_of(kind))]
+    return [CPU] if kind is None else [Devices(kind, (index,)) for index in range(count_of(kind))]
 
 
-def _describe(device: str, inventory: Inventory) -> tuple[str, Fact, Fact]:
-    if is_accelerator(device):
-        properties = module_of(device).get_device_properties(device)
-        how = f"torch.{kind_of(device)}.get_device_properties"
+def _describe(device: Devices, inventory: Inventory) -> tuple[str, Fact, Fact]:
+    if device.accelerated:
+        (properties,) = device.properties
+        how = f"torch.{device.kind}.get_device_properties"
         return (
             properties.name,
             Fact.read(getattr(properties, "multi_processor_count", None), how),

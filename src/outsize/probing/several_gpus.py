@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outsize.accelerators import index_of, is_accelerator, kind_of, pinner_of, vendor_of
+from outsize.accelerators import Devices, vendor_of
 from outsize.errors import StorageError
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_link_under_load
 from outsize.hardware.machine_file import DeviceRates
@@ -19,12 +19,13 @@ from outsize.hardware.topology import PeerLink, kind_by_rate, kind_by_topology
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort
 from outsize.probing.timing import sample
+from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 
 _NUM_COPIES = 4
 
 
-def measure_together(devices: Sequence[str], effort: Effort) -> tuple[TogetherRates, ...]:
+def measure_together(devices: Sequence[Devices], effort: Effort) -> tuple[TogetherRates, ...]:
     """Return the rates of each device alone and of all at once, up and down; with one device there is nothing to tell.
 
     Every device has a thread, which copies several times and waits for its own copies only.
@@ -40,7 +41,7 @@ def measure_together(devices: Sequence[str], effort: Effort) -> tuple[TogetherRa
             absent = Measurement.absent(explain(error))
             rates += [
                 TogetherRates(
-                    device=name,
+                    device=str(name),
                     direction=direction,
                     alone_bytes_per_s=absent,
                     together_bytes_per_s=absent,
@@ -51,7 +52,7 @@ def measure_together(devices: Sequence[str], effort: Effort) -> tuple[TogetherRa
 
 
 def _one_direction(
-    devices: Sequence[str], direction: Literal["up", "down"], effort: Effort
+    devices: Sequence[Devices], direction: Literal["up", "down"], effort: Effort
 ) -> list[TogetherRates]:
     num_bytes = min(effort.peer_bytes, effort.copy_bytes_max)
     with ExitStack() as stack:
@@ -69,7 +70,7 @@ def _one_direction(
     how = f"{_NUM_COPIES} copies of {num_bytes // 2**20} MiB"
     return [
         TogetherRates(
-            device=name,
+            device=str(name),
             direction=direction,
             alone_bytes_per_s=Measurement.of(alone[index], f"{how}, by itself"),
             together_bytes_per_s=Measurement.of(
@@ -81,12 +82,12 @@ def _one_direction(
 
 
 def _copies(
-    device: str, direction: Literal["up", "down"], num_bytes: int, stack: ExitStack
+    device: Devices, direction: Literal["up", "down"], num_bytes: int, stack: ExitStack
 ) -> Callable[[], float]:
     """Return what makes the copies of one device and tells their seconds."""
     arena = stack.enter_context(Arena(pinner=pinner_of(device)))
     host = arena.take(num_bytes, "host end").fill_(1)
-    other = torch.empty_like(host, device=device).fill_(1)
+    other = torch.empty_like(host, device=device.torch_device).fill_(1)
     source, target = (host, other) if direction == "up" else (other, host)
     finish = finisher(device)
     finish()
@@ -117,16 +118,16 @@ def measure_peers(
 def _peer(
     devices: Sequence[DeviceRates], gpus: Sequence[GpuFacts], source: int, target: int, effort: Effort
 ) -> PeerLink:
-    here, there = devices[target].device, devices[source].device
+    here, there = (Devices.parse(devices[index].device) for index in (target, source))
     try:
-        copy = _copy_rate(torch.device(there), torch.device(here), effort)
+        copy = _copy_rate(there, here, effort)
     except RuntimeError as error:
         copy = Measurement.absent(explain(error))
     known = max(source, target) < len(gpus)
     pinned = [_pinned(devices[index]) for index in (source, target)]
     return PeerLink(
-        source=there,
-        target=here,
+        source=str(there),
+        target=str(here),
         by_topology=kind_by_topology(gpus[target], source) if known else _kind_by_torch(there, here),
         by_rate=kind_by_rate(
             copy,
@@ -137,25 +138,25 @@ def _peer(
     )
 
 
-def _kind_by_torch(source: str, target: str) -> Fact:
+def _kind_by_torch(source: Devices, target: Devices) -> Fact:
     """Return what torch says of peer access, where NVML says nothing; it does not tell NVLink from PCIe."""
-    how = f"torch.{kind_of(target)}.can_device_access_peer, which does not tell NVLink from PCIe"
+    how = f"torch.{target.kind}.can_device_access_peer, which does not tell NVLink from PCIe"
     try:
-        reached = vendor_of(target).reaches(index_of(target), index_of(source))
+        reached = vendor_of(target.kind).reaches(target.index, source.index)
         kind = "PCIe peer" if reached else "host-staged"
     except (RuntimeError, AssertionError) as error:
         return Fact.absent(f"{how}: {explain(error)}")
     return Fact.read(kind, how)
 
 
-def _copy_rate(source: torch.device, target: torch.device, effort: Effort) -> Measurement:
+def _copy_rate(source: Devices, target: Devices, effort: Effort) -> Measurement:
     num_bytes = effort.peer_bytes
-    here: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=target)
-    there: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=source)
+    here: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=target.torch_device)
+    there: Tensor = torch.ones(num_bytes, dtype=torch.uint8, device=source.torch_device)
 
     def finish() -> None:
         for device in (source, target):
-            finisher(str(device))()
+            finisher(device)()
 
     finish()
     seconds = sample(
@@ -184,22 +185,21 @@ def _slower_link(*gpus: GpuFacts) -> tuple[int, int] | None:
     return min(known, key=lambda link: 2 ** link[0] * link[1]) if len(known) == len(links) else None
 
 
-def read_loaded_link(device: str, effort: Effort) -> tuple[Fact, Fact]:
+def read_loaded_link(device: Devices, effort: Effort) -> tuple[Fact, Fact]:
     """Return PCIe generation and lanes of a GPU as NVML tells them while copies are under way; a CPU has none."""
-    if not is_accelerator(device):
+    if not device.accelerated:
         none = Fact.read(None, "the link of a CPU is its memory")
         return none, none
-    index = int(device.partition(":")[2])
     try:
         with Arena(pinner=pinner_of(device)) as arena:
             host = arena.take(effort.peer_bytes, "host end").fill_(1)
-            other = torch.empty_like(host, device=device)
+            other = torch.empty_like(host, device=device.torch_device)
             # Asked once before, so that the question that counts waits for neither library nor driver.
-            read_link_under_load(import_nvml, index)
+            read_link_under_load(import_nvml, device.index)
             for _ in range(16 * _NUM_COPIES):  # under way for as long as that takes
                 other.copy_(host, non_blocking=True)
-            loaded = read_link_under_load(import_nvml, index)
-            torch.accelerator.synchronize(device)
+            loaded = read_link_under_load(import_nvml, device.index)
+            torch.accelerator.synchronize(device.torch_device)
             return loaded
     except (StorageError, RuntimeError) as error:
         return Fact.absent(explain(error)), Fact.absent(explain(error))

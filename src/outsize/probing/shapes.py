@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from outsize.accelerators import Devices
 from outsize.hardware.streaming import ShapeRate
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.probing.compute import DTYPES, dtypes_of, measure_growing
@@ -22,7 +23,7 @@ def shapes_of(spec: ModelSpec) -> dict[tuple[int, int], str]:
     return shapes
 
 
-def measure_shapes(device: str, spec: ModelSpec | None, effort: Effort) -> tuple[ShapeRate, ...]:
+def measure_shapes(device: Devices, spec: ModelSpec | None, effort: Effort) -> tuple[ShapeRate, ...]:
     """Return the operations per second of ``x @ w.T`` for each shape of the model, with more and more tokens in ``x``.
 
     The number of tokens is the first with which a product takes ``effort.matmul_s``, or the largest tried.
@@ -54,12 +55,12 @@ def measure_shapes(device: str, spec: ModelSpec | None, effort: Effort) -> tuple
 
 
 def _product(
-    device: str, dtype: str, num_outputs: int, num_inputs: int, tried: dict[str, int]
+    device: Devices, dtype: str, num_outputs: int, num_inputs: int, tried: dict[str, int]
 ) -> Callable[[int], Callable[[], object]]:
     def prepare(tokens: int) -> Callable[[], object]:
         tried[dtype] = tokens
-        x = torch.randn(tokens, num_inputs, device=device).to(DTYPES[dtype])
-        weight = torch.randn(num_outputs, num_inputs, device=device).to(DTYPES[dtype])
+        x = torch.randn(tokens, num_inputs, device=device.torch_device).to(DTYPES[dtype])
+        weight = torch.randn(num_outputs, num_inputs, device=device.torch_device).to(DTYPES[dtype])
         return lambda: torch.nn.functional.linear(x, weight)
 
     return prepare

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from outsize.accelerators import is_accelerator, module_of
 from outsize.config import Config
 from outsize.hardware.cpu import read_cpu
 from outsize.hardware.numa import Placement, left_alone, node_of_pci, place
-from outsize.runtime.device.device_group import device_names
 from outsize.session.job.prepare import Job
 
 ROOT = Path("/")
@@ -26,7 +24,7 @@ def placement_of(config: Config, prepared: Job, local_processes: int, root: Path
     return place(
         read_cpu(root).numa_nodes,
         os.sched_getaffinity(0),
-        [node_of_pci(root, address) for address in _addresses(prepared.machine.device)],
+        [node_of_pci(root, address) for address in map(address_of, prepared.machine.devices.properties)],
         host_bytes=sum(prepared.plan.memory.get("host", {}).values()),
         num_threads=torch.get_num_threads(),
         local_processes=local_processes,
@@ -69,13 +67,6 @@ def _bind(wanted: dict[int, set[int]]) -> None:
     for task, cpus in wanted.items():
         with contextlib.suppress(OSError):  # it has ended
             os.sched_setaffinity(task, cpus)
-
-
-def _addresses(device: str) -> list[str]:
-    """Return where the GPUs of ``device`` are on the bus, ``""`` where torch does not say; nothing of other devices."""
-    if not is_accelerator(device):
-        return []
-    return [address_of(module_of(name).get_device_properties(name)) for name in device_names(device)]
 
 
 def address_of(properties: Any) -> str:

@@ -19,7 +19,6 @@ from typing import Self
 
 import torch
 
-from outsize.accelerators import DriverPinner, pinner_of, torch_name
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.model.sizes.model_spec import ModelSpec
@@ -29,7 +28,8 @@ from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import ResidentLimit, resident_bytes
 from outsize.runtime.device.device import Device, open_device
-from outsize.runtime.device.device_group import device_names, open_workers, tier_of
+from outsize.runtime.device.device_group import open_workers, tier_of
+from outsize.runtime.device.driver import DriverPinner, pinner_of
 from outsize.runtime.device.heap import trim
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
@@ -147,12 +147,12 @@ class Session:
     @property
     def torch_device(self) -> torch.device:
         """Where the model computes; with several workers, the first of them."""
-        return torch.device(torch_name(self.machine.device))
+        return self.machine.devices.torch_device
 
     @property
     def pinner(self) -> DriverPinner | None:
         """What pins host memory; None where copies to the device do not ask for it."""
-        return pinner_of(self.machine.device)
+        return pinner_of(self.machine.devices)
 
     @property
     def engine(self) -> Engine | None:
@@ -212,9 +212,9 @@ class Session:
 
     def open_device(self, limit: ResidentLimit | None = None) -> Device:
         """Return the device that computes, the first of several, within its budget; the caller closes it."""
-        name = device_names(self.machine.device)[0]
+        device = self.machine.devices.each[0]
         tier = tier_of(0, self.machine.num_workers)
-        return open_device(name, self.ledger, _per_s(self._memory.link_gb_per_s), limit, tier=tier)
+        return open_device(device, self.ledger, _per_s(self._memory.link_gb_per_s), limit, tier=tier)
 
     def extend(self, spec: ModelSpec) -> None:
         """Make room for the state of units that train by now."""
@@ -255,8 +255,8 @@ class Session:
         machine, memory = self.machine, self._memory
         if machine.num_workers > 1:
             rates = _per_s(memory.link_gb_per_s), _per_s(memory.peer_gb_per_s)
-            return open_workers(machine.device, self.ledger, *rates)
-        if machine.device != "cpu":
+            return open_workers(machine.devices, self.ledger, *rates)
+        if not machine.devices.is_cpu:
             return self.open_device()
         before_bytes = self._before_bytes
         if before_bytes is None:

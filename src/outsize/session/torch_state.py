@@ -7,27 +7,27 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils import deterministic as uninitialised
 
-from outsize.accelerators import count_of, is_accelerator, kind_here, module_of
+from outsize.accelerators import CPU, Devices, count_of, kind_here, module_of
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
-def borrowed_torch(*, deterministic: bool, device: str = "cpu") -> Iterator[None]:
+def borrowed_torch(*, deterministic: bool, devices: Devices = CPU) -> Iterator[None]:
     """Give torch's random state and its choice of algorithms back when the context ends.
 
     Args:
         deterministic: whether only deterministic kernels are used meanwhile. On a GPU an operation without one raises:
             if it may pass with a warning, attention takes the faster backward as well, which is not deterministic.
-        device: that computes.
+        devices: that compute.
     """
     kind = kind_here()
     in_use = kind is not None and module_of(kind).is_initialized()
-    devices = range(count_of(kind)) if kind is not None and in_use else ()
+    drawn_from = range(count_of(kind)) if kind is not None and in_use else ()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind or "cpu"))
+        stack.enter_context(torch.random.fork_rng(devices=drawn_from, device_type=kind or "cpu"))
         if deterministic:
-            stack.enter_context(_deterministic(warn_only=not is_accelerator(device)))
+            stack.enter_context(_deterministic(warn_only=not devices.accelerated))
         yield
 
 

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from outsize.accelerators import is_accelerator, module_of, torch_name, vendor_of
+from outsize.accelerators import is_accelerator, module_of, vendor_of
 from outsize.checkpoint import run_checkpoint
 from outsize.compat.collectives import limited_backend, world_group
 from outsize.config import Config, ParallelConfig
@@ -123,7 +123,10 @@ def check_fits(prepared: Job) -> None:
         )
     if config.train.loss == "chunked":
         raise ConfigError("train.loss: plain data parallel (parallel.mode=ddp) takes the model's own loss")
-    if config.parallel.ddp_compress in _BY_NCCL and _backend(prepared.machine.device) != "nccl":
+    if (
+        config.parallel.ddp_compress in _BY_NCCL
+        and vendor_of(prepared.machine.devices.kind).backend != "nccl"
+    ):
         raise ConfigError(
             f"parallel.ddp_compress: {config.parallel.ddp_compress} is for GPUs, by NCCL: torch has no bf16 sums over "
             "gloo, and its PowerSGD calls gloo from several threads in no fixed order; use fp16 or none"
@@ -136,15 +139,10 @@ def check_fits(prepared: Job) -> None:
     short = needed - prepared.machine.device_bytes
     if short > 0:
         raise InfeasiblePlanError(
-            f"a replica of the model needs {format_bytes(needed)} on {prepared.machine.device}: take more "
+            f"a replica of the model needs {format_bytes(needed)} on {prepared.machine.devices}: take more "
             "train.microbatches, raise memory.device_memory, or stream it in one process without torchrun",
             {"device": short},
         )
-
-
-def _backend(device: str | torch.device) -> str:
-    """Return what sums between processes on their devices are made by."""
-    return vendor_of(device).backend if is_accelerator(device) else "gloo"
 
 
 @contextlib.contextmanager
@@ -156,7 +154,7 @@ def process_group(
     Yields:
         The group, and what has every call on it fail that waits for another rank.
     """
-    backend = _backend(device)
+    backend = vendor_of(device).backend
     if is_accelerator(device):
         module_of(device).set_device(device)
     try:
@@ -191,7 +189,7 @@ def start_replica(
     Raises:
         OutsizeError: the checkpoint cannot be read, or a rank is lost.
     """
-    device = torch.device(torch_name(prepared.machine.device))
+    device = prepared.machine.devices.torch_device
     assert isinstance(group, GlooGroup)
     if resumed is not None:
         run_checkpoint.check_files(resumed)

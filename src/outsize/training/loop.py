@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outsize.accelerators import is_accelerator
+from outsize.accelerators import Devices
 from outsize.checkpoint.checkpoint_dir import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
 from outsize.checkpoint.saver import Saver
@@ -81,8 +81,8 @@ class Run:
         self.watchdog.saved = lambda done: saver.has_saved or first > 0 or (commits and done > 0)
         self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
-            device = self.prepared.machine.device
-            with _batches(dataset, self.config, self.ranks.group, device, self.position.step) as batches:
+            devices = self.prepared.machine.devices
+            with _batches(dataset, self.config, self.ranks.group, devices, self.position.step) as batches:
                 self._train(batches, interrupt)
         except BaseException:
             with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
@@ -256,7 +256,7 @@ class Run:
 
 @contextlib.contextmanager
 def _batches(
-    dataset: PackedDataset, config: Config, group: Group, device: str, first: int
+    dataset: PackedDataset, config: Config, group: Group, devices: Devices, first: int
 ) -> Iterator[Iterator[Batch]]:
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
     with Prefetcher(
@@ -265,7 +265,7 @@ def _batches(
         first,
         depth=config.data.prefetch,
         num_workers=config.data.workers,
-        finish=Batch.pinned if is_accelerator(device) else lambda batch: batch,
+        finish=Batch.pinned if devices.accelerated else lambda batch: batch,
     ) as prefetcher:
         try:
             yield (prefetcher.next() for _ in range(first, config.train.steps))

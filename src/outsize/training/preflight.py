@@ -15,13 +15,12 @@ from typing import Any
 
 import psutil
 
-from outsize.accelerators import is_accelerator, kind_of, uuid_of
+from outsize.accelerators import Devices, choose_device, uuids_of
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group
 from outsize.hardware.nccl import misspelt_variables, overriding_variables, wrong_interfaces
-from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Job
 from outsize.storage.layout_digest import layout_digest
 
@@ -51,8 +50,8 @@ def check_same_start(config: Config, group: Group, variables: Mapping[str, str] 
         }
     )
     _compare(told, "use the same configuration and the same packages on all machines")
-    device = choose_device(config.memory.device)
-    _check_devices(group.gather_objects(_known_as(device)), kind_of(device))
+    devices = choose_device(config.memory.device)
+    _check_devices(group.gather_objects(_known_as(devices)), devices.kind)
     wrong = wrong_interfaces(variables, psutil.net_if_addrs())
     problems = [line for lines in group.gather_objects(wrong) for line in lines]
     if problems:
@@ -112,16 +111,16 @@ def _check_devices(devices: Sequence[str | None], kind: str) -> None:
             )
 
 
-def _known_as(name: str) -> str | None:
+def _known_as(devices: Devices) -> str | None:
     """Return what a device of this machine is known by everywhere; None for processors, which can be shared."""
-    if not is_accelerator(name):
+    if not devices.accelerated:
         return None
-    if "," in name:
+    if len(devices.indices) > 1:
         raise ConfigError(
-            f"memory.device is {name}: each of several ranks uses one device; start a process for each with torchrun "
-            "--nproc-per-node, or one process for all of them without torchrun"
+            f"memory.device is {devices}: each of several ranks uses one device; start a process for each with "
+            "torchrun --nproc-per-node, or one process for all of them without torchrun"
         )
-    return f"{socket.gethostname()} {name} {uuid_of(name)}"
+    return f"{socket.gethostname()} {devices} {uuids_of(devices)[devices.index]}"
 
 
 def _differing(group: Group, variables: Mapping[str, str]) -> list[str]:

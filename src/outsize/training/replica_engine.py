@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from outsize.accelerators import new_event
+from outsize.accelerators import Devices, new_event
 from outsize.checkpoint.saving import Saving
 from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
@@ -65,7 +65,7 @@ class ReplicaEngine:
         self, replica: Replica, group: GlooGroup, device: torch.device, end_waits: Callable[[], None]
     ) -> None:
         self._replica, self._group, self._end_waits = replica, group, end_waits
-        self._device = open_device(str(device))
+        self._device = open_device(Devices.parse(str(device)))
         self.ranges = OpRanges(device)
         self.num_ended = 0
         self.reduced = Moved()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import torch_name
 from outsize.compat.modules import parameters_of
 from outsize.compat.optimizers import muon_products
 from outsize.config import Config
@@ -315,7 +314,7 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
         frozen parts has none.
     """
     split = prepared.split
-    device = torch.device(torch_name(prepared.machine.device))
+    device = prepared.machine.devices.torch_device
     spec = split.spec
     dtypes = {t.name: part.dtype for unit in spec.units for part in unit.frozen for t in part.tensors}
     weights_of = Decoded(prepared.source, spec)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from outsize.accelerators import choose_device, uuids_of
 from outsize.checkpoint import run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
@@ -24,7 +25,7 @@ from outsize.runtime.device.heap import set_thresholds, use_one_arena
 from outsize.session.decide.decide import decide
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
-from outsize.session.job.machine import choose_device, home_file
+from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.numa_binding import bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
@@ -43,7 +44,7 @@ from outsize.training.loop import Progress, Run
 from outsize.training.metrics.flops import Peak, peak_of, slow_products, step_flops
 from outsize.training.metrics.heartbeat import Heartbeat, Telling, write_json, write_whole
 from outsize.training.metrics.profiling import StepProfiler
-from outsize.training.metrics.run_info import about, gpu_uuids
+from outsize.training.metrics.run_info import about
 from outsize.training.metrics.run_records import TrainResult
 from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
 from outsize.training.notes import notes_of
@@ -133,7 +134,7 @@ def _train(
     """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
     run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
     stack.enter_context(
-        borrowed_torch(deterministic=config.train.deterministic, device=choose_device(config.memory.device))
+        borrowed_torch(deterministic=config.train.deterministic, devices=choose_device(config.memory.device))
     )
     set_thresholds(heap=False)
     interrupt.doing = "the model was built, measured and planned"
@@ -258,7 +259,7 @@ def _open(
     heartbeat = stack.enter_context(Heartbeat(own_dir, announce))
     writers = stack.enter_context(_writers(config, ranks))
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
-    sampler = stack.enter_context(GpuSampler(gpu_uuids(prepared.machine.device), import_nvml))
+    sampler = stack.enter_context(GpuSampler(uuids_of(prepared.machine.devices), import_nvml))
     saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
     run = Run(
         config,
@@ -285,7 +286,7 @@ def _open(
 
 def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:
     """Return what the device computes at most, and what a step computes; says so where another dtype is faster."""
-    peak = peak_of(prepared.machine.device, prepared.dtype)
+    peak = peak_of(prepared.machine.devices, prepared.dtype)
     if slow := slow_products(peak, prepared.dtype):
         announce(slow)
     return peak, step_flops(prepared)
@@ -330,7 +331,7 @@ def _watchdog(prepared: Job, ranks: Ranks, expected: Forecast | None) -> Watchdo
 def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> Accounts:
     machine, links = trainer.prepared.machine, trainer.engine.moved()
     return Accounts(
-        machine.device, machine.num_workers, links, trainer.ledger, trainer.fallbacks, sampler, flops, peak
+        machine.devices, machine.num_workers, links, trainer.ledger, trainer.fallbacks, sampler, flops, peak
     )
 
 

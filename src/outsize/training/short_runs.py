@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from outsize.accelerators import choose_device
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import decide
-from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
@@ -172,8 +172,8 @@ def _short_run(config: Config, steps: int) -> ShortRun:
     near = Path(config.memory.store_dir or Path.cwd())
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(temporary_directory(near))
-        device = choose_device(config.memory.device)
-        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, device=device))
+        devices = choose_device(config.memory.device)
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=devices))
         return _timed(config, steps, directory, stack)
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outsize.accelerators import choose_device
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import decide
-from outsize.session.job.machine import choose_device
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
@@ -40,7 +40,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         stack.enter_context(needed_directory(directory, "train.run_dir"))
         stack.enter_context(
             borrowed_torch(
-                deterministic=config.train.deterministic, device=choose_device(config.memory.device)
+                deterministic=config.train.deterministic, devices=choose_device(config.memory.device)
             )
         )
         set_thresholds(heap=False)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import choose_device
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
@@ -26,7 +27,7 @@ from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
 from outsize.model.tiled_mlp import take_in_parts, take_whole
-from outsize.session.job.machine import choose_device, choose_dtype
+from outsize.session.job.machine import choose_dtype
 from outsize.spin import late_warning
 from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly

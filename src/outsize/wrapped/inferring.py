@@ -14,13 +14,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from outsize.accelerators import is_accelerator
-from outsize.hardware.machine_spec import CUBLAS_BYTES
 from outsize.inference.forward_extent import Growth, ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
 from outsize.runtime.device.device import Device
 from outsize.runtime.ops.decoding import decoding_bytes
+from outsize.session.job.planning import fixed_bytes
 from outsize.wrapped.planned import Planned
 
 
@@ -91,7 +90,7 @@ class Inferring(Planned):
         super()._plan_anew()
 
     def _rests_where_it_computes(self) -> bool:
-        return self.parameters.in_memory and self.session.machine.device == "cpu"
+        return self.parameters.in_memory and self.session.machine.devices.is_cpu
 
     def _open_scan(self, model: nn.Module) -> InferenceSession:
         weights = self.parameters.version_of_all
@@ -114,9 +113,7 @@ class Inferring(Planned):
                     self.split.spec, device, self.session.home, self.session.ledger, self.session.pinner
                 )
                 stack.pop_all()  # a session that cannot be opened closes both
-            fixed = decoding_bytes(self.split.spec)
-            if is_accelerator(self._device):
-                fixed += CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
+            fixed = fixed_bytes(model, machine) + decoding_bytes(self.split.spec)
             prefetch = self._memory.prefetch
             if prefetch is None and self._memory.slots is not None:
                 prefetch = self._memory.slots - 1

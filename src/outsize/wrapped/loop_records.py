@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from outsize.accelerators import uuids_of
 from outsize.config import Config
 from outsize.config.train_section import TrainConfig
 from outsize.hardware.gpus import import_nvml
@@ -37,7 +38,7 @@ from outsize.telemetry.nvml import GpuSampler
 from outsize.training.loop import TIMELINE_STEP
 from outsize.training.metrics.flops import peak_of
 from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
-from outsize.training.metrics.run_info import describe, gpu_uuids
+from outsize.training.metrics.run_info import describe
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.metrics.step_metrics import Accounts
 from outsize.training.run_dir import PLAN_FILE, claimed
@@ -147,7 +148,7 @@ class LoopRecords:
                     links_are_disk=session.machine.below == "disk",
                 )
             )
-            uuids = gpu_uuids(session.machine.device)
+            uuids = uuids_of(session.machine.devices)
             self._sampler = stack.enter_context(GpuSampler(uuids, import_nvml))
             stack.callback(register_optimizer_step_post_hook(_hook(weakref.ref(self))).remove)
             self._stack = stack.pop_all()
@@ -166,9 +167,9 @@ class LoopRecords:
         if self._accounts is not None and not moved:
             return
         machine = session.machine
-        peak = peak_of(machine.device, self._dtype)
+        peak = peak_of(machine.devices, self._dtype)
         self._accounts = Accounts(
-            machine.device,
+            machine.devices,
             machine.num_workers,
             tuple(engine.moved()),
             session.ledger,

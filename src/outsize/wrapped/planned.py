@@ -208,7 +208,7 @@ class Planned:
         memory, store_dir = self._memory, self._store_dir
         state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
         machine = describe_machine(memory, state_bytes, store_dir)
-        check_transport(self._transport, machine.device, machine.home)
+        check_transport(self._transport, machine.devices, machine.home)
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(
             state=state,

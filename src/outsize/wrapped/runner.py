@@ -23,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import torch_name
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.caller import Caller
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.context import Microbatch, StepContext
@@ -54,9 +52,7 @@ class Runner(Inferring):
 
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
-        self._caller = Caller(
-            *(torch.device(torch_name(name)) for name in device_names(self.session.machine.device))
-        )
+        self._caller = Caller(*(each.torch_device for each in self.session.machine.devices.each))
         self._num_steps = self._num_forwards = 0
         self._uncut: set[frozenset[str]] = (
             set()

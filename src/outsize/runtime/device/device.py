@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import check_here, is_accelerator, last_calls, module_of, new_event
-from outsize.errors import ConfigError
+from outsize.accelerators import Devices, check_here, module_of, new_event
 from outsize.runtime.device.allocator import ResidentLimit
+from outsize.runtime.device.driver import last_calls
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger, Reservation
 
@@ -31,11 +31,13 @@ class Device(ABC):
         name: as in the configuration.
         torch_device: where its tensors lie.
         in_place: whether host memory is its own, so that what rests there is used where it lies, and nothing copied.
+        asynchronous: whether work is enqueued and done later, so that nothing reads values while it computes.
     """
 
     name: str
     torch_device: torch.device
     in_place: bool = False
+    asynchronous: bool = False
 
     @abstractmethod
     def allocate(self, num_bytes: int, what: str) -> Tensor:
@@ -188,7 +190,7 @@ class Accelerator(Device):
     """A device with memory and streams of its own; a stream for each lane that touches it.
 
     Args:
-        name: kind and number, such as ``cuda:0``.
+        device: one accelerator.
         ledger: where its memory is reserved.
         tier: of the ledger.
 
@@ -196,18 +198,20 @@ class Accelerator(Device):
         ConfigError: torch sees no such device.
     """
 
-    def __init__(self, name: str, ledger: Ledger | None = None, *, tier: str = "device") -> None:
-        check_here(name)
-        self.name = name
-        self.torch_device = torch.device(name)
-        self._torch = module_of(name)
+    asynchronous = True
+
+    def __init__(self, device: Devices, ledger: Ledger | None = None, *, tier: str = "device") -> None:
+        check_here(device)
+        self.name = str(device)
+        self.torch_device = device.torch_device
+        self._torch = module_of(device.kind)
         self._streams: dict[str, torch.Stream] = {}
         self._held: list[Tensor] = []
         self._ledger = ledger
         self._tier = tier
         self._reservations: list[Reservation] = []
         with self._torch.device(self.torch_device):
-            self._origin = new_event(name)
+            self._origin = new_event(device.kind)
             self._origin.record()
             self._origin.synchronize()
         self._origin_s = time.perf_counter()
@@ -290,7 +294,7 @@ class Accelerator(Device):
 
 
 def open_device(
-    name: str,
+    device: Devices,
     ledger: Ledger | None = None,
     link_bytes_per_s: float | None = None,
     limit: ResidentLimit | None = None,
@@ -298,10 +302,10 @@ def open_device(
     tier: str = "device",
     peer_bytes_per_s: float | None = None,
 ) -> Device:
-    """Return the device called ``name``: ``cpu``, ``emulated``, ``emulated:N`` (one of them), ``cuda`` or ``cuda:i``.
+    """Return what runs a program on one device.
 
     Args:
-        name: of the device.
+        device: of one worker.
         ledger: where the device's memory is reserved.
         link_bytes_per_s: rate of an emulated link in each direction; None for an unthrottled one.
         limit: where the device is the CPU, the limit of the process's resident memory.
@@ -311,14 +315,10 @@ def open_device(
     Raises:
         ConfigError: no such device.
     """
-    kind, _, index = name.partition(":")
-    if not index or index.isdigit():
-        if is_accelerator(kind):
-            return Accelerator(f"{kind}:{int(index or 0)}", ledger, tier=tier)
-        if name == "cpu":
-            return CpuDevice(ledger=ledger, limit=limit, tier=tier)
-        if kind == "emulated":
-            return EmulatedDevice(
-                name, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s
-            )
-    raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N or cuda:i")
+    if device.accelerated:
+        return Accelerator(device, ledger, tier=tier)
+    if device.emulated:
+        return EmulatedDevice(
+            str(device), ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s
+        )
+    return CpuDevice(ledger=ledger, limit=limit, tier=tier)

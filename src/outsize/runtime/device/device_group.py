@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator
-from outsize.errors import ConfigError
+from outsize.accelerators import Devices
 from outsize.runtime.device.device import Device, open_device
 from outsize.storage.ledger import Ledger
 
@@ -101,43 +100,25 @@ class Workers(Device):
             device.close()
 
 
-def device_names(name: str) -> tuple[str, ...]:
-    """Return the name of each worker's device: ``emulated:2`` is two, ``cuda:0,2`` devices 0 and 2.
-
-    Raises:
-        ConfigError: not a list of devices.
-    """
-    kind, _, indices = name.partition(":")
-    if kind == "emulated":
-        count = int(indices or 1) if (indices or "1").isdigit() else 0
-        if not count:
-            raise ConfigError(f"unknown device {name!r}; use cpu, emulated:N, cuda:i or cuda:i,j")
-        return (name,) if count == 1 else tuple(f"emulated:{worker}" for worker in range(count))
-    if is_accelerator(kind) and "," in indices:
-        return tuple(f"{kind}:{index}" for index in indices.split(","))
-    return (name,)
-
-
 def open_workers(
-    name: str,
+    devices: Devices,
     ledger: Ledger | None = None,
     link_bytes_per_s: float | None = None,
     peer_bytes_per_s: float | None = None,
 ) -> Workers:
-    """Open a device for each worker that ``name`` means, each with a tier of its own in ``ledger``.
+    """Open a device for each worker, each with a tier of its own in ``ledger``.
 
     Rates are those of emulated devices, see `open_device`.
 
     Raises:
         ConfigError: one of them does not exist.
     """
-    names = device_names(name)
     with contextlib.ExitStack() as stack:
-        devices = []
-        for worker, each in enumerate(names):
-            tier = tier_of(worker, len(names))
+        opened = []
+        for worker, each in enumerate(devices.each):
+            tier = tier_of(worker, len(devices.each))
             device = open_device(each, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s)
             stack.callback(device.close)
-            devices.append(device)
+            opened.append(device)
         stack.pop_all()
-    return Workers(devices)
+    return Workers(opened)

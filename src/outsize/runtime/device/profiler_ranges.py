@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.profiler import record_function
 
-from outsize.accelerators import is_accelerator, vendor_of
+from outsize.accelerators import vendor_of
 
 
 class OpRanges:
@@ -25,7 +25,7 @@ class OpRanges:
 
     def __init__(self, device: torch.device) -> None:
         self.on = False
-        self._driver = vendor_of(device).ranges if is_accelerator(device) else None
+        self._driver = vendor_of(device).ranges
 
     def around(self, op: object) -> AbstractContextManager[None]:
         """Return the context that an op runs in; its text is the name of the range."""
@@ -33,5 +33,5 @@ class OpRanges:
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
-        with nullcontext() if self._driver is None else self._driver(name), record_function(name):
+        with self._driver(name), record_function(name):
             yield

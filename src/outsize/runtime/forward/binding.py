@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import last_calls
 from outsize.compat.modules import buffers_of, parameters_of
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.model.split import Split
+from outsize.runtime.device.driver import last_calls
 
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator
 from outsize.compat import trees
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
@@ -166,7 +165,7 @@ class ComputeOps:
         """Others read the loss behind a mark: lanes of another device have waited for no stream of this one."""
         assert op.microbatch is not None
         # A tensor of four bytes that outlives its round would part the heap, which then grows from round to round.
-        context.losses[op.microbatch] = loss if is_accelerator(loss.device) else loss.item()
+        context.losses[op.microbatch] = loss if self._device.asynchronous else loss.item()
         context.loss_marks[op.microbatch] = self._device.record(f"compute:w{op.worker or 0}")
 
     def backward(self, op: Op, context: StepContext) -> None:
@@ -207,7 +206,7 @@ class ComputeOps:
         In a cut step the caller's own backward waits for it, and keeps autograd's thread of a GPU to itself. On a CPU
         there is no such thread, and a backward that is kept off threads takes a fifth longer.
         """
-        if self._cut and is_accelerator(self._device.torch_device):
+        if self._cut and self._device.asynchronous:
             return torch.autograd.set_multithreading_enabled(False)
         return nullcontext()
 

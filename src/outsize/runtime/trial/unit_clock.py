@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator
+from outsize.accelerators import synchronize
 from outsize.compat import trees
 from outsize.errors import ModelError
 from outsize.group.pace import Pace
@@ -276,8 +276,7 @@ class _Clock:
         return nullcontext() if self._limit is None else self._limit.watched()
 
     def _finish(self) -> None:
-        if is_accelerator(self._device):
-            torch.accelerator.synchronize(self._device)
+        synchronize(self._device)
 
 
 def _median(samples: list[Sample]) -> Sample:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outsize.accelerators import torch_name
+from outsize.accelerators import synchronize
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.open import open_codec
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
@@ -57,7 +57,7 @@ def crossing_rates(prepared: Job, transport: Transport) -> dict[str, CodecRates]
 
 def _device(prepared: Job) -> str:
     """Return where torch computes for the run: its first device."""
-    return torch_name(prepared.machine.device)
+    return str(prepared.machine.devices.torch_device)
 
 
 def _sample(numel: int, dtype: str) -> Tensor:
@@ -83,8 +83,7 @@ def _rates_of(codec: Codec, sample: Tensor, encoder: str, decoder: str) -> Codec
 def _best_s(work: Callable[[], object], device: str) -> float:
     def done() -> None:
         work()
-        if device != HOME:
-            torch.accelerator.synchronize(device)
+        synchronize(device)
 
     return min(_seconds(done) for _ in range(REPEATS))
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from outsize.accelerators import is_accelerator
 from outsize.choices import NewtonSchulz
 from outsize.codecs.transport import Transport
 from outsize.config.config_rules import contradictions
@@ -108,7 +107,7 @@ def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rat
     if _may_offload(prepared):
         open_keys.append(OFFLOAD)
     if products_open(prepared.config):
-        if is_accelerator(prepared.machine.device):
+        if prepared.machine.devices.own_processor:
             open_keys.append(PRODUCTS_KEY)
         else:
             announce(f"{PRODUCTS_KEY}: auto is host: its processor is the device's, too")
@@ -168,9 +167,9 @@ def _why_raw(prepared: Job, crossing: str) -> str:
     machine = prepared.machine
     if prepared.group.size > 1:
         return " where several ranks share each step"
-    if machine.device == "cpu" or (crossing == "weights" and machine.home == "disk"):
+    if machine.devices.is_cpu or (crossing == "weights" and machine.home == "disk"):
         return ": there is no link between host memory and a device"
-    if crossing != "weights" and is_accelerator(machine.device):
+    if crossing != "weights" and machine.devices.accelerated:
         return ": a GPU decodes what keeps every bit, and does not encode it"
     if crossing == "gradients" and prepared.plan.layout.ring:
         return ": gradients pass through a ring, tile by tile"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from outsize.accelerators import is_accelerator, module_of
+from outsize.accelerators import Devices
 from outsize.errors import ConfigError
 from outsize.group.pace import Pace
 from outsize.hardware.cards.presets import COPY_LATENCY_S, NVME
@@ -30,7 +30,6 @@ from outsize.probing.effort import QUICK, Effort, within_memory
 from outsize.probing.host_probe import measure_dram
 from outsize.probing.link import measure_links
 from outsize.probing.optimizer_probe import measure_adamw, measure_products
-from outsize.runtime.device.device_group import device_names
 from outsize.session.job.device_peers import measured_peers, peers_of
 from outsize.session.job.prepare import Job
 
@@ -78,13 +77,13 @@ def lane_rates(
     effort = within_memory(SHORT, min(machine.device_bytes, machine.host_bytes, 8 * state_bytes))
     pace.meet("host memory")
     copy, triad = (_figure(rate, "DRAM") for rate in measure_dram(effort))
-    names = device_names(machine.device)
     pace.meet("links")
-    links = {name: _link(prepared, name, copy, effort) for name in dict.fromkeys(names)}
+    each = machine.devices.each
+    links = {device: _link(prepared, device, copy, effort) for device in dict.fromkeys(each)}
     total = psutil.virtual_memory().total
     peak = reached_flops_per_s(times, flops)
-    gpus = {name: _gpu(name, dtype, peak, triad, effort, total) for name in links}
-    gpus = {name: _multiplying(gpu, effort, state, units) for name, gpu in gpus.items()}
+    gpus = {device: _gpu(device, dtype, peak, triad, effort, total) for device in links}
+    gpus = {device: _multiplying(gpu, device, effort, state, units) for device, gpu in gpus.items()}
     uses_disk, small = "disk" in (machine.home, machine.below), state_bytes < SMALL_STATE_BYTES
     pace.meet("optimizer")
     adamw = _adamw(effort, state, units)
@@ -92,9 +91,9 @@ def lane_rates(
     products = _figure(measure_products(effort, units, iterations), "products") if iterations else None
     pace.meet("disk")
     return Machine(
-        name=machine.device,
-        gpus=tuple(gpus[name] for name in names),
-        links=tuple(links[name] for name in names),
+        name=str(machine.devices),
+        gpus=tuple(gpus[device] for device in each),
+        links=tuple(links[device] for device in each),
         host=Host(
             memory_bytes=total,
             bytes_per_s=triad,
@@ -124,7 +123,8 @@ def kept_rates(run_dir: Path, prepared: Job) -> Machine | None:
     with contextlib.suppress(ConfigError):
         found = read_machine(path)
         same = (
-            found.name == prepared.machine.device and found.host.memory_bytes == psutil.virtual_memory().total
+            found.name == str(prepared.machine.devices)
+            and found.host.memory_bytes == psutil.virtual_memory().total
         )
         disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
         memory = prepared.config.memory
@@ -144,12 +144,12 @@ def reached_flops_per_s(times: UnitTimes, flops: tuple[float, ...]) -> Figure:
     return Figure(value=work / seconds, source="forwards of units, timed", measured=True)
 
 
-def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, total: int) -> Gpu:
-    own = is_accelerator(name)
-    memory = _figure(measure_device_memory(name, effort), "device memory") if own else triad
+def _gpu(device: Devices, dtype: str, peak: Figure, triad: Figure, effort: Effort, total: int) -> Gpu:
+    own = device.accelerated
+    memory = _figure(measure_device_memory(device, effort), "device memory") if own else triad
     return Gpu(
-        name=name,
-        memory_bytes=module_of(name).get_device_properties(name).total_memory if own else total,
+        name=str(device),
+        memory_bytes=device.properties[0].total_memory if own else total,
         peak_flops_per_s={dtype: peak},
         efficiency=_REACHED,
         memory_bytes_per_s=memory,
@@ -158,20 +158,22 @@ def _gpu(name: str, dtype: str, peak: Figure, triad: Figure, effort: Effort, tot
     )
 
 
-def _multiplying(gpu: Gpu, effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Gpu:
+def _multiplying(
+    gpu: Gpu, device: Devices, effort: Effort, state: StateLayout, units: Sequence[UnitSpec]
+) -> Gpu:
     """Return ``gpu`` with what it reaches of products of Muon, where it has a processor of its own and they matter."""
-    if not state.newton_schulz or not is_accelerator(gpu.name):
+    if not state.newton_schulz or not device.accelerated:
         return gpu
-    found = measure_products(effort, units, state.newton_schulz, gpu.name)
+    found = measure_products(effort, units, state.newton_schulz, device)
     return replace(gpu, products_per_s=_figure(found, "products"))
 
 
-def _link(prepared: Job, name: str, copy: Figure, effort: Effort) -> Link:
+def _link(prepared: Job, device: Devices, copy: Figure, effort: Effort) -> Link:
     limit = prepared.config.memory.link_gb_per_s
-    if is_accelerator(name):
-        up, down = (rates.fit for rates in itertools.islice(measure_links(name, effort), 2))
+    if device.accelerated:
+        up, down = (rates.fit for rates in itertools.islice(measure_links(device, effort), 2))
         if up is None or down is None:
-            raise ConfigError(f"the link of {name} could not be measured")
+            raise ConfigError(f"the link of {device} could not be measured")
         rates = [_measured(fit.bytes_per_s, "pinned copies") for fit in (up, down)]
         latency = _measured(max(up.latency_s, 1e-9), "pinned copies")
     else:

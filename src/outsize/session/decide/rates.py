@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from outsize.accelerators import check_here, is_accelerator, torch_name
+from outsize.accelerators import check_here
 from outsize.errors import ModelError
 from outsize.group.group import Group
 from outsize.group.pace import Pace
@@ -133,7 +133,7 @@ def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:
 @contextlib.contextmanager
 def _memory_of_the_run(prepared: Job) -> Iterator[None]:
     """Have freed memory kept as steps will have it: pages that the kernel hands out anew take their time."""
-    if is_accelerator(prepared.machine.device):
+    if prepared.machine.devices.accelerated:
         yield
         return
     set_thresholds(heap=prepared.heap)
@@ -146,7 +146,7 @@ def _memory_of_the_run(prepared: Job) -> Iterator[None]:
 
 def _limit(prepared: Job) -> ResidentLimit | None:
     """The limit of resident memory that a run on a CPU keeps to; nothing lies at home yet."""
-    if prepared.machine.device != "cpu":
+    if not prepared.machine.devices.is_cpu:
         return None
     return ResidentLimit(prepared.before_bytes, prepared.machine.device_bytes)
 
@@ -155,7 +155,7 @@ def cores_of(prepared: Job) -> float:
     """Return the cores that a rank has where compute and lanes are threads of a CPU: as many as the ranks beside it."""
     machine = BOOT_ID.read_text().strip() if BOOT_ID.is_file() else socket.gethostname()
     beside = prepared.group.gather_objects(machine).count(machine)
-    return len(os.sched_getaffinity(0)) / beside if prepared.machine.device == "cpu" else math.inf
+    return len(os.sched_getaffinity(0)) / beside if prepared.machine.devices.is_cpu else math.inf
 
 
 def measure_exchange(group: Group) -> Exchanged:
@@ -179,12 +179,12 @@ def measure_exchange(group: Group) -> Exchanged:
 def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
     """Return the times of units in a microbatch of the run, and the operations of their forwards."""
     config = prepared.config
-    check_here(prepared.machine.device)
+    check_here(prepared.machine.devices)
     rows, length = -(-prepared.num_sequences // config.microbatches), config.data.seq_len
-    device = torch.device(torch_name(prepared.machine.device))
+    device = prepared.machine.devices.torch_device
     few_rows, short = rows, length
     if config.model.compile == "off":  # a compiled unit has kernels for microbatches of one size
-        most = TIMED_TOKENS["accelerator" if is_accelerator(device) else "cpu"]
+        most = TIMED_TOKENS["accelerator" if prepared.machine.devices.accelerated else "cpu"]
         few_rows, short = _timed_size(rows, length, most)
     inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
     num_kept = _num_kept(prepared, pace)

@@ -7,11 +7,11 @@ import time
 
 import torch
 
+from outsize.accelerators import Devices
 from outsize.codecs.transport import CODECS
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure, Peer
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.peer_copies import can_copy
 from outsize.session.job.job_options import AUTO
 from outsize.session.job.machine import RunMachine
@@ -27,8 +27,8 @@ def peers_of(config: Config, machine: RunMachine) -> Pairs:
     Raises:
         ConfigError: ``parallel.handover`` is ``peer``, and a pair cannot, or inputs lose something on their way below.
     """
-    handover, names = config.parallel.handover, device_names(machine.device)
-    count = len(names)
+    handover, each = config.parallel.handover, machine.devices.each
+    count = len(each)
     if count == 1 or handover == "host":
         return frozenset()
     activations = config.transport.activations
@@ -40,12 +40,12 @@ def peers_of(config: Config, machine: RunMachine) -> Pairs:
             )
         return frozenset()
     pairs = frozenset((worker, (worker + 1) % count) for worker in range(count))
-    found = frozenset(pair for pair in pairs if _can_copy(config, names[pair[0]], names[pair[1]]))
+    found = frozenset(pair for pair in pairs if _can_copy(config, each[pair[0]], each[pair[1]]))
     if handover == "peer" and found != pairs:
         source, target = min(pairs - found)
-        advice = "set memory.peer_gb_per_s" if names[0].startswith("emulated") else "see outsize doctor"
+        advice = "set memory.peer_gb_per_s" if machine.devices.emulated else "see outsize doctor"
         raise ConfigError(
-            f"parallel.handover=peer: {names[source]} does not copy to {names[target]} by itself; {advice}, or use "
+            f"parallel.handover=peer: {each[source]} does not copy to {each[target]} by itself; {advice}, or use "
             "parallel.handover=auto"
         )
     return found
@@ -53,20 +53,20 @@ def peers_of(config: Config, machine: RunMachine) -> Pairs:
 
 def measured_peers(config: Config, machine: RunMachine, pairs: Pairs) -> tuple[Peer, ...]:
     """Return what copies between ``pairs`` reach; on emulated devices what they are throttled to."""
-    names, rate = device_names(machine.device), config.memory.peer_gb_per_s
+    each, rate = machine.devices.each, config.memory.peer_gb_per_s
     found = []
     for source, target in sorted(pairs):
         if rate is not None:
             figure = Figure(value=rate * 1e9, source="memory.peer_gb_per_s", measured=True)
         else:
-            value = _bytes_per_s(torch.device(names[source]), torch.device(names[target]))
+            value = _bytes_per_s(each[source].torch_device, each[target].torch_device)
             figure = Figure(value=value, source="copies between the two, timed", measured=True)
         found.append(Peer(source=source, target=target, bytes_per_s=figure, own_wire=True))
     return tuple(found)
 
 
-def _can_copy(config: Config, source: str, target: str) -> bool:
-    if source.startswith("emulated"):
+def _can_copy(config: Config, source: Devices, target: Devices) -> bool:
+    if source.emulated:
         return config.memory.peer_gb_per_s is not None
     return can_copy(source, target)
 

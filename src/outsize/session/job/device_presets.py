@@ -2,11 +2,10 @@
 
 import contextlib
 
-from outsize.accelerators import index_of, is_accelerator, module_of
+from outsize.accelerators import Devices
 from outsize.hardware.cards.gpu_table import find_card, known_card
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Gpu, Machine
-from outsize.runtime.device.device_group import device_names
 
 # Stands for devices without figures, emulated ones and GPUs that nobody has described.
 USUAL = "4090"
@@ -18,16 +17,12 @@ def preset_of(name: str) -> Gpu | None:
     return None if card is None else card.gpu()
 
 
-def assumed_machine(device: str) -> Machine:
+def assumed_machine(devices: Devices) -> Machine:
     """Return the preset of the devices of a run, or that of so many `USUAL` cards where they have none.
 
     For what must not be timed, since another start would find another number.
     """
-    names = device_names(device)
     gpu = find_card(USUAL).gpu()
-    if is_accelerator(device):
-        with contextlib.suppress(
-            AssertionError, RuntimeError
-        ):  # torch without CUDA: of a run on another machine
-            gpu = preset_of(module_of(names[0]).get_device_name(index_of(names[0]))) or gpu
-    return parse_gpus(f"{len(names)}x{gpu.name}")
+    with contextlib.suppress(AssertionError, RuntimeError):  # torch without CUDA: of a run on another machine
+        gpu = next(filter(None, map(preset_of, devices.each[0].titles)), gpu)
+    return parse_gpus(f"{len(devices.each)}x{gpu.name}")

@@ -5,23 +5,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from outsize.accelerators import (
-    VENDORS,
-    check_here,
-    count_of,
-    index_of,
-    is_accelerator,
-    kind_here,
-    kind_of,
-    module_of,
-    title_of,
-)
+from outsize.accelerators import Devices, check_here, choose_device, count_of
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.host_memory import HostMemory, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
 from outsize.planner.memory.memory_table import Tier
-from outsize.runtime.device.device_group import device_names
 from outsize.storage.zram import check_not_a_device
 from outsize.units import format_bytes
 
@@ -34,7 +23,7 @@ class RunMachine:
     """The device and the budgets of one run.
 
     Attributes:
-        device: ``cpu``, ``emulated:N``, ``cuda:i`` or ``cuda:i,j``.
+        devices: that compute, one for each worker.
         home: ``host`` or ``disk``.
         below: the tier next to the device, ``host`` or ``disk``.
         device_bytes: budget of the device; of each, where there are several.
@@ -42,7 +31,7 @@ class RunMachine:
         disk_bytes: budget of the disk.
     """
 
-    device: str
+    devices: Devices
     home: Tier
     below: Tier
     device_bytes: int
@@ -52,32 +41,12 @@ class RunMachine:
     @property
     def num_workers(self) -> int:
         """Devices that compute."""
-        return len(device_names(self.device))
+        return len(self.devices.each)
 
 
-def choose_device(name: str) -> str:
-    """Resolve ``auto``, a kind alone, such as ``cuda``, all of a kind, and ``emulated``.
-
-    Raises:
-        ConfigError: all of a kind of which torch sees none.
-    """
-    if name == "auto":
-        name = kind_here() or "cpu"
-    kind = kind_of(name)
-    if name == f"{kind}:all":
-        count = count_of(kind)
-        if not count:
-            raise ConfigError(
-                f"memory.device is {name}, but torch sees no {title_of(kind)} device; use --device cpu, or check the "
-                "driver"
-            )
-        return f"{kind}:" + ",".join(map(str, range(count)))
-    return {"emulated": "emulated:1"}.get(name, f"{name}:0" if name in VENDORS else name)
-
-
-def choose_dtype(name: str, device: str) -> str:
+def choose_dtype(name: str, devices: Devices) -> str:
     """Resolve ``auto``: bf16 on accelerators, fp32 elsewhere."""
-    return name if name != "auto" else "bf16" if is_accelerator(device) else "fp32"
+    return name if name != "auto" else "bf16" if devices.accelerated else "fp32"
 
 
 def available_ram_bytes() -> int:
@@ -97,20 +66,20 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
         ConfigError: a budget is more than the machine has.
         StorageError: the home would be on disk, and ``store_dir`` is a zram device instead of a directory on one.
     """
-    device = choose_device(memory.device)
+    devices = choose_device(memory.device)
     ram = read_host_memory(Path("/"))
-    _check_budgets(memory, device, ram, store_dir)
+    _check_budgets(memory, devices, ram, store_dir)
     available = ram.free_bytes() or 0
     host = memory.host_memory or int(available * HOST_SHARE)
     home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
-    below: Tier = "disk" if device == "cpu" and home == "disk" else "host"
+    below: Tier = "disk" if devices.is_cpu and home == "disk" else "host"
     if home == "disk":
         check_directory(store_dir)
     return RunMachine(
-        device=device,
+        devices=devices,
         home=home,
         below=below,
-        device_bytes=memory.device_memory or _default_device_bytes(device, available),
+        device_bytes=memory.device_memory or _default_device_bytes(devices, available),
         host_bytes=host,
         disk_bytes=memory.disk_memory or int(_free_disk_bytes(store_dir) * DISK_SHARE),
     )
@@ -126,28 +95,25 @@ def check_directory(store_dir: Path) -> None:
     check_not_a_device(store_dir.parent)
 
 
-def _default_device_bytes(device: str, available: int) -> int:
-    names = device_names(device)
-    if is_accelerator(device):
-        check_here(device)
-        free = (module_of(name).mem_get_info(index_of(name))[0] / names.count(name) for name in names)
-        return int(min(free) * DEVICE_SHARE)
-    return int(available * CPU_DEVICE_SHARE / len(names))
+def _default_device_bytes(devices: Devices, available: int) -> int:
+    check_here(devices)
+    if devices.accelerated:
+        return int(min(free for free, _ in devices.memory_info()) * DEVICE_SHARE)
+    return int(available * CPU_DEVICE_SHARE / len(devices.each))
 
 
-def _check_budgets(memory: MemoryConfig, device: str, ram: HostMemory, store_dir: Path) -> None:
+def _check_budgets(memory: MemoryConfig, devices: Devices, ram: HostMemory, store_dir: Path) -> None:
     """Refuse budgets that the machine could never keep, whatever else runs on it."""
-    names = device_names(device)
+    count = len(devices.each)
     there, of_what = ram.usable_bytes(), "RAM"
     if there is not None and there == ram.cgroup_limit_bytes.number():
         of_what = f"memory, the limit of the control group {ram.cgroup_limit_bytes.source}"
     most: dict[str, tuple[int | None, str]] = {"host_memory": (there, of_what)}
-    if not is_accelerator(device):
-        each = f"{of_what}, which {len(names)} devices share" if len(names) > 1 else of_what
-        most["device_memory"] = (there and there // len(names), each)
-    elif memory.device_memory and count_of(kind_of(device)):
-        totals = (module_of(name).mem_get_info(index_of(name))[1] // names.count(name) for name in names)
-        most["device_memory"] = (min(totals), f"memory on {device}")
+    if not devices.accelerated:
+        each = f"{of_what}, which {count} devices share" if count > 1 else of_what
+        most["device_memory"] = (there and there // count, each)
+    elif memory.device_memory and count_of(devices.kind):
+        most["device_memory"] = (min(total for _, total in devices.memory_info()), f"memory on {devices}")
     disk_bytes = shutil.disk_usage(existing(store_dir)).total if memory.disk_memory else 0
     if disk_bytes and memory.home != "host":  # what is no disk at all is refused where it is written to
         most["disk_memory"] = (disk_bytes, f"disk at {existing(store_dir)}")

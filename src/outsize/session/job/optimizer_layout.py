@@ -1,5 +1,6 @@
 """From what a user says of optimizer and clipping to how a parameter steps and a trained unit lies at home."""
 
+from outsize.accelerators import choose_device
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.model.sizes.model_spec import ModelSpec
@@ -14,9 +15,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.sgd import SGD
 from outsize.optim.update import UpdateRule, WholeRule
 from outsize.planner.search.sizing import gradients_at_home
-from outsize.runtime.device.device_group import device_names
 from outsize.session.job.job_options import clip_of, named_transport, state_layout
-from outsize.session.job.machine import choose_device
 
 
 def rule_of(optimizer: OptimizerConfig) -> UpdateRule | WholeRule:
@@ -62,7 +61,7 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayo
     Raises:
         ConfigError: the masters cannot be split, or gradients not be rounded.
     """
-    num_workers = len(device_names(choose_device(config.memory.device)))
+    num_workers = len(choose_device(config.memory.device).each)
     kernels = has_kernel(config.optimizer)
     state = state_layout(config, spec, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels)
     return gradients_at_home(

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from outsize.accelerators import is_accelerator
 from outsize.codecs.wire import EXACT
 from outsize.config import Config
 from outsize.errors import ConfigError
@@ -130,11 +129,11 @@ def question_of(
         figures,
         Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes),
         options,
-        own_processor=is_accelerator(machine.device),
+        own_processor=machine.devices.own_processor,
         measured=measured,
         timed=rates is not None,
         linked=rates is not None and is_linked(config, machine),
-        shares_memory=machine.device == "cpu",
+        shares_memory=machine.devices.is_cpu,
         net_bytes_per_s=_NETWORK,
         coding_rates=coding_rates,
     )
@@ -148,7 +147,7 @@ def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried,
             "ranks as there are devices, with one device each"
         )
     spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
-    check_transport(named_transport(config), machine.device, config.memory.home)
+    check_transport(named_transport(config), machine.devices, config.memory.home)
     first = config.train.microbatches or next(
         cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
     )
@@ -170,8 +169,8 @@ def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried,
 
 def is_linked(config: Config, machine: RunMachine) -> bool:
     """Return whether a link with a rate of its own lies between host memory and the devices of a run."""
-    emulated = machine.device.startswith("emulated") and config.memory.link_gb_per_s is not None
-    return is_accelerator(machine.device) or emulated
+    emulated = machine.devices.emulated and config.memory.link_gb_per_s is not None
+    return machine.devices.accelerated or emulated
 
 
 def plan_with_heap(
@@ -190,7 +189,7 @@ def plan_with_heap(
         InfeasiblePlanError: no plan fits, and by how much.
     """
     _check(options.activations, measured, parts, machine)
-    gpu = assumed_machine(machine.device).gpus[0]
+    gpu = assumed_machine(machine.devices).gpus[0]
     times = counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
     demand = demand_of(parts, machine, measured, options.activations, held_bytes)
     budgets = Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes)
@@ -207,7 +206,7 @@ def demand_of(
 ) -> Demand:
     """Return what a microbatch takes besides weights, as it was measured."""
     fixed, spare = fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec), 0
-    if machine.device == "cpu":
+    if machine.devices.is_cpu:
         workspace = max(*measured.forward_bytes, *measured.backward_bytes)
         fixed += int(workspace * (KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE))
         spare = int(workspace * HEAP_WORKSPACES)
@@ -221,7 +220,7 @@ def demand_of(
         num_saved=measured.num_saved if measured.products else (),
         shared_bytes=shared_bytes,
         fixed_bytes=fixed,
-        stream_bytes=STREAM_BYTES * is_accelerator(machine.device),
+        stream_bytes=STREAM_BYTES * machine.devices.accelerated,
         bounce_bytes=scratches * BOUNCE_BYTES,
         spare_bytes=spare,
         rest_users=measured.rest_users,
@@ -230,7 +229,7 @@ def demand_of(
 
 def _assumed(config: Config, machine: RunMachine) -> Figures:
     """Return the data sheets of the devices of a run, with copies between those that can."""
-    figures = assumed_machine(machine.device)
+    figures = assumed_machine(machine.devices)
     rate = config.memory.peer_gb_per_s
     usual = (
         figures.links[0].up_bytes_per_s
@@ -280,7 +279,7 @@ def _check_tiles(wanted: int | None, state: StateLayout, machine: RunMachine) ->
 def fixed_bytes(model: nn.Module, machine: RunMachine) -> int:
     """What lies on the device throughout and is neither weights nor activations."""
     on_gpu = CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
-    return on_gpu if is_accelerator(machine.device) else 0
+    return on_gpu if machine.devices.accelerated else 0
 
 
 def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:

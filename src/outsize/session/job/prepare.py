@@ -7,10 +7,9 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import torch_name
+from outsize.accelerators import choose_device
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.compat.models import attention_of
@@ -47,7 +46,6 @@ from outsize.session.job.job_options import named_transport
 from outsize.session.job.machine import (
     RunMachine,
     check_directory,
-    choose_device,
     choose_dtype,
     describe_machine,
     home_file,
@@ -206,7 +204,7 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
         ConfigError: codecs that the user has named do not go with the home.
     """
     config, machine = prepared.config.in_microbatches(plan.layout.num_microbatches), prepared.machine
-    check_transport(named_transport(config), machine.device, plan.home)
+    check_transport(named_transport(config), machine.devices, plan.home)
     for program in plan.programs:
         validate(program, plan.layout)
     if plan.home == "disk":
@@ -225,7 +223,7 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
     least, rest = divmod(chosen.num_sequences, config.microbatches)
     for rows in range(max(least, 1), least + (2 if rest else 1)):
         inputs = made_up_inputs(config, chosen.hf_config, rows, config.data.seq_len)
-        compile_units(chosen.split, inputs, torch.device(torch_name(machine.device)))
+        compile_units(chosen.split, inputs, machine.devices.torch_device)
     trim()  # what is left of it was there before the run, as imports were
     return replace(chosen, before_bytes=max(chosen.before_bytes, resident_bytes()))
 
@@ -307,7 +305,7 @@ def _told(config: Config, plan: Plan, machine: RunMachine, state_bytes: int, num
         yield f"steps go in {plan.layout.num_rounds} rounds of up to {plan.layout.round_size} microbatches"
     yield (
         f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
-        f"{format_bytes(machine.device_bytes)} on {machine.device}"
+        f"{format_bytes(machine.device_bytes)} on {machine.devices}"
     )
 
 

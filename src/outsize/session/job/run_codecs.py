@@ -1,6 +1,6 @@
 """The codecs of a run, on the link and between ranks, checked against its machine."""
 
-from outsize.accelerators import is_accelerator
+from outsize.accelerators import Devices
 from outsize.choices import Home
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import Wire
@@ -10,22 +10,22 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.session.job.machine import RunMachine
 
 
-def check_transport(transport: Transport, device: str, home: Home) -> None:
-    """Check that the codecs run on ``device``, and with a home there.
+def check_transport(transport: Transport, devices: Devices, home: Home) -> None:
+    """Check that the codecs run on ``devices``, and with a home there.
 
     Raises:
         ConfigError: there is no such link on this machine, or the codec does not run there.
     """
     if transport == Transport():
         return
-    if device == "cpu":
+    if devices.is_cpu:
         raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
     if home == "disk" and not transport.is_raw("weights"):
         raise ConfigError(
             "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
             "or set memory.home=host"
         )
-    if is_accelerator(device):
+    if devices.accelerated:
         for crossing in ("activations", "gradients"):
             if transport.spec(crossing).lossless and not transport.is_raw(crossing):
                 raise ConfigError(

@@ -7,11 +7,10 @@ from functools import cache
 
 import torch
 
-from outsize.accelerators import index_of, is_accelerator, module_of
+from outsize.accelerators import Devices
 from outsize.errors import ModelError
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.model.sizes.spec_from_config import forward_flops, read_shape
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.device_presets import preset_of
 from outsize.session.job.prepare import Job
@@ -58,11 +57,10 @@ def step_flops(prepared: Job) -> float | None:
     return (2 + spec.num_trainable / spec.num_parameters) * forward
 
 
-def peak_of(device: str, dtype: str) -> Peak:
-    """Return what ``device`` computes at most: by the data sheet of a GPU, measured on a CPU."""
-    if is_accelerator(device):
-        names = [module_of(n).get_device_name(index_of(n)) for n in device_names(device)]
-        return promised(names, dtype)
+def peak_of(devices: Devices, dtype: str) -> Peak:
+    """Return what ``devices`` compute at most: by the data sheet of a GPU, measured on a CPU."""
+    if devices.accelerated:
+        return promised(devices.titles, dtype)
     return Peak(
         flops_per_s=_measured(TORCH_DTYPE[dtype], torch.get_num_threads()),
         source=f"measured: the best of {_REPEATS} products of {_SIDE} x {_SIDE} in {dtype} on all threads",

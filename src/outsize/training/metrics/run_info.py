@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from outsize import __version__
-from outsize.accelerators import index_of, is_accelerator, module_of, uuid_of
 from outsize.hardware.inventory import take_inventory
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.runtime.device.device_group import device_names
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.prepare import Job
 from outsize.training.metrics.flops import Peak
@@ -61,8 +59,8 @@ def describe(
             {"index": u.index, "name": u.name, "kind": u.kind, "weight_bytes": u.weight_bytes(spec.dtype)}
             for u in spec.units
         ],
-        "device": machine.device,
-        "device_names": _names(machine.device),
+        "device": str(machine.devices),
+        "device_names": list(dict.fromkeys(machine.devices.titles)) or list(machine.devices.names),
         "num_workers": machine.num_workers,
         "flops_per_step": flops,
         "peak_flops_per_s": peak.flops_per_s,
@@ -71,17 +69,3 @@ def describe(
         "num_threads": torch.get_num_threads(),
         "machine": take_inventory([]).model_dump(mode="json"),
     }
-
-
-def gpu_uuids(device: str) -> dict[int, str]:
-    """Return by index what the driver knows the GPUs of ``device`` by; empty where it is no GPU."""
-    return {index_of(name): uuid_of(name) for name in _accelerators(device)}
-
-
-def _names(device: str) -> list[str]:
-    told = [module_of(name).get_device_name(index_of(name)) for name in _accelerators(device)]
-    return told or list(device_names(device))
-
-
-def _accelerators(device: str) -> list[str]:
-    return list(dict.fromkeys(device_names(device))) if is_accelerator(device) else []

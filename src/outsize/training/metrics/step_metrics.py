@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 
-from outsize.accelerators import is_accelerator, module_of
+from outsize.accelerators import Devices, module_of
 from outsize.planner.program.ops import COMPUTE_KINDS
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.allocator import resident_bytes
-from outsize.runtime.device.device_group import device_names
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.session.steps import StepOutcome
 from outsize.storage.ledger import Ledger
@@ -40,7 +39,7 @@ class Accounts:
 
     def __init__(
         self,
-        device: str,
+        devices: Devices,
         num_workers: int,
         links: Iterable[str],
         ledger: Ledger,
@@ -55,7 +54,7 @@ class Accounts:
         self._flops = flops
         self._peak = peak
         self._lanes = [f"compute:w{worker}" for worker in range(num_workers)]
-        self._gpus = tuple(dict.fromkeys(name for name in device_names(device) if is_accelerator(name)))
+        self._gpus = tuple(dict.fromkeys(devices.names)) if devices.accelerated else ()
         self._crossings = (*links, _READ, _WRITTEN)
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()

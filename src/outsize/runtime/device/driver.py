@@ -1,0 +1,63 @@
+"""Pins host memory by the driver of a device, and brings work on a device to its end."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from outsize.accelerators import Devices, vendor_of
+from outsize.errors import ExecutionError
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def last_calls(device: str | torch.device) -> Iterator[None]:
+    """Context of what brings work on a device to its end.
+
+    A device that has failed says so at every call. Where an error is on its way already, that one tells what failed,
+    and what fails here is logged.
+
+    Raises:
+        ExecutionError: the device has failed, and nothing else says so.
+    """
+    known = sys.exception()
+    try:
+        yield
+    except RuntimeError as error:
+        if known is None:
+            raise ExecutionError(f"{device} has failed: {error}") from error
+        _log.warning("%s has failed: %s", device, error)
+
+
+class DriverPinner:
+    """Pins host memory by the driver of a kind of device, for all devices of the kind in this process.
+
+    Args:
+        device: one of them.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        self._row = vendor_of(device)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Pin the pages of a range.
+
+        Raises:
+            OSError: the driver refuses, or torch has no way to ask it; the range is as it was.
+        """
+        if self._row.register is None:
+            raise OSError(f"torch pins no memory that it has not allocated for {self._row.title}")
+        self._row.register(address, num_bytes)
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin` of the range that starts at ``address``."""
+        assert self._row.unregister is not None
+        self._row.unregister(address)
+
+
+def pinner_of(device: Devices) -> DriverPinner | None:
+    """Return what pins host memory for copies to a device; None where copies do not ask for it."""
+    return DriverPinner(device.kind) if device.accelerated else None
