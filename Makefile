@@ -51,6 +51,7 @@ lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/house.py
 
 format: $(STAMP) ## rewrite the files in the style that `make lint` asks for
 	$(BIN)/ruff check --fix .
