@@ -42,7 +42,7 @@ from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.metrics.heartbeat import HEARTBEAT, write_whole
 from outsize.training.metrics.run_records import TrainResult
-from outsize.training.metrics.step_metrics import peak_rss_bytes
+from outsize.training.metrics.step_metrics import peak_rss_bytes, stall_share
 from outsize.training.run_data import files_of
 from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed, config_of
 from outsize.wrapped.loop_records import Known
@@ -377,7 +377,7 @@ def _result(run_dir: Path, first: int, told: dict[str, Any]) -> TrainResult:
             "loss": final[-1]["loss"] if final else math.nan,
             "tokens_per_s": sum(step.get("tokens", 0) for step in steps) / seconds if seconds else 0.0,
             "peak_rss_bytes": peak_rss_bytes(),
-            "stall_share": sum(stalled.values()) / seconds if seconds else 0.0,
+            "stall_share": stall_share(stalled, seconds),
             "stall_owner": max(stalled, key=lambda lane: stalled[lane], default=None),
             "bytes_read": sum(step.get("bytes_read") or 0 for step in steps),
             "bytes_written": sum(step.get("bytes_written") or 0 for step in steps),

@@ -33,7 +33,7 @@ from outsize.training.interrupt import Interrupt
 from outsize.training.metrics.heartbeat import Heartbeat, write_whole
 from outsize.training.metrics.profiling import PROFILE, StepProfiler
 from outsize.training.metrics.run_records import StepRecord, TrainResult
-from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
+from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes, stall_share
 from outsize.training.ranks import Ranks
 from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog
@@ -171,7 +171,7 @@ class Run:
             tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=self.prepared.machine.device_bytes,
-            stall_share=sum(stalled_s.values()) / self.seconds if self.seconds else 0.0,
+            stall_share=stall_share(stalled_s, self.seconds),
             bytes_read=self.bytes_read,
             bytes_written=self.bytes_written,
             run_dir=str(self.ranks.run_dir),

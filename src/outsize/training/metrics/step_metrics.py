@@ -17,7 +17,7 @@ from outsize.storage.ledger import Ledger
 from outsize.telemetry.host import HostSampler
 from outsize.telemetry.nvml import GpuSampler
 from outsize.training.metrics.flops import Peak
-from outsize.training.metrics.lane_times import LaneTimes, lane_times
+from outsize.training.metrics.lane_times import lane_times
 from outsize.training.metrics.run_records import StepRecord
 
 _READ, _WRITTEN = "disk:read", "disk:write"
@@ -82,7 +82,7 @@ class Accounts:
             grad_norm=outcome.gradient_norm,
             tokens=outcome.tokens,
             seconds=outcome.seconds,
-            stall_share=_share(times, outcome.seconds),
+            stall_share=stall_share(times.stall_s, outcome.seconds),
             stall_owner=next(iter(times.stall_s), None),
             skipped=outcome.skipped,
             skipped_steps=skipped_steps,
@@ -158,5 +158,9 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _share(times: LaneTimes, seconds: float) -> float:
-    return min(sum(times.stall_s.values()) / seconds, 1.0)
+def stall_share(stall_s: Mapping[str, float], seconds: float) -> float:
+    """Return the share of ``seconds``, 0 to 1, that compute waited, by lane that it waited for.
+
+    Waits of consecutive steps may overlap, so that their sum may be more than the time.
+    """
+    return min(sum(stall_s.values()) / seconds, 1.0) if seconds else 0.0
