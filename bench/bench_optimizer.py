@@ -35,13 +35,10 @@ from outsize import native
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.adamw_kernel import agrees_with_torch
-from outsize.optim.lion import Lion
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
-from outsize.optim.sgd import SGD
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
-from outsize.optim.update import UpdateRule
 from outsize.storage.arena import Arena
 
 RULE, LR, STEP = PlaneAdamW(weight_decay=0.1), 1e-4, 5
@@ -95,9 +92,9 @@ def in_torch_ops(run: Callable[[], None]) -> Callable[[], None]:
     return plain
 
 
-def stepper(unit: UnitSpec, planes: StatePlanes, gradient: Tensor, *, rule: UpdateRule = RULE) -> Form:
+def stepper(unit: UnitSpec, planes: StatePlanes, gradient: Tensor) -> Form:
     def run() -> None:
-        step_state(rule, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1)
+        step_state(RULE, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1)
 
     kept = planes.bytes_per_element()
     # The bits of ties are touched at one element in 65,536.
@@ -224,8 +221,6 @@ def forms_of(numel: int, threads: int, *, compile_too: bool) -> dict[str, Form]:
         "bf16 moments": stepper(unit, bf16, narrow),
         "8-bit moments": stepper(unit, int8, narrow),
         "8-bit moments, split24": stepper(unit, five_bytes, narrow),
-        "Lion, exact": stepper(unit, planes_of(numel, "fp32", 1), narrow, rule=Lion()),
-        "SGD, exact": stepper(unit, planes_of(numel, "fp32", 1), narrow, rule=SGD()),
         "exact, kernels around torch's op": around_torch(exact, narrow),
     }
     if compile_too:

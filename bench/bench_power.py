@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,9 +44,9 @@ from power_states import POLICIES, Disk, keeping, resolve
 from crash.faults import Layer, Operation, layered
 from outsize.checkpoint.checkpoint_dir import STATE, latest
 from outsize.checkpoint.saver import Saver
-from outsize.choices import Optimizer
 from outsize.config import Config
 from outsize.errors import OutsizeError
+from outsize.optim.optimizer_names import OWN
 from outsize.storage.committed import CommittedHome
 from outsize.training.run import train
 from tiny import tiny_run
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=600)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=2)
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
+    parser.add_argument("--optimizer", choices=tuple(OWN), default="adamw")
     parser.add_argument("--homes", nargs="+", choices=HOMES, default=HOMES)
     parser.add_argument("--mount", help="a file system, as mkfs calls it: ext4, xfs")
     parser.add_argument("--seed", type=int, default=0)

@@ -51,7 +51,7 @@ CASES = (
     Case(
         "Adafactor, by unit",
         6.5,
-        ("optimizer.name=adafactor", "optimizer.lr=1e-2", "optimizer.masters=split", "optimizer.clip=unit"),
+        ("optimizer.name=Adafactor", "optimizer.lr=1e-2", "optimizer.masters=split", "optimizer.clip=unit"),
     ),
 )
 

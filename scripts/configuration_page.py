@@ -99,6 +99,8 @@ def _type(annotation: Any, metadata: list[Any] | None = None) -> str:
     if origin is UnionType or str(origin) == "typing.Union":
         words = ["null" if argument is NoneType else _type(argument) for argument in arguments]
         return " or ".join(words).replace("true or false or", "true, false or")
+    if origin is dict and arguments[1] is Any:
+        return "values by name"
     if origin is dict:
         return f"{_type(arguments[1])} by name"
     if origin is tuple:

@@ -25,7 +25,7 @@ ARROWS = {
     "spin": set(),
     "loopback": {"errors"},
     "accelerators": {"errors"},
-    "config": GROUND | {"accelerators", "choices"},
+    "config": GROUND | {"accelerators", "choices", "optim.optimizer_names"},
     "native": set(),
     "hardware": GROUND | {"accelerators", "native.library"},
     "hardware.cards": GROUND | {"hardware.machine_spec", "hardware.pcie"},

@@ -245,21 +245,34 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_path):
-    names = ("adamw", "sgd", "lion", "adafactor", "muon")
-    adamw, sgd, lion, adafactor, muon = (load(f"optimizer.name={name}") for name in names)
+    names = ("adamw", "SGD", "RMSprop", "Adafactor", "muon")
+    adamw, sgd, rmsprop, adafactor, muon = (load(f"optimizer.name={name}") for name in names)
     assert (adamw.optimizer.betas, adamw.optimizer.weight_decay) == ((0.9, 0.999), 0.01)
-    assert (sgd.optimizer.momentum, sgd.optimizer.weight_decay) == (0.9, 0.0)
-    assert (lion.optimizer.betas, lion.optimizer.weight_decay) == ((0.9, 0.99), 0.0)
+    assert (sgd.optimizer.args, sgd.optimizer.weight_decay) == ({"momentum": 0.9}, 0.0)
+    assert (rmsprop.optimizer.args, rmsprop.optimizer.weight_decay) == ({}, 0.0)
     assert (adafactor.optimizer.lr, adafactor.optimizer.weight_decay) == (1e-2, 0.0)
     assert (muon.optimizer.momentum, muon.optimizer.nesterov, muon.optimizer.weight_decay) == (
         0.95,
         True,
         0.1,
     )
-    assert load("optimizer.name=lion", "optimizer.weight_decay=0.3").optimizer.weight_decay == 0.3
-    for config in (adamw, sgd, lion, adafactor, muon):
+    assert load("optimizer.name=SGD", "optimizer.weight_decay=0.3").optimizer.weight_decay == 0.3
+    of_args = load("optimizer.name=SGD", "optimizer.args={momentum: 0.5, nesterov: true}")
+    assert of_args.optimizer.args == {"momentum": 0.5, "nesterov": True}
+    for config in (adamw, sgd, rmsprop, adafactor, muon, of_args):
         (tmp_path / "run.yaml").write_text(dump_config(config))
         assert load(path=tmp_path / "run.yaml") == config
+
+
+def test_settings_of_former_versions_are_arguments_of_a_class():
+    sgd = load(
+        "optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.dampening=0.1", "optimizer.nesterov=true"
+    )
+    assert sgd.optimizer.args == {"momentum": 0.0, "dampening": 0.1, "nesterov": True}
+    adafactor = load(
+        "optimizer.name=adafactor", "optimizer.eps2=0.1", "optimizer.d=2.0", "optimizer.beta2_decay=-0.5"
+    )
+    assert adafactor.optimizer.args == {"eps": [None, 0.1], "d": 2.0, "beta2_decay": -0.5}
 
 
 # --- combinations -------------------------------------------------------------------------------------------
@@ -275,8 +288,11 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
         (["train.steps=1", "optimizer.warmup_ratio=0.9"], "1 steps of warm-up do not fit"),
         (["optimizer.warmup_steps=5", "optimizer.warmup_ratio=0.1"], "not both"),
         (["memory.slots=2", "memory.prefetch=2"], "need 3 slots, but memory.slots is 2"),
-        (["optimizer.name=sgd", "optimizer.eps=1e-6"], "optimizer.eps: sgd has none; leave it out, or set"),
-        (["optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]"], "optimizer.name=adamw or lion or muon"),
+        (["optimizer.name=SGD", "optimizer.eps=1e-6"], "optimizer.eps: SGD has none; leave it out, set"),
+        (
+            ["optimizer.name=Adam", "optimizer.betas=[0.8, 0.9]"],
+            "optimizer.name=adamw or muon, or say what a class takes in optimizer.args",
+        ),
         (
             ["optimizer.ns_steps=3"],
             "optimizer.ns_steps: adamw has none; leave it out, or set optimizer.name=muon",
@@ -287,13 +303,11 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
         ),
         (["optimizer.adjust_lr_fn=original"], "optimizer.adjust_lr_fn: adamw has none"),
         (['optimizer.groups=[{params: ["*"], muon: false}]'], "optimizer.groups: muon: adamw is another"),
-        (["optimizer.name=lion", "optimizer.momentum=0.5"], "optimizer.momentum: lion has none"),
-        (["optimizer.nesterov=true"], "optimizer.nesterov: adamw has none"),
-        (["optimizer.name=adafactor", "optimizer.state=int8"], "optimizer.state: adafactor has none"),
-        (["optimizer.name=adafactor", "optimizer.eps=1e-6"], "optimizer.eps: adafactor has none"),
-        (["optimizer.d=2.0"], "optimizer.d: adamw has none; leave it out, or set optimizer.name=adafactor"),
-        (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.dampening=0.1"], "no dampening"),
-        (["optimizer.name=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs a momentum"),
+        (["optimizer.name=Adam", "optimizer.momentum=0.5"], "optimizer.momentum: Adam has none"),
+        (["optimizer.args={amsgrad: true}"], "optimizer.args: adamw takes no amsgrad; say its settings"),
+        (["optimizer.nesterov=false"], "optimizer.nesterov: adamw has none"),
+        (["optimizer.name=Adafactor", "optimizer.state=int8"], "optimizer.state: Adafactor has none"),
+        (["optimizer.name=Adafactor", "optimizer.eps=1e-6"], "optimizer.eps: Adafactor has none"),
         (["optimizer.clip=unit", "train.on_nonfinite=skip"], "needs them; use optimizer.clip=global"),
         (
             ["train.objective=dpo", "model.compile=auto"],
@@ -325,7 +339,6 @@ def test_combinations_that_cannot_be_are_refused(overrides, words):
         (["data.format=messages", "data.text_field=body"], "data.text_field"),
         (["memory.offload=false", "transport.activations=int8"], "transport.activations"),
         (["optimizer.clip=unit", "optimizer.gradients=bf16"], "optimizer.gradients"),
-        (["optimizer.name=sgd", "optimizer.momentum=0", "optimizer.state=int8"], "optimizer.state"),
         (["optimizer.clip=none", "optimizer.max_grad_norm=2.0"], "optimizer.max_grad_norm"),
         (["optimizer.clip=unit", "optimizer.max_grad_norm=0.0"], "optimizer.clip"),
         (["train.on_stall=ignore", "train.stall_factor=20"], "train.stall_factor"),

@@ -11,7 +11,6 @@ from outsize.config.without_effect import NO_EFFECT
 ONE, SEVERAL = Surroundings(), Surroundings(num_processes=4)
 DDP = "parallel.mode=ddp"
 DPO = "train.objective=dpo"
-SGD = ("optimizer.name=sgd", "optimizer.momentum=0.0")
 # By key: a value that is not the default; then where it has no effect, each way in which that can be.
 CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "data.text_field": (
@@ -106,11 +105,9 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             "table_codec": "nf4",
         }.items()
     },
-    "optimizer.dampening": ("0.5", [([*SGD], ONE)]),
     "optimizer.max_grad_norm": ("2.0", [(["optimizer.clip=none"], ONE)]),
     "optimizer.clip": ("unit", [(["optimizer.max_grad_norm=0.0"], ONE)]),
     "optimizer.gradients": ("bf16", [(["optimizer.clip=unit"], ONE), (["optimizer.max_grad_norm=0.0"], ONE)]),
-    "optimizer.state": ("int8", [([*SGD], ONE)]),
     "optimizer.masters": (
         "separate",
         [
@@ -188,7 +185,6 @@ USED: dict[str, tuple[list[str], Surroundings]] = {
     "train.save_every": (["train.steps=101"], ONE),
     "train.save_total_limit": ([], Surroundings(home="host")),
     "train.resume": (["train.run_dir=run"], ONE),
-    "optimizer.dampening": (["optimizer.name=sgd"], ONE),
     "optimizer.gradients": (["optimizer.clip=none", "train.on_nonfinite=skip"], ONE),
     "optimizer.masters": ([], Surroundings(dtype="bf16")),
     "memory.numa": ([], Surroundings(num_numa_nodes=2)),

@@ -14,7 +14,6 @@ Dtype = Literal["auto", ComputeDtype]
 # How documents become sequences.
 Packing = Literal["stream", "documents", "none"]
 Clip = Literal["global", "unit", "none"]
-Optimizer = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split", "split24"]
 # Where Muon's matrices are multiplied.

@@ -129,7 +129,7 @@ def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_
 
 def test_a_change_that_is_none_of_this_machine_is_answered_so_beside_the_plan(model_dir, capsys):
     changes = ("--what-if", "state=int8", "--what-if", "compute=x2")
-    options = ("--gpus", "2x4090", "--seq-len", 128, "--optimizer", "adafactor", "--no-advice")
+    options = ("--gpus", "2x4090", "--seq-len", 128, "--optimizer", "Adafactor", "--no-advice")
     found = answer(capsys, model_dir, *options, *changes)
     state, compute = found["what_if"]
     assert "keeps no moments that could be rounded" in state["error"]

@@ -95,13 +95,14 @@ def test_a_machine_of_48_gb_says_what_is_short(asked, capsys):
     assert 8 * GB < error["short_by"]["host"] < 14 * GB
 
 
-def test_lion_takes_a_moment_less(asked, capsys):
-    adamw, lion = (
+def test_sgd_takes_a_moment_less(asked, capsys):
+    """Of its momentum, in fp32; masters lie by themselves where torch steps them."""
+    adamw, sgd = (
         answer(capsys, *asked, "--home", "disk", "--optimizer", name)["memory_bytes"]["disk"]
-        for name in ("adamw", "lion")
+        for name in ("adamw", "SGD")
     )
-    assert lion["optimizer state"] == adamw["optimizer state"] / 2
-    assert lion["master weights"] == adamw["master weights"]
+    assert sgd["optimizer state"] == adamw["optimizer state"] / 2
+    assert sgd["master weights"] > adamw["master weights"]
 
 
 @pytest.mark.parametrize("text", ["lots", "0GB"])
@@ -190,18 +191,18 @@ def test_nodes_of_several_gpus_step_their_share_of_a_home_on_disk(asked, capsys)
 
 
 def test_adafactor_takes_four_bytes_and_room_for_the_largest_unit(asked, capsys):
-    """Its scratch is one fp32 tensor of the vocabulary, and so is each place of the ring."""
-    asked = (*asked, "--host-memory", "64GB", "--home", "host", "--clip", "unit", "--optimizer", "adafactor")
+    """Its scratch is one fp32 tensor of the vocabulary, beside the three that torch makes for itself."""
+    asked = (*asked, "--host-memory", "72GB", "--home", "host", "--masters", "split")
+    asked = (*asked, "--clip", "unit", "--optimizer", "Adafactor")
     found = answer(capsys, *asked)
     host, count = found["memory_bytes"]["host"], found["num_parameters"]
     assert host["weights"] + host["master weights"] == pytest.approx(4.125 * count, rel=1e-3)
     assert host["optimizer state"] < 0.005 * count
-    assert host["optimizer scratch"] == 4 * 128256 * 4096
-    assert host["gradient ring"] >= host["optimizer scratch"]
-    assert sum(host.values()) < 64 * GB
+    assert host["optimizer scratch"] == 4 * 4 * 128256 * 4096
+    assert sum(host.values()) < 72 * GB
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", ["Adafactor", "muon"])
 def test_whole_parameters_of_several_nodes_are_refused(name, asked, capsys):
     assert run(*asked, "--optimizer", name, "--nodes", "2", "--net", "25Gb") != 0
     assert f"{name} steps whole parameters" in capsys.readouterr().err

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optim.test_adafactor import Unit
-from optim.test_other_rules import Reference, groups
+from optim.reference import Reference, Unit, groups
 from optim.test_step import random
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW

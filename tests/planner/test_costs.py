@@ -96,11 +96,12 @@ def test_compute_takes_the_times_given_and_copies_go_over_the_link_and_through_m
         ({"masters": "split", "moments": "int8"}, 16.0625 / 0.78),
         ({"masters": "split24", "moments": "int8"}, 14.0625 / 0.78 / 0.87),
         ({"masters": "split", "num_moments": 1}, 20),
-        ({"num_moments": 0}, 14),
+        ({"num_moments": 0}, 14 / 0.25),
+        ({"num_moments": 0, "state_of": (("state.sum", None),)}, 22 / 0.25),
         # Whole parameters: several passes over fp32, and a scratch for what lies otherwise.
-        ({"num_moments": 0, "factored": True}, 38 / 0.69),
-        ({"masters": "split", "num_moments": 0, "factored": True}, 52 / 0.69),
-        ({"masters": "split", "gradients": "bf16", "num_moments": 0, "factored": True}, 58 / 0.69),
+        ({"num_moments": 0, "temporaries": 3}, 70 / 0.25),
+        ({"masters": "split", "num_moments": 0, "temporaries": 3}, 84 / 0.25),
+        ({"masters": "split", "gradients": "bf16", "num_moments": 0, "temporaries": 3}, 90 / 0.25),
     ],
 )
 def test_a_step_is_priced_by_what_its_state_takes(state, num_bytes):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optim.reference import ADAFACTOR
 from outsize import files
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import (
@@ -391,7 +392,7 @@ def test_planes_of_groups_and_factors_are_committed_and_found_again(granule_elem
     for state in (
         StateLayout(dtype="bf16", masters="split", moments="int8"),
         StateLayout(dtype="bf16", masters="split"),
-        StateLayout(dtype="bf16", masters="split", num_moments=0, factored=True),
+        StateLayout(dtype="bf16", masters="split", num_moments=0, state_of=ADAFACTOR, temporaries=3),
     ):
         home = CommittedHome(
             MODEL, state.planes, place.path, place.pool, arena=place.arena, granule_elements=granule_elements

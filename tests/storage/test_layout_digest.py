@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from optim.reference import ADAFACTOR
 from outsize.config import Config
 from outsize.config.load import parse_config
 from outsize.errors import StorageError
@@ -41,7 +42,9 @@ def test_what_moves_no_byte_is_in_no_digest(change: dict[str, Any]):
 
 
 def test_what_lies_elsewhere_has_another_digest():
-    factors = StateLayout(dtype="bf16", masters="split", num_moments=0, factored=True).planes
+    factors = StateLayout(
+        dtype="bf16", masters="split", num_moments=0, state_of=ADAFACTOR, temporaries=3
+    ).planes
     own = [range(2048), range(0)]
     digests = [
         layout_digest(model()),

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8": {"optimizer": {"state": "int8", "clip": "unit"}, "model": {"dtype": "bf16"}},
     "recompute": {"memory": {"activations": "recompute"}},
     "codecs": {"transport": {"weights": "auto", "gradients": "auto", "activations": "auto"}},
-    "lion": {"optimizer": {"name": "lion"}},
+    "RMSprop": {"optimizer": {"name": "RMSprop"}},
     "products of Muon": {"optimizer": {"name": "muon", "ns_on": "device"}},
 }
 MACHINES: dict[str, dict[str, Any]] = {

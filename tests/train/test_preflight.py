@@ -85,7 +85,7 @@ def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):
         ("train", "method", "lora", "use full"),
         ("train", "loss", "chunked", "the model's own loss"),
         ("train", "mlp_parts", 2, "takes MLPs whole"),
-        ("optimizer", "name", "sgd", "steps by AdamW"),
+        ("optimizer", "name", "SGD", "steps by AdamW"),
         ("optimizer", "clip", "unit", "clips by the norm of all"),
         ("optimizer", "gradients", "bf16", "keeps them in fp32"),
     ):

@@ -21,9 +21,9 @@ RATES: dict[str, Any] = {"layer_decay": 0.7, "groups": GROUPS}
 RUNS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": RATES},
     "adamw, bf16, on disk": {"model": BF16, "optimizer": RATES, "memory": DISK},
-    "sgd": {"optimizer": {**RATES, "name": "sgd", "lr": 0.1, "weight_decay": 0.1}},
-    "lion": {"optimizer": {**RATES, "name": "lion", "weight_decay": 0.1}},
-    "adafactor": {"optimizer": {**RATES, "name": "adafactor", "weight_decay": 0.1}},
+    "SGD": {"optimizer": {**RATES, "name": "SGD", "lr": 0.1, "weight_decay": 0.1}},
+    "Adam": {"optimizer": {**RATES, "name": "Adam", "weight_decay": 0.1}},
+    "Adafactor": {"optimizer": {**RATES, "name": "Adafactor", "weight_decay": 0.1}},
     "LoRA": {"train": {"method": "lora"}, "optimizer": {"layer_decay": 0.7}},
 }
 

@@ -62,10 +62,10 @@ EXACT: dict[str, dict[str, Any]] = {
         "optimizer": {**RING, **SPLIT24},
         "memory": {"device": "emulated:2"},
     },
-    "24 bits, Lion, by unit": {"model": BF16, "optimizer": {**RING, **SPLIT24, "name": "lion"}},
+    "24 bits, SGD, by unit": {"model": BF16, "optimizer": {**RING, **SPLIT24, "name": "SGD"}},
     "24 bits, Adafactor, on disk": {
         "model": BF16,
-        "optimizer": {**SPLIT24, "name": "adafactor"},
+        "optimizer": {**SPLIT24, "name": "Adafactor"},
         "memory": DISK,
     },
     "24 bits, Muon": {"model": BF16, "optimizer": {**SPLIT24, "name": "muon"}},

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from outsize.config.optimizer_section import SETTINGS_OF
+from outsize.optim.optimizer_names import OWN, users_of_keys
 
 if TYPE_CHECKING:
     from outsize.config.schema import Config
@@ -175,17 +175,28 @@ def _lora(config: "Config") -> list[str]:
 def _settings(config: "Config") -> list[str]:
     """An optimizer has settings of its own, and those of another change nothing."""
     optimizer, fields = config.optimizer, type(config.optimizer).model_fields
+    mine = OWN[optimizer.name].keys if optimizer.name in OWN else ()
+    state = () if optimizer.name in OWN else ("state",)
+    ways = "leave it out, {}set optimizer.name={}{}"
+    between = ("or ", "") if optimizer.name in OWN else ("", ", or say what a class takes in optimizer.args")
     found = [
-        f"optimizer.{key}: {optimizer.name} has none; leave it out, or set optimizer.name={' or '.join(users)}"
-        for key, users in SETTINGS_OF.items()
-        if optimizer.name not in users and getattr(optimizer, key) != fields[key].default
+        f"optimizer.{key}: {optimizer.name} has none; "
+        + ways.format(between[0], " or ".join(users), between[1])
+        for key, users in {**users_of_keys(), **dict.fromkeys(state, tuple(OWN))}.items()
+        if key not in mine and getattr(optimizer, key) != fields[key].default
     ]
-    if optimizer.name != "muon" and not all(group.muon for group in optimizer.groups):
+    for key in optimizer.args if optimizer.name in OWN else ():
+        if key not in OWN[optimizer.name].args:
+            found.append(
+                f"optimizer.args: {optimizer.name} takes no {key}; say its settings as keys of optimizer, or name a "
+                "class, e.g. torch.optim.AdamW"
+            )
+    if not (optimizer.name in OWN and OWN[optimizer.name].products) and not all(
+        group.muon for group in optimizer.groups
+    ):
         found.append(
             f"optimizer.groups: muon: {optimizer.name} is another; leave it out, or set optimizer.name=muon"
         )
-    if optimizer.name == "sgd" and optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
-        found.append("optimizer.nesterov: needs a momentum and no dampening; leave it false")
     return found
 
 

@@ -5,32 +5,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from outsize.choices import Clip, Masters, Moments, NewtonSchulz, Optimizer
+from outsize.choices import Clip, Masters, Moments, NewtonSchulz
 from outsize.config.section import Fraction, Section
-
-# What other optimizers have by default where it is not what AdamW has: those of torch, and the paper's Lion.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "sgd": {"weight_decay": 0.0},
-    "lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
-    "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
-    "muon": {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1},
-}
-# Who has a setting that not all have.
-SETTINGS_OF: Mapping[str, tuple[str, ...]] = {
-    "betas": ("adamw", "lion", "muon"),
-    "eps": ("adamw", "muon"),
-    "momentum": ("sgd", "muon"),
-    "dampening": ("sgd",),
-    "nesterov": ("sgd", "muon"),
-    "ns_steps": ("muon",),
-    "ns_on": ("muon",),
-    "adjust_lr_fn": ("muon",),
-    "beta2_decay": ("adafactor",),
-    "eps1": ("adafactor",),
-    "eps2": ("adafactor",),
-    "d": ("adafactor",),
-    "state": ("adamw", "sgd", "lion", "muon"),
-}
+from outsize.optim.optimizer_names import ADAMW, with_defaults
 
 
 class GroupConfig(Section):
@@ -55,40 +32,34 @@ class GroupConfig(Section):
 class OptimizerConfig(Section):
     """How a parameter steps, its arithmetic in fp32 in any case, and what of it is kept at home."""
 
-    name: Optimizer = Field(
-        default="adamw",
-        description="adamw: two moments, as torch.optim.AdamW; sgd: a momentum or nothing, as torch.optim.SGD; lion: a "
-        "momentum, steps of one size along its sign, which want a third to a tenth of the lr of AdamW; adafactor: "
-        "second moments by row and column, as torch.optim.Adafactor, and no first ones; muon: a momentum of matrices "
-        "of blocks, made orthogonal, as torch.optim.Muon, and adamw for everything else.",
+    name: str = Field(
+        default=ADAMW,
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
+        description="adamw: two moments, as torch.optim.AdamW; muon: a momentum of matrices of blocks, made "
+        "orthogonal, as torch.optim.Muon, and adamw for everything else; any other class of torch.optim by its name "
+        "(SGD, Adafactor, RMSprop, …), or package.module.Class, whose own code then steps on host cores, bit for bit, "
+        "its state in fp32. SGD has a momentum of 0.9 by default.",
+    )
+    args: dict[str, Any] = Field(
+        default={},
+        description="Arguments of a class, e.g. `{momentum: 0.9, nesterov: true}` of SGD, besides lr and weight_decay.",
     )
     lr: float = Field(
         default=2e-5,
         ge=0,
-        description="Learning rate after warm-up. adafactor: relative to the root mean square of a parameter, and at "
+        description="Learning rate after warm-up. Adafactor: relative to the root mean square of a parameter, and at "
         "most one over the root of the step; 0.01 by default.",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999),
         strict=False,
-        description="adamw, and beside muon: decay per step of the first and the second moment. lion: share of the "
-        "momentum in a step, and its decay; (0.9, 0.99) by default.",
+        description="adamw, and beside muon: decay per step of the first and the second moment.",
     )
     eps: float = Field(
         default=1e-8, gt=0, description="adamw, and beside muon: added to the root of the second moment."
     )
-    momentum: Fraction = Field(
-        default=0.9,
-        description="sgd: share of the former direction that is kept; 0 keeps no state at all. muon: the same, 0.95 by "
-        "default.",
-    )
-    dampening: float = Field(
-        default=0.0, ge=0, description="sgd: share of the gradient that does not enter the momentum."
-    )
-    nesterov: bool = Field(
-        default=False,
-        description="sgd: step along the gradient and the new momentum; takes no dampening. muon: true by default.",
-    )
+    momentum: Fraction = Field(default=0.95, description="muon: share of the former direction that is kept.")
+    nesterov: bool = Field(default=True, description="muon: step along the gradient and the new momentum.")
     ns_steps: int = Field(
         default=5, ge=1, lt=100, description="muon: iterations that make a momentum orthogonal."
     )
@@ -104,29 +75,11 @@ class OptimizerConfig(Section):
         "the size of AdamW's, so that one lr serves both; original, torch's default, the spectral norm lr, which wants "
         "an lr ten to a hundred times AdamW's, and a factor in groups for what AdamW steps.",
     )
-    beta2_decay: float = Field(
-        default=-0.8,
-        le=0,
-        description="adafactor: power of the number of the step by which a new square weighs in the second moment.",
-    )
-    eps1: float | None = Field(
-        default=None,
-        ge=0,
-        description="adafactor: the first of eps, the least root of a second moment; null for that of fp32, 1.2e-7.",
-    )
-    eps2: float = Field(
-        default=1e-3,
-        ge=0,
-        description="adafactor: the second of eps, what the root mean square of a parameter is taken to be at least.",
-    )
-    d: float = Field(
-        default=1.0, ge=1, description="adafactor: root mean square to which an update is clipped."
-    )
     weight_decay: float = Field(
         default=0.01,
         ge=0,
-        description="Decoupled weight decay, x lr; of sgd x the weights, added to the gradient. By default 0.1 for "
-        "muon, and 0 for all others but adamw; biases and norms take none.",
+        description="Weight decay as the optimizer has it: decoupled, x lr, of adamw and muon. By default 0.1 for "
+        "muon, and 0 for classes of torch; biases and norms take none.",
     )
     layer_decay: float = Field(
         default=1.0,
@@ -157,8 +110,8 @@ class OptimizerConfig(Section):
     )
     state: Moments = Field(
         default="fp32",
-        description="In what the two moments are kept: 8, 4 or 2.03 bytes per parameter, and half of it where there is "
-        "one. bf16 is rounded by chance, int8 in blocks of 64; neither is bit-exact.",
+        description="In what the two moments of adamw and muon are kept: 8, 4 or 2.03 bytes per parameter. bf16 is "
+        "rounded by chance, int8 in blocks of 64; neither is bit-exact.",
     )
     masters: Masters = Field(
         default="auto",
@@ -191,7 +144,4 @@ class OptimizerConfig(Section):
     @classmethod
     def _with_defaults(cls, given: Any) -> Any:
         """Fill in what the named optimizer has by default."""
-        if not isinstance(given, Mapping):
-            return given
-        name = given.get("name")
-        return {**(_DEFAULTS.get(name, {}) if isinstance(name, str) else {}), **given}
+        return with_defaults(given) if isinstance(given, Mapping) else given

@@ -137,25 +137,19 @@ _FIELDS: Final[_Row] = (
 _NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 # An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
 _OPTIMIZER: Final[Mapping[str, _Row]] = {
-    **dict.fromkeys(("name", "lr", "betas", "eps", "momentum", "nesterov", "ns_steps", "ns_on"), _ALWAYS),
-    **dict.fromkeys(("adjust_lr_fn", "beta2_decay"), _ALWAYS),
-    **dict.fromkeys(("eps1", "eps2", "d", "weight_decay", "layer_decay"), _ALWAYS),
+    **dict.fromkeys(
+        ("name", "args", "lr", "betas", "eps", "momentum", "nesterov", "ns_steps", "ns_on"), _ALWAYS
+    ),
+    **dict.fromkeys(("adjust_lr_fn", "weight_decay", "layer_decay", "state"), _ALWAYS),
     **dict.fromkeys(("groups", "schedule", "warmup_steps", "warmup_ratio"), _ALWAYS),
     "min_lr": (("optimizer.schedule is neither cosine nor wsd", _Case.has_no_min_lr),),
     "decay_ratio": (("optimizer.schedule is not wsd", lambda case: case.schedule != "wsd"),),
     "restarts": (
         ("optimizer.schedule is not cosine_restarts", lambda case: case.schedule != "cosine_restarts"),
     ),
-    "dampening": (("optimizer.momentum is 0", lambda case: not case.config.optimizer.momentum),),
     "max_grad_norm": (("optimizer.clip is none", lambda case: case.config.optimizer.clip == "none"),),
     "clip": (("optimizer.max_grad_norm is 0", lambda case: not case.config.optimizer.max_grad_norm),),
     "gradients": (("gradients do not wait for a global norm", lambda case: not case.gradients_wait()),),
-    "state": (
-        (
-            "sgd without momentum keeps none",
-            lambda case: case.config.optimizer.name == "sgd" and not case.config.optimizer.momentum,
-        ),
-    ),
     "masters": (
         ("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),
         *_TRAINERS,

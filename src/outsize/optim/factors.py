@@ -1,29 +1,37 @@
-"""Second moments that not every parameter has, or not for every element: Adafactor's, and those beside Muon. No torch.
+"""What an optimizer keeps that not every parameter has, or not for every element. No torch.
 
-Adafactor keeps those of a matrix in the mean squares of its rows and of its columns. A tensor of two or more
-dimensions has ``row_var`` and ``col_var``, over its last two; another has ``variance``, a number for each element
-(Shazeer and Stern, 2018, arXiv:1804.04235; names and shapes are ``torch.optim.Adafactor``'s). Of Muon's, matrices of
-blocks have none; what AdamW steps beside them has the whole, its factor ``beside_muon``. A unit has a plane for each
-factor, with those of its tensors one behind the other, so how many items such a plane has follows from the shapes of
-the unit's tensors and not from the number of its elements.
+Of second moments beside Muon, matrices of blocks have none, and what AdamW steps has the whole: the factor
+``beside_muon``. What a class of torch keeps has a factor of two words, ``rows/none``: the shape for a parameter of two
+or more dimensions, and for another. ``full`` is the parameter's shape; ``rows`` and ``columns`` have 1 in place of the
+last dimension, or of the one before it, and ``row`` and ``column`` lack it; ``scalar`` and ``one`` are a number,
+without a dimension and with one; ``none`` is nothing. So ``torch.optim.Adafactor`` has ``rows/none``,
+``columns/none`` and
+``none/full``. A unit has a plane for each, with what its tensors have of it one behind the other, so how many items
+such a plane has follows from the shapes of the unit's tensors and not from the number of its elements.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, TensorSpec, UnitSpec
 from outsize.units import align_up
 
-Factor = Literal["row_var", "col_var", "variance", "beside_muon"]
-FACTORS: tuple[Factor, ...] = ("row_var", "col_var", "variance")
+Factor = str
+BESIDE_MUON: Factor = "beside_muon"
 
 
 def factor_shape(shape: tuple[int, ...], factor: Factor) -> tuple[int, ...] | None:
     """Return the shape of a factor of a tensor of ``shape``; None where the tensor has no such factor."""
+    matrix, vector = factor.split("/")
+    kind = matrix if len(shape) > 1 else vector
+    if kind in ("full", "none"):
+        return shape if kind == "full" else None
+    if kind in ("scalar", "one"):
+        return () if kind == "scalar" else (1,)
     if len(shape) < 2:
-        return shape if factor == "variance" else None
-    return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1]), "variance": None}[factor]
+        return None
+    rows, columns = shape[:-1], (*shape[:-2], shape[-1])
+    return {"rows": (*rows, 1), "columns": (*shape[:-2], 1, shape[-1]), "row": rows, "column": columns}[kind]
 
 
 def muon_matrices(unit: UnitSpec) -> Iterator[TensorSpec]:
@@ -57,7 +65,7 @@ def factored(unit: UnitSpec, factor: Factor) -> UnitSpec:
 
 
 def _shapes(unit: UnitSpec, factor: Factor) -> Iterator[tuple[TensorSpec, tuple[int, ...]]]:
-    if factor == "beside_muon":
+    if factor == BESIDE_MUON:
         matrices = {tensor.name for tensor in muon_matrices(unit)}
         yield from ((t, t.shape) for t in unit.tensors if t.trainable and t.name not in matrices)
         return

@@ -10,14 +10,14 @@ bf16, so that somebody else who has the matrix in bf16 can do the rest: `outsize
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from outsize.optim import moments
 from outsize.optim.adamw import PlaneAdamW, check_numbers
-from outsize.optim.factors import Factor
+from outsize.optim.factors import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes, WholeParameter
 from outsize.optim.step import pack, step_piece, unpacked
@@ -63,6 +63,12 @@ class Muon:
     adamw: PlaneAdamW = field(default_factory=PlaneAdamW)
     products: Products | None = None
 
+    @classmethod
+    def of(cls, *, betas: tuple[float, float], eps: float, weight_decay: float, **settings: Any) -> "Muon":
+        """Return the rule of a run, beside which AdamW has the same weight decay."""
+        adamw = PlaneAdamW(betas=betas, eps=eps, weight_decay=weight_decay)
+        return cls(adamw=adamw, weight_decay=weight_decay, **settings)
+
     def __post_init__(self) -> None:
         check_numbers(weight_decay=self.weight_decay)
         if not 0.0 <= self.momentum < 1.0:
@@ -73,7 +79,7 @@ class Muon:
     @property
     def factors(self) -> tuple[Factor, ...]:
         """Second moments, of what is AdamW's."""
-        return ("beside_muon",)
+        return (BESIDE_MUON,)
 
     def step_parameter(self, parameter: WholeParameter, update: Update) -> None:
         """Step a parameter, see `outsize.optim.update.WholeRule`."""

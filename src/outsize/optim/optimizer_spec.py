@@ -18,9 +18,8 @@ bf16        exp_avg 2, exp_avg_sq 2, rounded by chance             4
 int8        codes 1 + 1, and 1 + 1 for a block of 64 elements      2.03
 ==========  =====================================================  ===============
 
-AdamW keeps both; Lion, and SGD with a momentum, ``exp_avg`` alone, which is half of it; SGD without one neither.
-Adafactor keeps second moments of rows and columns instead (`outsize.optim.factors`), a few thousandths of a byte. Muon
-keeps ``exp_avg`` of all, its momentum, and ``exp_avg_sq`` of what AdamW steps beside it.
+AdamW keeps both; Muon ``exp_avg`` of all, its momentum, and ``exp_avg_sq`` of what AdamW steps beside it. A class of
+torch keeps what it keeps, in fp32, in planes of its own (`outsize.optim.torch_trial`).
 
 Ties are kept where the moments are exact; elsewhere such a master of 32 bits moves by the last of them.
 
@@ -43,7 +42,7 @@ from outsize.model.sizes.model_spec import (
     TensorSpec,
     UnitSpec,
 )
-from outsize.optim.factors import FACTORS, Factor, factored, muon_matrices, newton_schulz_flops
+from outsize.optim.factors import BESIDE_MUON, Factor, factored, muon_matrices, newton_schulz_flops
 from outsize.units import align_up
 
 WEIGHTS = "weights"
@@ -55,16 +54,17 @@ EXP_AVG_SQ = "exp_avg_sq"
 EXP_AVG_SCALES = "exp_avg_scales"
 EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
 GRADIENT = "gradient"
+# What the name of a plane begins with that holds the state of a class of torch.
+STATE = "state."
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "int8": 1, "uint8": 1}
 # Elements of 8-bit moments that share the exponent which their codes count from: that of the largest of them.
 BLOCK_ELEMENTS = 64
 
-# What a step with factors moves of an element beside one reading and one writing of each plane: the master is read for
-# its norm, the gradient two more times for its squares by row and by column, the update takes the gradient's place, and
-# is read for its norm and for the sum. A scratch for a split master is written, added to and read again; one for a
-# gradient written and read.
-_FACTORED_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 24, 16, 8
+# What a step of whole parameters by a class of torch moves of an element beside one reading and one writing of each
+# plane: some fourteen passes, op by op, as Adafactor does. A scratch for a split master is written, added to and read
+# again; one for a gradient written and read.
+_PASSES_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 56, 16, 8
 # The same of a matrix by Muon: the gradient is clipped and mixed with the momentum, and the direction that comes out of
 # the products is read. What lies between is in their rate. For a device it is read and rounded to bf16 first.
 _MUON_BYTES, _STAGED_BYTES = 22, 6
@@ -72,7 +72,6 @@ _MUON_BYTES, _STAGED_BYTES = 22, 6
 Masters = Literal["separate", "split", "split24"]
 Moments = Literal["fp32", "bf16", "int8"]
 Gradients = Literal["fp32", "bf16", "none"]
-OptimizerName = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,8 @@ class Plane:
     Attributes:
         item: dtype of its items, a key of `ITEM_BYTES`.
         group: elements of the unit that one item stands for.
-        factor: of second moments, where the items are those of the unit's factors; None where they are its elements'.
+        factor: where the items are those of what not every element has, see `outsize.optim.factors`; None where they
+            are the unit's elements'.
     """
 
     item: str
@@ -131,14 +131,16 @@ class StateLayout:
         moments: how the two moments are kept.
         gradients: how a gradient waits at home for the optimizer; ``none``: it does not, it passes through a ring.
         num_moments: how many the optimizer keeps: 0, 1 (``exp_avg``) or 2.
-        factored: whether it keeps factors of second moments instead: then units step whole.
+        state_of: planes that a class of torch keeps instead, and their factors.
+        temporaries: tensors in fp32, of the size of the largest parameter, that a step of such a class makes for
+            itself; above 0 where it steps whole parameters, and so units.
         newton_schulz: iterations that make the momentum of a matrix orthogonal, of Muon: matrices then have no second
             moment, and units step whole; 0 for others.
         products_on_device: whether a device runs these iterations, to which a matrix goes up in bf16, and from which
             it comes back so.
 
     Raises:
-        ValueError: an unknown dtype, split masters of other weights than bf16, or moments beside factors.
+        ValueError: an unknown dtype, split masters of other weights than bf16, or moments beside other state.
     """
 
     dtype: str
@@ -146,7 +148,8 @@ class StateLayout:
     moments: Moments = "fp32"
     gradients: Gradients = "fp32"
     num_moments: int = 2
-    factored: bool = False
+    state_of: tuple[tuple[str, Factor | None], ...] = ()
+    temporaries: int = 0
     newton_schulz: int = 0
     products_on_device: bool = False
 
@@ -155,8 +158,8 @@ class StateLayout:
             raise ValueError(f"no state layout for dtype {self.dtype!r}; there is fp32, bf16, fp16")
         if self.splits and self.dtype != "bf16":
             raise ValueError(f"masters are split beside bf16 weights, not {self.dtype}")
-        if self.factored and self.num_moments:
-            raise ValueError("factors stand in place of moments")
+        if self.state_of and self.num_moments:
+            raise ValueError("the state of a class of torch stands in place of moments")
 
     @property
     @cache  # noqa: B019 - there are few layouts, and planners ask them millions of times
@@ -176,16 +179,15 @@ class StateLayout:
             found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
         if self.newton_schulz:
             rest = found.keys() & {EXP_AVG_SQ, EXP_AVG_SQ_SCALES}
-            found |= {name: replace(found[name], factor="beside_muon") for name in rest}
-        if self.factored:
-            found |= {factor: Plane("fp32", factor=factor) for factor in FACTORS}
+            found |= {name: replace(found[name], factor=BESIDE_MUON) for name in rest}
+        found |= {name: Plane("fp32", factor=factor) for name, factor in self.state_of}
         if self.gradients != "none":
             found[GRADIENT] = Plane(self.gradients)
         return MappingProxyType(found)
 
     @property
     def state_planes(self) -> dict[str, Plane]:
-        """Those that the optimizer keeps for itself: moments or factors."""
+        """Those that the optimizer keeps for itself."""
         masters = (WEIGHTS, MASTER, MASTER_LOW, MASTER_TIES, GRADIENT)
         return {name: plane for name, plane in self.planes.items() if name not in masters}
 
@@ -214,7 +216,7 @@ class StateLayout:
     @property
     def whole(self) -> bool:
         """Whether parameters step whole, and so units."""
-        return self.factored or self.newton_schulz > 0
+        return self.temporaries > 0 or self.newton_schulz > 0
 
     @property
     def durable(self) -> "StateLayout":
@@ -261,7 +263,7 @@ class StateLayout:
         if not self.whole:
             return once
         joined, widened, _ = self._scratches
-        passes = _FACTORED_BYTES if self.factored else _MUON_BYTES + _STAGED_BYTES * self.products_on_device
+        passes = _PASSES_BYTES if self.temporaries else _MUON_BYTES + _STAGED_BYTES * self.products_on_device
         return once + passes + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
 
     def step_bytes_of(self, unit: UnitSpec, numel: int) -> float:
@@ -308,8 +310,8 @@ class StateLayout:
         return align_up(max(trained, default=0), PLANE_ELEMENTS)
 
     def scratch_bytes(self, model: ModelSpec) -> int:
-        """Return the bytes of all scratches together."""
-        return 4 * self.num_scratches * self.scratch_elements(model)
+        """Return the bytes of all scratches together, and of what a step makes for itself."""
+        return 4 * (self.num_scratches + self.temporaries) * self.scratch_elements(model)
 
     def whole_tile(self, largest: int) -> int:
         """Return the elements of a tile that takes any unit whole, of which the largest has ``largest``."""
@@ -355,11 +357,6 @@ def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments,
     if wanted != "auto":
         return wanted
     return "split" if dtype == "bf16" and (kernels or moments != "fp32") else "separate"
-
-
-def num_moments_of(name: OptimizerName, momentum: float) -> int:
-    """Return how many moments an optimizer keeps, Muon of what is no matrix; ``momentum`` is that of SGD."""
-    return {"adamw": 2, "lion": 1, "sgd": int(momentum != 0.0), "adafactor": 0, "muon": 2}[name]
 
 
 State = StateLayout | str

@@ -5,14 +5,13 @@ the weights themselves. Moments are fp32, bf16 or, beside scales, codes of 8 bit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import TensorSpec
-from outsize.optim.factors import Factor
+from outsize.optim.factors import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import (
     BLOCK_ELEMENTS,
     EXP_AVG_SQ,
@@ -20,6 +19,7 @@ from outsize.optim.optimizer_spec import (
     MASTER,
     MASTER_LOW,
     MASTER_TIES,
+    STATE,
     WEIGHTS,
     Moments,
 )
@@ -57,10 +57,11 @@ class StatePlanes:
         master: fp32 ``[n]``.
         master_low: int16 ``[n]``, beside bf16 weights: the lower halves of split masters; int8 of masters of 24 bits.
         master_ties: uint8 ``[n / 8]``, see `outsize.optim.split_masters`; None for masters that may lose the last bit.
-        exp_avg: first moment, or the momentum of SGD and Lion: fp32, bf16 or uint8 ``[n]``; None for none.
+        exp_avg: first moment: fp32, bf16 or uint8 ``[n]``; None for none.
         exp_avg_sq: second moment, of the same dtype; None for optimizers that have none.
         exp_avg_scales: uint8 ``[n / 64]``, exponents of blocks, where ``exp_avg`` is uint8.
         exp_avg_sq_scales: the same of ``exp_avg_sq``.
+        others: what a class of torch keeps instead of moments, fp32 ``[n]`` each, by the name of its plane.
 
     Raises:
         ValueError: planes that do not go together; it says which.
@@ -74,6 +75,14 @@ class StatePlanes:
     exp_avg_sq: Tensor | None = None
     exp_avg_scales: Tensor | None = None
     exp_avg_sq_scales: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, planes: Mapping[str, Tensor | None]) -> "StatePlanes":
+        """Return planes by their names at home, what they lack left out."""
+        held = {name: plane for name, plane in planes.items() if plane is not None}
+        others = {name: plane for name, plane in held.items() if name.startswith(STATE)}
+        return cls(**{name: plane for name, plane in held.items() if name not in others}, others=others)
 
     def __post_init__(self) -> None:
         masters = (self.master is not None, self.master_low is not None, self.weights.dtype is torch.float32)
@@ -88,6 +97,9 @@ class StatePlanes:
             size = -(-self.numel // _GROUPS[name])
             if plane.dtype not in dtypes[name] or plane.shape != (size,) or not plane.is_contiguous():
                 raise ValueError(f"{name}: need {size} items, not {plane.dtype} {list(plane.shape)}")
+        for name, plane in self.others.items():
+            if plane.dtype is not torch.float32 or plane.shape != (self.numel,):
+                raise ValueError(f"{name}: need {self.numel} of fp32, not {plane.dtype} {list(plane.shape)}")
         self._check_moments()
 
     def _check_moments(self) -> None:
@@ -114,8 +126,8 @@ class StatePlanes:
 
     @property
     def num_moments(self) -> int:
-        """How many moments there are."""
-        return (self.exp_avg is not None) + (self.exp_avg_sq is not None)
+        """How many moments there are, or planes in their place."""
+        return (self.exp_avg is not None) + (self.exp_avg_sq is not None) + len(self.others)
 
     def cut(self, start: int, stop: int) -> "StatePlanes":
         """Return the planes of elements ``start``, a multiple of 8 and, with scales, of 64, to ``stop``."""
@@ -125,14 +137,16 @@ class StatePlanes:
             assert start % group == 0 or plane is None
             view = None if plane is None else plane[start // group : -(-stop // group)]
             object.__setattr__(part, name, view)
+        object.__setattr__(part, "others", {name: plane[start:stop] for name, plane in self.others.items()})
         return part
 
     def bytes_per_element(self) -> float:
         """Return the bytes of all planes per element."""
-        return sum(plane.nbytes for plane in self._present().values()) / self.numel
+        planes = (*self._present().values(), *self.others.values())
+        return sum(plane.nbytes for plane in planes) / self.numel
 
     def _present(self) -> dict[str, Tensor]:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
         return {name: plane for name, plane in found.items() if plane is not None}
 
     def _first_moment(self) -> Tensor:
@@ -169,12 +183,13 @@ class WholeParameter:
 
     def state(self) -> StatePlanes:
         """Return its planes for a step element by element, the second moment as far as it has one beside Muon."""
-        kept: dict[str, Any] = {
-            name: self.flat(name, "beside_muon" if name.startswith(EXP_AVG_SQ) else None)
-            for name in self.planes
-            if name != GRADIENT
-        }
-        return StatePlanes(**kept)
+        return StatePlanes.of(
+            {
+                name: self.flat(name, BESIDE_MUON if name.startswith(EXP_AVG_SQ) else None)
+                for name in self.planes
+                if name != GRADIENT
+            }
+        )
 
     def master(self) -> Tensor:
         """Return the fp32 master, in its shape: where it lies, or joined in the first scratch."""

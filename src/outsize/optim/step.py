@@ -1,9 +1,9 @@
 """A step of an optimizer over whatever planes a home keeps: split or separate masters, moments in fp32 or fewer bits.
 
-With moments in fp32 a step is bit for bit that of torch's own optimizer with ``fused=True`` on fp32 masters, followed
-by their cast to the weights: AdamW and SGD. With fewer bits of moments or masters the arithmetic is still fp32, and
-what is kept is rounded as `outsize.optim.moments` and `outsize.optim.split_masters` say. The kernel in C and torch ops
-give the same bits.
+With moments in fp32 a step is bit for bit that of torch's own AdamW with ``fused=True`` on fp32 masters, or of a
+class of torch, followed by their cast to the weights. With fewer bits of moments or masters the arithmetic is still
+fp32, and what is kept is rounded as `outsize.optim.moments` and `outsize.optim.split_masters` say. The kernel in C and
+torch ops give the same bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,8 @@ from outsize.optim.split_masters import join_master, split_master
 from outsize.optim.update import Update, UpdateRule, WholeRule
 
 # In torch ops a piece is stepped in tiles. What has to be unpacked stays in a cache: 512 KiB of fp32 for each of four
-# tensors. Of planes that lie as they step only the gradient is copied, and long tiles spare threads their meetings.
+# tensors, and what a class of torch makes op by op. Of planes that lie as they step only the gradient is copied, and
+# long tiles spare threads their meetings.
 _TILE_ELEMENTS, _PLAIN_TILE_ELEMENTS = 2**17, 2**21
 
 
@@ -83,7 +84,7 @@ def step_state(
 def step_piece(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor) -> None:
     """Step parameters that touch and step alike, whole or up to a multiple of 16 elements; see `step_state`."""
     done = rule.step_native(update, planes, gradient) if native.available() else 0
-    plain = planes.master_low is None and planes.moments == "fp32"
+    plain = planes.master_low is None and planes.moments == "fp32" and not planes.others
     length = _PLAIN_TILE_ELEMENTS if plain else _TILE_ELEMENTS
     for first in range(done, planes.numel, length):
         stop = min(first + length, planes.numel)
@@ -159,14 +160,14 @@ def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: 
 
 
 def unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
-    """Return the moments in fp32: the planes themselves where they are."""
+    """Return the moments in fp32, the planes themselves where they are, and what is kept in their place."""
     found = []
     for plane, scales, form in _moments(planes):
         if scales is not None:
             found.append(moments.from_codes(plane, scales, form))
         else:
             found.append(plane.to(torch.float32))
-    return tuple(found)
+    return (*found, *planes.others.values())
 
 
 def pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:

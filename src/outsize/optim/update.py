@@ -35,7 +35,7 @@ class UpdateRule(Protocol):
 
     @property
     def num_moments(self) -> int:
-        """How many moments it keeps: 0, 1 (``exp_avg``) or 2."""
+        """How many moments it keeps, or planes in their place."""
 
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool

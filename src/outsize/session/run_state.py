@@ -10,6 +10,8 @@ from typing import Any
 from outsize.config import Config
 from outsize.config.data_section import packing_of
 from outsize.errors import CheckpointError, ConfigError
+from outsize.optim.optimizer_names import ADAMW, FORMER_NAMES, named
+from outsize.optim.torch_trial import torch_class
 from outsize.runtime.ops.context import StepContext
 from outsize.session.data_files import changed_files
 from outsize.session.loss_scale import LossScale
@@ -120,8 +122,8 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
         ("model.dtype", state["dtype"], dtype),
-        ("optimizer.name", state.get("optimizer", "adamw"), config.optimizer.name),
-        ("optimizer.momentum", *(_momentum(found) for found in (state, _optimizer(config)))),
+        ("optimizer.name", state.get("optimizer", ADAMW), _optimizer(config).get("optimizer", ADAMW)),
+        ("the state that optimizer.args want", *map(_kept, (state, _optimizer(config)))),
         ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
         ("optimizer.masters", *_rounded_masters(state, config.optimizer.masters)),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
@@ -129,6 +131,12 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("data.group_by_length", data.get("group_by_length", False), config.data.group_by_length),
         ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
     )
+    if state.get("optimizer") in FORMER_NAMES:
+        raise ConfigError(
+            f"{where} holds the state of outsize's own {state['optimizer']} of a former version, which is gone: end "
+            "that run with the version that began it, or start a run from its weights: model.path with a checkpoint of "
+            "the run, and another train.run_dir"
+        )
     for key, former, given in settings:
         if former != given:
             raise ConfigError(
@@ -214,10 +222,12 @@ def _optimizer(config: Config) -> dict[str, Any]:
     """What a state says of an optimizer, where that is not AdamW with moments and masters in fp32."""
     optimizer = config.optimizer
     found: dict[str, Any] = {}
-    if optimizer.name != "adamw":
+    if named(optimizer.name) is None:
+        about = torch_class(optimizer.name, optimizer.args)
+        found["optimizer"] = about.path
+        found["kept"] = [entry.key for entry in about.entries]
+    elif optimizer.name != ADAMW:
         found["optimizer"] = optimizer.name
-    if optimizer.name == "sgd":
-        found["momentum"] = optimizer.momentum > 0
     if optimizer.state != "fp32":
         found["moments"] = optimizer.state
     if optimizer.masters == "split24":
@@ -230,8 +240,9 @@ def _rounded_masters(state: Mapping[str, Any], given: str) -> tuple[str, str]:
     return state.get("masters", "auto" if given == "split24" else given), given
 
 
-def _momentum(state: Mapping[str, Any]) -> str:
-    return "above 0" if state.get("momentum", True) else "0"
+def _kept(state: Mapping[str, Any]) -> str:
+    """What a class keeps of a parameter, in words."""
+    return ", ".join(state.get("kept", ())) or "nothing"
 
 
 def check_same_method(state: Mapping[str, Any], where: object, config: Config) -> None:

@@ -27,7 +27,8 @@ from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.gradient_ops import GradientObserver
 from outsize.session.fill import FILL_ELEMENTS, fill
 from outsize.session.job.model_inputs import num_targets
-from outsize.session.job.optimizer_layout import max_norm_of, rule_of
+from outsize.session.job.optimizer_layout import max_norm_of
+from outsize.session.job.optimizer_rule import rule_of
 from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, Standing, position_in

@@ -1,13 +1,13 @@
 """The reference: plain PyTorch training of the same model on the same batches, everything in memory.
 
-Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (`torch.optim.AdamW`, `SGD` or
-`Adafactor`, `Muon` beside `AdamW`, or `PlainLion`, as torch has no Lion), `clip_grad_norm_`, and a loop over
-microbatches. It shares no code with the engine but the chunked loss, which `train.loss=model` turns off, and the
-rounding of masters of 24 bits. For bf16 and fp16 the model computes in that dtype, and the optimizer steps fp32
-masters with gradients summed in fp32, over the chunks of a loss as over microbatches. On a GPU the masters stay in
-host memory, and the optimizer steps there, but that Muon multiplies where the streamed run does. The gradient of a
-weight that several modules share (tied embeddings) is summed module by module, each over all of a round, in the order
-in which a backward reaches them: plain PyTorch sums microbatch by microbatch, which rounds differently.
+Short on purpose, so that a reader sees that it is ordinary: a model, an optimizer (a class of `torch.optim`, or `Muon`
+beside `AdamW`), `clip_grad_norm_`, and a loop over microbatches. It shares no code with the engine but the chunked
+loss, which `train.loss=model` turns off, and the rounding of masters of 24 bits. For bf16 and fp16 the model computes
+in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
+microbatches. On a GPU the masters stay in host memory, and the optimizer steps there, but that Muon multiplies where
+the streamed run does. The gradient of a weight that several modules share (tied embeddings) is summed module by
+module, each over all of a round, in the order in which a backward reaches them: plain PyTorch sums microbatch by
+microbatch, which rounds differently.
 """
 
 import contextlib
@@ -28,7 +28,9 @@ from outsize.model.split import Split
 from outsize.optim.decay_groups import parameter_groups
 from outsize.optim.factors import muon_matrices
 from outsize.optim.moments import chance_key
+from outsize.optim.optimizer_names import named
 from outsize.optim.split_masters import join_master, split_master
+from outsize.optim.torch_class import instance_of
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
@@ -234,7 +236,8 @@ class ResidentTrainer:
 def _optimizers_of(
     optimizer: OptimizerConfig, spec: ModelSpec, masters: dict[str, Tensor]
 ) -> list[torch.optim.Optimizer]:
-    if optimizer.name != "muon":
+    own = named(optimizer.name)
+    if own is None or not own.products:
         return [_optimizer_of(optimizer, parameter_groups(spec, masters, optimizer.weight_decay))]
     names = {tensor.name for unit in spec.units for tensor in muon_matrices(unit)}
     matrices = {name: master for name, master in masters.items() if name in names}
@@ -252,55 +255,9 @@ def _optimizers_of(
 
 
 def _optimizer_of(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if optimizer.name == "lion":
-        return PlainLion(groups, lr=optimizer.lr, betas=optimizer.betas)
-    if optimizer.name in ("adamw", "muon"):
-        return torch.optim.AdamW(
-            groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
-    if optimizer.name == "adafactor":
-        return torch.optim.Adafactor(
-            groups,
-            lr=optimizer.lr,
-            beta2_decay=optimizer.beta2_decay,
-            eps=(optimizer.eps1, optimizer.eps2),
-            d=optimizer.d,
-        )
-    # A group for each: torch's kernel takes the first step of all that it is given, or of none.
-    return torch.optim.SGD(
-        [{**group, "params": [parameter]} for group in groups for parameter in group["params"]],
-        lr=optimizer.lr,
-        momentum=optimizer.momentum,
-        dampening=optimizer.dampening,
-        nesterov=optimizer.nesterov,
-        fused=True,
-    )
-
-
-class PlainLion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2) in fp32, parameter by parameter.
-
-    Args:
-        groups: parameters with their ``weight_decay``.
-        lr: learning rate.
-        betas: share of the momentum in a step, and its decay.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        for group in self.param_groups:
-            share, kept = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                direction = torch.sign(momentum * share + parameter.grad * (1.0 - share))
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(direction * group["lr"])
-                momentum.mul_(kept).add_(parameter.grad * (1.0 - kept))
+    if named(optimizer.name) is None:
+        return instance_of(optimizer.name, optimizer.args, groups, optimizer.lr)
+    return torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from outsize.choices import (
     Method,
     Moments,
     NewtonSchulz,
-    Optimizer,
     TransportWeights,
     WireGradients,
     WireWeights,
@@ -117,7 +116,10 @@ class PlanFlags:
         Clip, typer.Option(help="Norm that is clipped: of all gradients, of each unit's, or none.")
     ] = "global"
     optimizer: Annotated[
-        Optimizer, typer.Option(help="AdamW with two moments, SGD or Lion with one, Adafactor, or Muon.")
+        str,
+        typer.Option(
+            metavar="NAME", help="adamw, muon, or a class of torch.optim by name, e.g. SGD or Adafactor."
+        ),
     ] = "adamw"
     optimizer_state: Annotated[
         Moments, typer.Option(help="What moments are kept in; bf16 and int8 take less memory and round.")

@@ -381,7 +381,7 @@ def _what_to_try(
     elif tier == "device" and largest in ("activations", "workspace", "shared"):
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
     elif state.whole and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
-        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=lion, which steps units piece by piece"
+        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=adamw, which steps units piece by piece"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = (

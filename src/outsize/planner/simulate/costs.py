@@ -34,9 +34,9 @@ STEP_PACE = {"fp32": 1.0, "bf16": 0.80, "int8": 0.78}
 # Masters of 24 bits spend what they save: beside 8-bit moments as many parameters a second as those of 32. Two cores,
 # the same file: 17.9 of 20.7 GB/s.
 SPLIT24_PACE = 0.87
-# The same of a step of whole parameters with factored moments: it takes roots and quotients, in several passes. Two
-# cores, bench/results/adafactor_2core_2026-11.json: 0.52 G parameters/s beside 1.40 of AdamW.
-FACTORED_PACE = 0.69
+# The same of a class of torch, op by op over pieces that stay in a cache: 0.2 to 0.4 of the bytes per second of the
+# kernel of AdamW, SGD, Adam, RMSprop and Adagrad by turns on two busy cores.
+TORCH_PACE = 0.25
 # Two flushes of a disk's own cache: some milliseconds each on an NVMe drive.
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
@@ -167,7 +167,7 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
 
 def step_pace(state: StateLayout) -> float:
     """Return the rate of bytes of a step over that of one over fp32 moments."""
-    pace = FACTORED_PACE if state.factored else STEP_PACE[state.moments]
+    pace = STEP_PACE[state.moments] if state.num_moments else TORCH_PACE
     return pace * SPLIT24_PACE if state.masters == "split24" else pace
 
 

@@ -217,7 +217,7 @@ class OptimizerOps:
         kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
         if self._master != WEIGHTS and not rounds:
             kept[WEIGHTS] = kept.pop(self._master)
-        return StatePlanes(**kept)
+        return StatePlanes.of(kept)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:
         """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""

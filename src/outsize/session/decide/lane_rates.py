@@ -109,7 +109,7 @@ def lane_rates(
 
 def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
     """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
-    kept = replace(state, num_moments=2, factored=False, newton_schulz=0)
+    kept = replace(state, num_moments=2, state_of=(), temporaries=0, newton_schulz=0)
     found = _figure(measure_adamw(effort, kept, units), "AdamW")
     moved = kept.step_bytes / STEP_PACE[kept.moments]
     return replace(found, value=found.value * moved / ADAMW_BYTES)

@@ -3,18 +3,20 @@
 `outsize plan` and a run use the same functions; nothing here needs torch.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outsize.choices import Clip
 from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
+from outsize.config.optimizer_section import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.factors import muon_matrices
-from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for, num_moments_of
+from outsize.optim.optimizer_names import named
+from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for
 from outsize.planner.predict.question import Question
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets
@@ -22,6 +24,9 @@ from outsize.planner.search.step_plan import Budgets
 AUTO = "auto"
 # The one that moves most first.
 CROSSINGS = ("weights", "gradients", "activations")
+
+if TYPE_CHECKING:
+    from outsize.optim.torch_class import TorchClass
 
 
 def options_for(
@@ -126,7 +131,8 @@ def open_crossings(config: Config) -> tuple[str, ...]:
 
 def products_open(config: Config) -> bool:
     """Return whether ``config`` leaves open where products of Muon run."""
-    return config.optimizer.name == "muon" and config.optimizer.ns_on == AUTO
+    own = named(config.optimizer.name)
+    return own is not None and own.products and config.optimizer.ns_on == AUTO
 
 
 def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
@@ -173,9 +179,12 @@ def state_layout(
             f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
             "here; leave it auto, or set model.dtype=bf16"
         )
-    num_moments = num_moments_of(optimizer.name, optimizer.momentum)
+    own = named(optimizer.name)
+    about = None if own else _class_of(optimizer)
+    num_moments = own.num_moments if own else 0
     moments = optimizer.state if num_moments else "fp32"
-    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=num_ranks == 1 and kernels)
+    kernels = kernels and num_ranks == 1 and own is not None and own.kernel
+    masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=kernels)
     tile = config.memory.tile_elements or 0
 
     def layout(masters: Masters) -> StateLayout:
@@ -185,8 +194,9 @@ def state_layout(
             moments=moments,
             gradients=optimizer.gradients,
             num_moments=num_moments,
-            factored=optimizer.name == "adafactor",
-            newton_schulz=optimizer.ns_steps if optimizer.name == "muon" else 0,
+            state_of=about.state_of if about else (),
+            temporaries=0 if about is None or about.by_element else about.temporaries,
+            newton_schulz=optimizer.ns_steps if own and own.products else 0,
             products_on_device=optimizer.ns_on == "device",
         )
 
@@ -202,6 +212,13 @@ def state_layout(
             "optimizer.gradients: several workers sum gradients at home, in fp32; leave it fp32"
         )
     return found
+
+
+def _class_of(optimizer: OptimizerConfig) -> "TorchClass":
+    """Return what is known of the class that steps; to look at it loads torch."""
+    from outsize.optim.torch_trial import torch_class
+
+    return torch_class(optimizer.name, optimizer.args).with_decay(optimizer.weight_decay)
 
 
 def _round_of(config: Config) -> int | None:
@@ -227,14 +244,15 @@ def _check_whole(config: Config, spec: ModelSpec, num_ranks: int) -> None:
         ConfigError: something does.
     """
     name = config.optimizer.name
-    if name == "muon" and not any(True for unit in spec.units for _ in muon_matrices(unit)):
+    own = named(name)
+    if own and own.products and not any(True for unit in spec.units for _ in muon_matrices(unit)):
         raise ConfigError(
-            "optimizer.name: muon steps matrices of blocks, and none of those trains here; use adamw"
+            f"optimizer.name: {name} steps matrices of blocks, and none of those trains here; use adamw"
         )
     if num_ranks > 1:
         raise ConfigError(
             f"optimizer.name: {name} steps whole parameters, and ranks share each by its elements; use a single "
-            "process, or lion or adamw with optimizer.state=int8"
+            "process, or adamw with optimizer.state=int8"
         )
     tile = config.memory.tile_elements
     largest = max((unit.numel for unit in spec.units if unit.trainable), default=0)
