@@ -18,13 +18,6 @@ def fused_adamw(
     )  # fmt: skip
 
 
-def fused_sgd(
-    weights: Tensor, gradient: Tensor, buffers: list[Tensor], *, is_first_step: bool, **settings: Any
-) -> None:
-    """Step ``weights`` and ``buffers``, their momentum or none, as `torch.optim.SGD` does with ``fused=True``."""
-    torch._fused_sgd_([weights], [gradient], buffers, maximize=False, is_first_step=is_first_step, **settings)
-
-
 def norms(tensors: list[Tensor]) -> Tensor:
     """Return the norms of ``tensors``, by the kernel of `torch.nn.utils.clip_grad_norm_`."""
     return torch.stack(torch._foreach_norm(tensors, 2.0))
