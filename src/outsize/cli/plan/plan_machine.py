@@ -20,6 +20,7 @@ from outsize.hardware.machine_spec import Disk, Figure, Host, Machine
 from outsize.units import parse_bytes
 
 _SPEC_EXAMPLE = "memory=24GB,tflops=165,gbps=1008,pcie=4x16"
+_MOST = 1e6  # TFLOPS, GB/s or GPUs: a thousand times what any card or machine has
 _SPEC_KEYS = ("memory", "tflops", "gbps", "pcie", "share", "name", "count")
 _HALF = ("bf16", "fp16")
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -144,7 +145,7 @@ def _number(key: str, text: str) -> float:
         value = float(text)
     except ValueError as error:
         raise ConfigError(f"--gpu-spec {key}: not a number: {text!r}, as in {_SPEC_EXAMPLE}") from error
-    if not value > 0 or (key == "count" and value != int(value)):
+    if not 0 < value <= _MOST or (key == "count" and value != int(value)):
         raise ConfigError(f"--gpu-spec {key}: {text} describes no GPU, as in {_SPEC_EXAMPLE}")
     return value
 

@@ -26,7 +26,7 @@ from outsize.planner.predict.feasibility import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
-from outsize.units import parse_count
+from outsize.units import format_bytes, parse_count
 
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
@@ -233,9 +233,22 @@ def _budget(option: str, text: str | None) -> int | None:
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:
-    """Return the budgets: what the user names, or the shares that a run would take of the machine."""
+    """Return the budgets: what the user names, or the shares that a run would take of the machine.
+
+    Raises:
+        ConfigError: a budget is more than the machine has.
+    """
     memory, disk = config.memory, machine.disk
     smallest = min(gpu.memory_bytes for gpu in machine.gpus)
+    for option, budget, present, instead in (
+        ("--device-memory", memory.device_memory, smallest, "--what-if vram=+8GB, or --gpu-spec"),
+        ("--host-memory", memory.host_memory, machine.host.memory_bytes, "--ram"),
+    ):
+        if budget is not None and budget > present:
+            raise ConfigError(
+                f"{option}: {format_bytes(budget)} is more than the {format_bytes(present)} of this machine; lower it, "
+                f"or ask about a larger machine with {instead}"
+            )
     return Budgets(
         device=memory.device_memory or _whole_mib(DEVICE_SHARE * smallest),
         host=memory.host_memory or _whole_mib(HOST_SHARE * machine.host.memory_bytes),

@@ -31,7 +31,7 @@ def parse_change(text: str) -> Change:
     how, apply = CHANGES[name]
     try:
         if how == "more":
-            return _bound(apply, parse_bytes(_after("+", amount)))
+            return _bound(apply, _size(_after("+", amount)))
         if how == "codec":
             return _with_codec(amount)
         if how == "state":
@@ -108,6 +108,13 @@ def _after(sign: str, amount: str) -> str:
     if match is None or not float(re.sub(r"[^0-9.]", "", match[1])):
         raise ValueError(amount)
     return match[1]
+
+
+def _size(text: str) -> int:
+    """Return the bytes of ``text``, which names its unit."""
+    if re.fullmatch(r"[0-9.]+", text):
+        raise ValueError(f"{text} without a unit")
+    return parse_bytes(text)
 
 
 def _bound(apply: Callable[[Question, float], Question], amount: float) -> Change:
