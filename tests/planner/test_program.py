@@ -1,12 +1,12 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
-from outsize.planner.program import ops as ops_module
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import (
-    SHAPES,
     Program,
     excerpt,
     is_well_formed,
@@ -14,6 +14,7 @@ from outsize.planner.program.program import (
     parse_op,
     render,
 )
+from outsize.planner.program.table import FORMS, ROWS
 
 numbers = st.integers(0, 10**6)
 
@@ -21,7 +22,7 @@ numbers = st.integers(0, 10**6)
 @st.composite
 def any_op(draw: st.DrawFn) -> Op:
     kind = draw(st.sampled_from(Kind))
-    shape = draw(st.sampled_from(SHAPES[kind]))
+    shape = draw(st.sampled_from(FORMS[kind])).fields
     return Op(kind=kind, **{name: draw(numbers) for name in sorted(shape)})
 
 
@@ -32,11 +33,17 @@ def test_what_is_rendered_parses_to_the_same_program(ops):
     assert parse(";".join(map(str, ops))) == program
 
 
-def test_every_line_of_the_table_of_ops_parses_and_renders_to_itself():
-    table = [line.split("``")[1] for line in ops_module.__doc__.splitlines() if line.startswith("``")]
-    assert len(table) == 37
-    assert [str(parse_op(text)) for text in table] == table
-    assert {parse_op(text).kind for text in table} == set(Kind)
+def test_every_row_of_the_table_of_ops_parses_and_renders_to_itself():
+    assert [str(parse_op(row.text)) for row in ROWS] == [row.text for row in ROWS]
+    assert [parse_op(row.text).row for row in ROWS] == list(ROWS)
+    assert {row.kind for row in ROWS} == set(Kind)
+
+
+def test_the_documentation_says_of_every_op_what_its_row_says():
+    page = (Path(__file__).parents[2] / "docs/programs.md").read_text()
+    section = page.partition("## Ops")[2].partition("## A small program")[0]
+    written = [line for line in section.splitlines() if line.startswith("| `")]
+    assert set(written) == {f"| `{row.text}` | {row.lane} | {row.meaning} |" for row in ROWS}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 from outsize.planner.program.activation_policy import KeptBytes, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW
-from outsize.planner.program.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind, Op
+from outsize.planner.program.ops import COMPUTE_KINDS, Op
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.program.table import Content
 
 NOTHING: KeptBytes = MappingProxyType({})
 
@@ -56,7 +57,7 @@ class ActivationMeter:
         self._leaving: deque[int] = deque()  # bytes of SAVEs that nothing has waited for yet
         self._behind = 0  # of them, those behind the last compute op, which no F waits for
         self._early: dict[
-            tuple[Kind, int, int | None], int
+            tuple[Content, int, int | None], int
         ] = {}  # FETCHes that no compute op has waited for yet
         self._late = 0  # bytes of SAVEs that only those have waited for
         self._device = 0
@@ -64,41 +65,49 @@ class ActivationMeter:
 
     def add(self, op: Op) -> Live:
         """Return the bytes that are live while ``op`` runs."""
-        unit = op.unit or 0
+        unit, row = op.unit or 0, op.row
         peak = Live(self._device, self._below)
-        if op.kind in FORWARD_KINDS:
+        if row.price == "forward":
             self._finish_saves(but=max(SAVE_WINDOW - 1, self._behind))
             self._device += self._bytes[unit + 1]
             peak = Live(self._device, self._below)
             if unit < self._first_backward:
                 self._device -= self._bytes[unit]
             self._device += self._kept(op)
-        elif op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
+        elif row.price in ("turn", "backward"):
             self._device -= self._kept(op)
             made = self._bytes[unit] if unit > self._first_backward else 0
-            keys = [(kind, unit, op.microbatch) for kind in (Kind.FETCH, Kind.ONLOAD)]
+            keys: list[tuple[Content, int, int | None]] = [
+                ("input", unit, op.microbatch),
+                ("kept", unit, op.microbatch),
+            ]
             if [self._early.pop(key) for key in keys if key in self._early]:
                 self._late = 0
             behind = max(0, self._late - sum(self._early.values()))
             peak = Live(self._device + made + behind, self._below)
-            consumed = self._bytes[unit + 1] if op.kind is Kind.BACKWARD else 0
+            consumed = self._bytes[unit + 1] if row.price == "backward" else 0
             self._device += made - self._bytes[unit] - consumed
-        elif op.kind in (Kind.SAVE, Kind.OFFLOAD):
-            moved = self._bytes[unit] if op.kind is Kind.SAVE else self._kept(op)
+        elif row.price == "link" and row.carries in ("input", "kept"):
+            moved = self._bytes[unit] if row.carries == "input" else self._kept(op)
+            peak = self._move(op, moved)
+        if op.kind in COMPUTE_KINDS:
+            self._behind = 0
+        return peak
+
+    def _move(self, op: Op, moved: int) -> Live:
+        """Count what leaves the device, or comes back."""
+        row = op.row
+        if row.lane == "down":
             self._below += moved
             self._leaving.append(moved)
             self._behind += 1
-            peak = Live(self._device, self._below)
-        elif op.kind in (Kind.FETCH, Kind.ONLOAD):
-            moved = self._bytes[unit] if op.kind is Kind.FETCH else self._kept(op)
-            self._late += sum(self._leaving)
-            self._early[op.kind, unit, op.microbatch] = moved
-            self._finish_saves(but=0)
-            self._device += moved
-            peak = Live(self._device, self._below)
-            self._below -= moved
-        if op.kind in COMPUTE_KINDS:
-            self._behind = 0
+            return Live(self._device, self._below)
+        self._late += sum(self._leaving)
+        self._early[row.carries or "input", op.unit or 0, op.microbatch] = moved
+        self._finish_saves(but=0)
+        self._device += moved
+        peak = Live(self._device, self._below)
+        self._below -= moved
         return peak
 
     def _kept(self, op: Op) -> int:

@@ -11,9 +11,10 @@ from outsize.planner.memory.activation_liveness import NOTHING
 from outsize.planner.memory.link_bytes import activation_bytes, gradient_bytes, load_bytes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
 from outsize.planner.program.activation_policy import KeptBytes, bytes_of
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.ops import Op
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.program.table import ACTIVATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,62 +84,63 @@ class OpBytes:
 
     def moved_by(self, op: Op) -> Iterator[tuple[str, int]]:
         """Yield the ways that an op moves something, fields of `Traffic`, and how many bytes."""
-        unit = op.unit or 0
-        if op.kind is Kind.LOAD:
-            yield "up", self.on_link(op)
-            if self.below == "disk" == self.home:
-                yield "disk_read", self._read_bytes(unit)
-        elif op.kind is Kind.SUM:
-            yield "up", self.on_link(op)
-            if self.home == "disk":
-                yield "disk_read", self.layout.gradient_bytes[unit]
-        elif op.kind is Kind.GRAD:
-            yield "down", self.on_link(op)
-            # One in a host buffer waits there for its REDUCE.
-            if op.tile is None and self.below == "disk" == self.home and op.buffer is None:
-                yield "disk_written", self._rounded(unit)
-        elif op.kind in (Kind.SAVE, Kind.SEND, Kind.FETCH, Kind.RECV, Kind.OFFLOAD, Kind.ONLOAD):
-            leaves = op.kind in (Kind.SAVE, Kind.SEND, Kind.OFFLOAD)
-            yield "down" if leaves else "up", self.on_link(op)
-            if self.below == "disk":  # where they lie as they are
-                yield "disk_written" if leaves else "disk_read", self._activations(op)
-        elif op.kind is Kind.STEP:
+        unit, row = op.unit or 0, op.row
+        if row.lane in ("up", "down"):
+            yield row.lane, self.on_link(op)
+            yield "disk_read" if row.lane == "up" else "disk_written", self._beyond_link(op)
+        elif row.lane == "peer":
+            yield "across", self.boundary_bytes[unit]
+        elif row.carries == "products":
             _, products = self.state.products_of(self.model.units[unit])
             yield "up", products
             yield "down", products
-        elif op.kind in (Kind.PASS, Kind.RETURN):
-            yield "across", self.boundary_bytes[unit]
-        elif op.kind in (Kind.REDUCE, Kind.GATHER) and self.home == "disk":
+        elif row.is_net and row.carries and self.home == "disk":
             yield from self._exchanged(op, unit)
-        elif op.kind in (Kind.READ, Kind.WRITE):
-            yield "disk_read" if op.kind is Kind.READ else "disk_written", self.on_disk(op)
+        elif row.price == "disk":
+            way = "disk_read" if row.lane in ("read", "read:units") else "disk_written"
+            yield way, self.on_disk(op)
 
     def on_link(self, op: Op) -> int:
         """Return the bytes of an op on the link of its worker, as a codec writes them where there is one."""
-        unit = op.unit or 0
-        if op.kind is Kind.LOAD:
+        unit, content = op.unit or 0, op.row.carries
+        if content == "weights":
             stays = unit in self.layout.stays
             return load_bytes(self.transport, self.model.units[unit], self.model.dtype, stays=stays)
-        if op.kind is Kind.SUM:
+        if content == "sum":
             return self.layout.gradient_bytes[unit]
-        if op.kind is Kind.GRAD:
+        if content == "gradient":
             if op.tile is not None:
                 return 4 * self.elements(op)
-            item_bytes = ITEM_BYTES.get(
-                self.state.gradients, 4
-            )  # those that are rounded leave in fewer bytes
+            # Those that are rounded leave in fewer bytes.
+            item_bytes = ITEM_BYTES.get(self.state.gradients, 4)
             return gradient_bytes(self.transport, self.layout.gradient_bytes[unit]) * item_bytes // 4
         size = self._activations(op)
-        encoded = op.kind in (Kind.SAVE, Kind.FETCH)  # gradients that workers hand over go as they are
-        return activation_bytes(self.transport, size, self.model.dtype) if encoded else size
+        # Gradients that workers hand over go as they are, and so does what was kept.
+        return activation_bytes(self.transport, size, self.model.dtype) if content == "input" else size
 
     def on_disk(self, op: Op) -> int:
         """Return the bytes of a READ or a WRITE."""
-        unit = self.model.units[op.unit or 0]
-        if op.tile is not None:
-            planes = self.state.read_planes if op.kind is Kind.READ else self.state.write_planes
+        unit, row = self.model.units[op.unit or 0], op.row
+        if row.carries == "state":
+            planes = self.state.read_planes if row.lane == "read" else self.state.write_planes
             return self.state.bytes_of(unit, self.elements(op), planes)
-        return self._read_bytes(op.unit or 0) if op.kind is Kind.READ else self._rounded(op.unit or 0)
+        return self._read_bytes(op.unit or 0) if row.carries == "weights" else self._rounded(op.unit or 0)
+
+    def _beyond_link(self, op: Op) -> int:
+        """Bytes of what crosses a link that go on to the disk, or come from it."""
+        unit, content = op.unit or 0, op.row.carries
+        if content in ACTIVATIONS:
+            return self._activations(op) if self.below == "disk" else 0  # where they lie as they are
+        if self.home != "disk":
+            return 0
+        if content == "sum":
+            return self.layout.gradient_bytes[unit]
+        if self.below != "disk":
+            return 0
+        if content == "weights":
+            return self._read_bytes(unit)
+        # One in a host buffer waits there for its REDUCE.
+        return self._rounded(unit) if op.tile is None and op.buffer is None else 0
 
     def elements(self, op: Op) -> int:
         """Return the elements that an op of a unit, or of a tile, is about; of several nodes, those of their share."""
@@ -154,7 +156,7 @@ class OpBytes:
     def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
         """Yield disk bytes of an exchange on this node: summed gradient, own weights, gathered weights."""
         own, itemsize = self.layout.own_elements[unit], ITEMSIZE[self.model.dtype]
-        if op.kind is Kind.REDUCE:
+        if op.row.carries == "gradient":
             yield "disk_written", 4 * own
         else:
             yield "disk_read", own * itemsize
@@ -163,7 +165,7 @@ class OpBytes:
     def _activations(self, op: Op) -> int:
         """Bytes of activations, or of their gradients, that leave the device or come back, as they are."""
         unit = op.unit or 0
-        if op.kind in (Kind.OFFLOAD, Kind.ONLOAD):
+        if op.row.carries == "kept":
             return bytes_of(self.layout.choice(unit, op.microbatch or 0), unit, self.kept_bytes)
         return self.boundary_bytes[unit]
 

@@ -1,80 +1,82 @@
 """Which lane runs an op. A lane does one thing at a time, in program order.
 
-================  ====================================================================================
-lane              ops
-================  ====================================================================================
-``compute:w0``    F, FA, FP, FK, FB, R, B, and what is instant beside them: FREE, ACC, NORM
-``up:w0``         LOAD, FETCH, ONLOAD, RECV, SUM: towards the device
-``down:w0``       SAVE, OFFLOAD, SEND, GRAD: away from it
-``peer:w0-w1``    PASS, RETURN: from the memory of worker 0 to that of worker 1
-``host``          CLIP, STEP
-``read``          READ of optimizer tiles
-``write``         WRITE of optimizer tiles
-``read:units``    READ of whole units into host buffers
-``write:units``   WRITE of gradients from host buffers
-``net:reduce``    REDUCE, AGREE: with other nodes
-``net:gather``    GATHER
-``store``         STORE: behind everything else, at low priority
-``commit``        COMMIT
-================  ====================================================================================
+The rows of `planner.program.table` say which kind of lane. Each worker has lanes of four kinds: ``compute:w0`` runs
+its units, and what is instant beside them; ``up:w0`` is towards its device, ``down:w0`` away from it, ``peer:w0-w1``
+from its memory to that of worker 1. The machine has one of each other kind.
 
 What nodes exchange has two lanes, since a GATHER waits for a STEP while gradients of other units are reduced. Each is a
 channel of its own between nodes, on which all of them do the same in the same order.
 
 Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step
 still wait for their turn. Where the disk lies directly below the device there are no whole units to READ or
-WRITE, and the last two lanes do not exist.
+WRITE, and the last two lanes do not exist. The lane ``store`` is behind everything else, at low priority.
 """
 
+import re
 from functools import cache
+from typing import Final
 
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.ops import Op
 
-_OF_WORKER = {
-    Kind.LOAD: "up",
-    Kind.FETCH: "up",
-    Kind.ONLOAD: "up",
-    Kind.RECV: "up",
-    Kind.SUM: "up",
-    Kind.SAVE: "down",
-    Kind.OFFLOAD: "down",
-    Kind.SEND: "down",
-    Kind.GRAD: "down",
-    Kind.FREE: "compute",
-    Kind.ACC: "compute",
-    Kind.FORWARD: "compute",
-    Kind.FORWARD_ATTENTION: "compute",
-    Kind.FORWARD_PRODUCTS: "compute",
-    Kind.FORWARD_KEEP: "compute",
-    Kind.FORWARD_BACKWARD: "compute",
-    Kind.RECOMPUTE: "compute",
-    Kind.BACKWARD: "compute",
-    Kind.NORM: "compute",
-}
-_OF_MACHINE = {
-    Kind.CLIP: "host",
-    Kind.STEP: "host",
-    Kind.REDUCE: "net:reduce",
-    Kind.AGREE: "net:reduce",
-    Kind.GATHER: "net:gather",
-    Kind.READ: "read",
-    Kind.WRITE: "write",
-    Kind.STORE: "store",
-    Kind.COMMIT: "commit",
-}
+_WORKERS: Final = frozenset({"compute", "up", "down", "peer"})
+_TEXT: Final = re.compile(r"(?P<kind>.*?)(?::w(?P<worker>[0-9]+)(?:-w(?P<target>[0-9]+))?)?")
 
 
-def lane_of(op: Op) -> str:
-    """Return the name of the lane that runs ``op``, e.g. ``"up:w0"``."""
-    if op.target is not None:
-        return f"peer:w{op.worker}-w{op.target}"
-    return _lane(op.kind, op.worker, op.tile is None)
+class Lane(str):
+    """A lane: its name, with what it is made of. Names in files become one by `lane_named`.
+
+    Attributes:
+        kind: of the lane, e.g. ``up``; see `table.LaneKind`.
+        worker: whose it is; None for a lane of the machine.
+        target: of ``peer``, the worker that it leads to.
+    """
+
+    __slots__ = ("kind", "target", "worker")
+    kind: str
+    worker: int | None
+    target: int | None
+
+    def __new__(cls, kind: str, worker: int | None = None, target: int | None = None) -> "Lane":
+        """Return the lane with the name that all its uses share, e.g. ``up:w0``."""
+        text = (
+            kind
+            if worker is None
+            else f"{kind}:w{worker}"
+            if target is None
+            else f"{kind}:w{worker}-w{target}"
+        )
+        lane = super().__new__(cls, text)
+        lane.kind, lane.worker, lane.target = kind, worker, target
+        return lane
+
+    def __getnewargs__(self) -> tuple[str, int | None, int | None]:  # type: ignore[override]
+        return self.kind, self.worker, self.target
+
+    @property
+    def of_device(self) -> bool:
+        """Whether it works for one device, and not for the machine."""
+        return self.worker is not None and self.kind in _WORKERS
 
 
 @cache
-def _lane(kind: Kind, worker: int | None, whole: bool) -> str:
-    name = _OF_WORKER.get(kind)
-    if name is not None:
-        return f"{name}:w{worker}"
-    name = _OF_MACHINE[kind]
-    return f"{name}:units" if whole and name in ("read", "write") else name
+def compute_lane(worker: int) -> Lane:
+    """Return the lane on which units of ``worker`` run."""
+    return Lane("compute", worker)
+
+
+@cache
+def lane_named(text: str) -> Lane:
+    """Return the lane of that name."""
+    match = _TEXT.fullmatch(text)
+    assert match is not None
+    worker, target = (None if match[name] is None else int(match[name]) for name in ("worker", "target"))
+    return Lane(match["kind"], worker, target)
+
+
+_lane = cache(Lane)
+
+
+def lane_of(op: Op) -> Lane:
+    """Return the lane that runs ``op``, e.g. ``up:w0``."""
+    kind = op.row.lane
+    return _lane(kind, op.worker if kind in _WORKERS else None, op.target)

@@ -10,59 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from outsize.errors import ProgramError
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.ops import Op
+from outsize.planner.program.table import FORMS, TEXT, Kind
 
-_UNIT_MICROBATCH = frozenset({"unit", "microbatch", "worker"})
-_UNIT_SLOT = frozenset({"unit", "worker", "slot"})
-_UNIT_TILE = frozenset({"unit", "tile", "buffer"})
-_PEER = _UNIT_MICROBATCH | {"target", "slot"}
-
-# Which fields an op of each kind has; where there are several shapes, the op exists with and without a buffer
-# or tile.
-SHAPES: dict[Kind, tuple[frozenset[str], ...]] = {
-    Kind.LOAD: (_UNIT_SLOT, _UNIT_SLOT | {"buffer"}),
-    Kind.FREE: (_UNIT_SLOT,),
-    Kind.ACC: (_UNIT_SLOT,),
-    Kind.FORWARD: (_UNIT_MICROBATCH,),
-    Kind.FORWARD_ATTENTION: (_UNIT_MICROBATCH,),
-    Kind.FORWARD_PRODUCTS: (_UNIT_MICROBATCH,),
-    Kind.FORWARD_KEEP: (_UNIT_MICROBATCH,),
-    Kind.FORWARD_BACKWARD: (_UNIT_MICROBATCH,),
-    Kind.RECOMPUTE: (_UNIT_MICROBATCH,),
-    Kind.BACKWARD: (_UNIT_MICROBATCH,),
-    Kind.SAVE: (_UNIT_MICROBATCH,),
-    Kind.FETCH: (_UNIT_MICROBATCH,),
-    Kind.OFFLOAD: (_UNIT_MICROBATCH,),
-    Kind.ONLOAD: (_UNIT_MICROBATCH,),
-    Kind.SEND: (_UNIT_MICROBATCH,),
-    Kind.RECV: (_UNIT_MICROBATCH,),
-    Kind.PASS: (_PEER,),
-    Kind.RETURN: (_PEER,),
-    Kind.SUM: (_UNIT_SLOT,),
-    Kind.NORM: (frozenset({"unit", "worker"}),),
-    Kind.GRAD: (
-        frozenset({"unit", "worker"}),
-        frozenset({"unit", "worker", "buffer"}),
-        _UNIT_TILE | {"worker"},
-    ),
-    Kind.CLIP: (frozenset(),),
-    Kind.REDUCE: (frozenset({"unit"}), frozenset({"unit", "buffer"})),
-    Kind.AGREE: (frozenset(),),
-    Kind.GATHER: (frozenset({"unit"}),),
-    Kind.READ: (frozenset({"unit", "buffer"}), _UNIT_TILE),
-    Kind.STEP: (frozenset({"unit"}), _UNIT_TILE),
-    Kind.WRITE: (frozenset({"unit", "buffer"}), _UNIT_TILE),
-    Kind.STORE: (frozenset({"unit"}),),
-    Kind.COMMIT: (frozenset(),),
-}
 _KINDS = {kind.value: kind for kind in Kind}
 _FIELDS = tuple(field.name for field in fields(Op) if field.name != "kind")
-_OP = re.compile(
-    r"(?P<kind>[A-Z]+)"
-    r"(?: (?P<unit>[0-9]+)(?:#(?P<tile>[0-9]+))?(?:\.(?P<microbatch>[0-9]+))?"
-    r"(?:@w(?P<worker>[0-9]+)(?:>w(?P<target>[0-9]+))?(?:\.(?P<slot>[0-9]+))?)?"
-    r"(?:[<>@][ht](?P<buffer>[0-9]+))?)?"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +36,7 @@ class Program:
 def is_well_formed(op: Op) -> bool:
     """Whether ``op`` has the fields that its kind needs, and no others."""
     present = {name for name in _FIELDS if getattr(op, name) is not None}
-    return any(present == shape for shape in SHAPES[op.kind])
+    return any(present == row.fields for row in FORMS[op.kind])
 
 
 def parse_op(text: str) -> Op:
@@ -94,14 +46,14 @@ def parse_op(text: str) -> Op:
         ProgramError: not an op, or not written as ``str`` writes it.
     """
     text = text.strip()
-    match = _OP.fullmatch(text)
+    match = TEXT.fullmatch(text)
     if match is None or match["kind"] not in _KINDS:
-        raise ProgramError(f"not an op: {text!r}; the table of ops is in outsize/planner/program/ops.py")
+        raise ProgramError(f"not an op: {text!r}; the table of ops is in outsize/planner/program/table.py")
     numbers = {name: int(match[name]) for name in _FIELDS if match[name] is not None}
     op = Op(kind=_KINDS[match["kind"]], **numbers)
     if not is_well_formed(op) or str(op) != text:
         raise ProgramError(
-            f"not a form of {op.kind}: {text!r}; the table of ops is in outsize/planner/program/ops.py"
+            f"not a form of {op.kind}: {text!r}; the table of ops is in outsize/planner/program/table.py"
         )
     return op
 

@@ -28,13 +28,14 @@ business of
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import is_well_formed
 from outsize.planner.program.rules_handover import HandoverRules
 from outsize.planner.program.rules_home import HomeRules, require
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.program.table import ACTIVATIONS, OpRow
 
 Place = tuple[int | None, int | None]
 
@@ -55,29 +56,6 @@ class Rules:
         self._fetched: set[tuple[int, int]] = set()
         self._offloaded: set[tuple[int, int]] = set()
         self._onloaded: set[tuple[int, int]] = set()
-        self._checks = {
-            Kind.LOAD: self._load,
-            Kind.FREE: self._free,
-            Kind.ACC: self._acc,
-            Kind.FORWARD: self._forward,
-            Kind.FORWARD_ATTENTION: self._forward,
-            Kind.FORWARD_PRODUCTS: self._forward,
-            Kind.FORWARD_KEEP: self._forward,
-            Kind.FORWARD_BACKWARD: self._forward_backward,
-            Kind.RECOMPUTE: self._recompute,
-            Kind.BACKWARD: self._backward,
-            Kind.SAVE: self._save,
-            Kind.FETCH: self._fetch,
-            Kind.OFFLOAD: self._offload,
-            Kind.ONLOAD: self._onload,
-            Kind.SEND: self._hand_over,
-            Kind.RECV: self._hand_over,
-            Kind.PASS: self._hand_over,
-            Kind.RETURN: self._hand_over,
-            Kind.SUM: self._sum,
-            Kind.NORM: self._norm,
-            Kind.GRAD: self._grad,
-        }
 
     def check(self, op: Op) -> None:
         """Follow one op.
@@ -88,7 +66,7 @@ class Rules:
         layout = self._layout
         require(is_well_formed(op), "an op of this kind has other fields")
         require(not self._home.committed, "a step is committed once, and last")
-        require(op.kind is not Kind.STORE, "units are stored between steps, in a program of their own")
+        require(op.row.lane != "store", "units are stored between steps, in a program of their own")
         unit = -1 if op.unit is None else op.unit
         require(unit < layout.num_units, f"there are {layout.num_units} units")
         require(op.worker is None or op.worker < layout.num_workers, f"there is no worker {op.worker}")
@@ -96,11 +74,30 @@ class Rules:
         require(microbatch < layout.num_microbatches, f"there are {layout.num_microbatches} microbatches")
         if op.microbatch is not None:
             require(unit < layout.num_streamed, "the rest does not run by itself")
-        check = self._checks.get(op.kind)
+        check = self._check_of(op.row)
         if check is not None:
             check(op, unit, microbatch)
         else:
             self._home.check(op, unit)
+
+    def _check_of(self, row: OpRow) -> Callable[[Op, int, int], None] | None:
+        """Return the rule of what concerns a device; None for what is beyond it."""
+        if row.price in ("forward", "turn", "recompute", "backward"):
+            computing = {
+                "forward": self._forward,
+                "turn": self._forward_backward,
+                "recompute": self._recompute,
+            }
+            return computing.get(row.price, self._backward)
+        if row.carries in ACTIVATIONS:
+            return self._follow_kept if row.carries == "kept" else self._follow_input
+        if "slot" in (*row.fills, *row.empties):
+            return self._load if row.fills else self._free
+        if "accumulator" in row.fills:
+            return self._sum if row.carries else self._acc
+        if "sum" in row.reads:
+            return self._norm
+        return self._grad if "sum" in row.writes else None
 
     def check_end(self) -> None:
         """Check what must hold behind the last op.
@@ -150,7 +147,7 @@ class Rules:
         require(holder is None, f"accumulator {op.slot} still holds the gradient of unit {holder}")
         require(unit not in self._accumulators.values(), f"unit {unit} has an accumulator already")
         begun = self._begun(unit)
-        if op.kind is Kind.SUM:
+        if op.row.carries == "sum":
             require(begun and self._home.has_gradient(unit), f"no gradient of unit {unit} is home to sum on")
         else:
             require(not begun, f"a backward that adds to the gradient of unit {unit} has run already")
@@ -167,11 +164,6 @@ class Rules:
         several = self._layout.stages is not None or self._layout.num_rounds > 1
         require(several, "gradients are summed in one round")
         self._acc(op, unit, microbatch)
-
-    def _hand_over(self, op: Op, unit: int, microbatch: int) -> None:
-        require(self._handover is not None, "inputs and their gradients stay where they are")
-        if self._handover is not None:
-            self._handover.check(op, unit, microbatch)
 
     def _forward(self, op: Op, unit: int, microbatch: int) -> None:
         self._check_turn(unit)
@@ -237,7 +229,7 @@ class Rules:
             here = which in _held(self._accumulators, op.worker)
             summed = not layout.trainable[which] or here
             require(summed, f"the gradient of unit {which} has no accumulator")
-        if self._handover is not None and op.kind is Kind.BACKWARD:
+        if self._handover is not None and op.row.price == "backward":
             self._handover.check(op, unit, microbatch)
         self._backwards[unit] += 1
 
@@ -246,38 +238,37 @@ class Rules:
             here = not self._layout.weight_bytes[which] or which in _held(self._slots, op.worker)
             require(here, f"unit {which} is in no slot")
 
-    def _save(self, op: Op, unit: int, microbatch: int) -> None:
+    def _follow_input(self, op: Op, unit: int, microbatch: int) -> None:
+        """Follow an input, or its gradient: of one worker it leaves and comes back, and is not handed over."""
         if self._handover is not None:
             self._handover.check(op, unit, microbatch)
             return
-        require(unit in self._layout.offload, f"the layout keeps the inputs of unit {unit} on the device")
-        require(self._forwards[unit] > microbatch, "its forward has not run")
-        require((unit, microbatch) not in self._saved, "it has been saved already")
-        self._saved.add((unit, microbatch))
+        at, row = (unit, microbatch), op.row
+        stays = row.carries != "input" or row.lane == "peer"
+        require(not stays, "inputs and their gradients stay where they are")
+        if row.lane == "down":
+            require(unit in self._layout.offload, f"the layout keeps the inputs of unit {unit} on the device")
+            require(self._forwards[unit] > microbatch, "its forward has not run")
+            require(at not in self._saved, "it has been saved already")
+            self._saved.add(at)
+        else:
+            require(at in self._saved, "it has not been saved")
+            require(at not in self._fetched, "it has been fetched already")
+            self._fetched.add(at)
 
-    def _fetch(self, op: Op, unit: int, microbatch: int) -> None:
-        if self._handover is not None:
-            self._handover.check(op, unit, microbatch)
-            return
-        require((unit, microbatch) in self._saved, "it has not been saved")
-        require((unit, microbatch) not in self._fetched, "it has been fetched already")
-        self._fetched.add((unit, microbatch))
-
-    def _offload(self, op: Op, unit: int, microbatch: int) -> None:
-        leaves = self._layout.choice(unit, microbatch).leaves
-        require(leaves, f"the layout keeps nothing of unit {unit} that leaves the device")
-        require(self._forwards[unit] > microbatch, "its forward has not run")
-        require((unit, microbatch) not in self._offloaded, "it has been offloaded already")
-        self._follow(op, unit, microbatch)
-        self._offloaded.add((unit, microbatch))
-
-    def _onload(self, op: Op, unit: int, microbatch: int) -> None:
-        require((unit, microbatch) in self._offloaded, "it has not been offloaded")
-        require((unit, microbatch) not in self._onloaded, "it has come back already")
-        self._follow(op, unit, microbatch)
-        self._onloaded.add((unit, microbatch))
-
-    def _follow(self, op: Op, unit: int, microbatch: int) -> None:
+    def _follow_kept(self, op: Op, unit: int, microbatch: int) -> None:
+        """Follow what a forward has kept: it leaves and comes back, perhaps to another worker."""
+        at = (unit, microbatch)
+        if op.row.lane == "down":
+            leaves = self._layout.choice(unit, microbatch).leaves
+            require(leaves, f"the layout keeps nothing of unit {unit} that leaves the device")
+            require(self._forwards[unit] > microbatch, "its forward has not run")
+            require(at not in self._offloaded, "it has been offloaded already")
+            self._offloaded.add(at)
+        else:
+            require(at in self._offloaded, "it has not been offloaded")
+            require(at not in self._onloaded, "it has come back already")
+            self._onloaded.add(at)
         if self._handover is not None:
             self._handover.check(op, unit, microbatch)
 

@@ -39,6 +39,27 @@ class Cell:
         self.writer = seq
 
 
+class Signal(Cell):
+    """What says something only once somebody has written it; until then nobody has read it either."""
+
+    def read(self, seq: int, deps: Deps) -> None:
+        """Let op ``seq`` read."""
+        if self.writer >= 0:
+            super().read(seq, deps)
+
+
+class Remembered(Cell):
+    """What a checkpoint keeps: its writers wait for the last reader, and for nothing else."""
+
+    def read(self, seq: int, deps: Deps) -> None:
+        """Let op ``seq`` read."""
+        self.readers = [seq]
+
+    def write(self, seq: int, deps: Deps) -> None:
+        """Let op ``seq`` write."""
+        deps.update(self.readers)
+
+
 class HomeResource:
     """A unit's weights and optimizer state at rest: read whole or by tile, written whole or by tile.
 
@@ -50,38 +71,53 @@ class HomeResource:
 
     def __init__(self) -> None:
         self.whole = Cell()
-        self.tiles: dict[int, Cell] = {}
+        self.tiles: dict[int, _Tile] = {}
         self.written = False
 
-    def read_all(self, seq: int, deps: Deps) -> None:
+    @property
+    def writer(self) -> int:
+        """The last op that has written all of it."""
+        return self.whole.writer
+
+    def read(self, seq: int, deps: Deps) -> None:
         """Let op ``seq`` read all tiles."""
-        deps.update(cell.writer for cell in self.tiles.values())
+        deps.update([cell.writer for cell in self.tiles.values()])
         if self.written:
             self.whole.readers.clear()
             self.written = False
         self.whole.read(seq, deps)
 
-    def write_all(self, seq: int, deps: Deps) -> None:
+    def write(self, seq: int, deps: Deps) -> None:
         """Let op ``seq`` write all tiles."""
         for cell in self.tiles.values():
             deps.update(cell.readers or (cell.writer,))
         self.tiles.clear()
         self.whole.write(seq, deps)
 
-    def read_tile(self, tile: int, seq: int, deps: Deps) -> None:
-        """Let op ``seq`` read one tile."""
-        if self.whole.writer >= 0:
-            deps.add(self.whole.writer)
-        self._tile(tile).read(seq, deps)
-
-    def write_tile(self, tile: int, seq: int, deps: Deps) -> None:
-        """Let op ``seq`` write one tile."""
-        deps.update(self.whole.readers or (self.whole.writer,))
-        self._tile(tile).write(seq, deps)
-        self.written = True
-
-    def _tile(self, tile: int) -> Cell:
+    def tile(self, tile: int) -> "_Tile":
+        """Return the resource that is one tile."""
         cell = self.tiles.get(tile)
         if cell is None:
-            cell = self.tiles[tile] = Cell()
+            cell = self.tiles[tile] = _Tile(self)
         return cell
+
+
+class _Tile(Cell):
+    __slots__ = ("home",)
+
+    def __init__(self, home: HomeResource) -> None:
+        super().__init__()
+        self.home = home
+
+    def read(self, seq: int, deps: Deps) -> None:
+        """Let op ``seq`` read one tile."""
+        if self.home.whole.writer >= 0:
+            deps.add(self.home.whole.writer)
+        super().read(seq, deps)
+
+    def write(self, seq: int, deps: Deps) -> None:
+        """Let op ``seq`` write one tile."""
+        whole = self.home.whole
+        deps.update(whole.readers or (whole.writer,))
+        super().write(seq, deps)
+        self.home.written = True

@@ -13,9 +13,10 @@ its F.
 
 from collections import defaultdict
 
-from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.ops import Op
 from outsize.planner.program.rules_home import require
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.program.table import ACTIVATIONS, Content
 
 BELOW = -1
 INPUT, GRADIENT, KEPT = "the input", "the gradient of the input", "what is kept of the forward"
@@ -35,6 +36,11 @@ class HandoverRules:
         self._inputs: _Places = defaultdict(set)
         self._gradients: _Places = defaultdict(set)
         self._kept: _Places = defaultdict(set)
+        self._contents: dict[Content | None, tuple[str, _Places]] = {
+            "input": (INPUT, self._inputs),
+            "input gradient": (GRADIENT, self._gradients),
+            "kept": (KEPT, self._kept),
+        }
         self._recomputed: set[tuple[int, int, int]] = set()
         self._arrived: dict[tuple[int, int], tuple[_Places, tuple[int, int]]] = {}
 
@@ -46,33 +52,28 @@ class HandoverRules:
         """
         worker = BELOW if op.worker is None else op.worker
         at, after = (unit, microbatch), (unit + 1, microbatch)
-        if op.kind is Kind.SAVE:
-            self._move(self._inputs, at, worker, BELOW, INPUT)
-        elif op.kind is Kind.SEND:
-            self._move(self._gradients, at, worker, BELOW, GRADIENT)
-        elif op.kind is Kind.RECV:
-            self._move(self._gradients, at, BELOW, worker, GRADIENT)
-        elif op.kind is Kind.PASS:
-            self._cross(self._inputs, at, op, INPUT)
-        elif op.kind is Kind.RETURN:
-            self._cross(self._gradients, at, op, GRADIENT)
-        elif op.kind is Kind.OFFLOAD:
-            self._move(self._kept, at, worker, BELOW, KEPT)
-        elif op.kind is Kind.ONLOAD:
-            self._move(self._kept, at, BELOW, worker, KEPT)
-        elif op.kind is Kind.FETCH:
-            require(BELOW in self._inputs[at], f"the input of unit {unit} has not been saved")
-            require(worker not in self._inputs[at], f"the input of unit {unit} is on worker {worker} already")
-            self._inputs[at].add(worker)
+        row = op.row
+        if row.carries in ACTIVATIONS:
+            what, places = self._contents[row.carries]
+            if row.lane == "peer":
+                self._cross(places, at, op, what)
+            elif row.lane == "down":
+                self._move(places, at, worker, BELOW, what)
+            elif row.carries != "input":
+                self._move(places, at, BELOW, worker, what)
+            else:  # a copy
+                require(BELOW in places[at], f"the input of unit {unit} has not been saved")
+                require(worker not in places[at], f"the input of unit {unit} is on worker {worker} already")
+                places[at].add(worker)
         else:
             self._need(self._inputs, at, worker, INPUT)
-            if op.kind is Kind.RECOMPUTE:
+            if row.price == "recompute":
                 require((*at, worker) not in self._recomputed, f"unit {unit} has been recomputed already")
                 self._recomputed.add((*at, worker))
                 if self._layout.choice(unit, microbatch).leaves:
                     self._need(self._kept, at, worker, KEPT)
                     del self._kept[at]
-            elif op.kind in FORWARD_KINDS:
+            elif row.price == "forward":
                 self._inputs[after].add(worker)
                 if self._layout.choice(unit, microbatch).leaves:
                     self._kept[at].add(worker)
@@ -83,7 +84,7 @@ class HandoverRules:
                 self._backward(op, at, after, worker)
 
     def _backward(self, op: Op, at: tuple[int, int], after: tuple[int, int], worker: int) -> None:
-        if op.kind is Kind.BACKWARD:
+        if op.row.price == "backward":
             recomputed = at[0] >= self._turn or (*at, worker) in self._recomputed
             require(recomputed, f"unit {at[0]} has not been recomputed on worker {worker}")
             if at[0] < self._layout.last:  # that of the last unit is the caller's to give

@@ -36,23 +36,24 @@ class HomeRules:
         Raises:
             BrokenRuleError: it may not come here.
         """
-        if op.kind is Kind.CLIP:
-            self._clip()
-        elif op.kind is Kind.COMMIT:
-            self._commit()
-        elif op.kind in (Kind.REDUCE, Kind.AGREE, Kind.GATHER):
+        row = op.row
+        if row.is_net:
             self._with_others(op, unit)
+        elif "coefficient" in row.writes:
+            self._clip()
+        elif "committed" in row.writes:
+            self._commit()
         elif op.tile is not None:
             self._tile(op, unit, op.tile)
-        elif op.kind is Kind.READ:
+        elif "buffer" in row.writes:
             self._fill(op, unit)
             self._check_before_step(unit)
-        elif op.kind is Kind.WRITE:
+        elif "buffer" in row.reads:
             taken = self._layout.reduces_buffers and unit in self._whole
             require(not taken, "a gradient of several nodes is reduced")
             self._drain(op, Kind.GRAD, unit)
             self._come_home(unit)
-        else:
+        elif "home" in row.writes:
             require(not self._layout.tiles[unit], f"unit {unit} steps by tiles")
             self._check_ready(unit)
             require(not self._stepped[unit], f"unit {unit} has stepped already")
@@ -215,13 +216,13 @@ class HomeRules:
         require(self._exchange is not None, "a single node exchanges nothing")
         if self._exchange is None:
             return
-        if op.kind is Kind.REDUCE:
+        if op.row.carries == "gradient":
             if op.buffer is not None:
                 self._drain(op, Kind.GRAD, unit)
                 self._gradients.add(unit)
             require(unit in self._gradients, f"the gradient of unit {unit} is not home")
             self._exchange.reduce(unit)
-        elif op.kind is Kind.AGREE:
+        elif op.row.carries is None:
             self._exchange.agree()
         else:
             due = max(1, self._layout.tiles[unit])

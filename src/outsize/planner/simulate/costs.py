@@ -20,8 +20,9 @@ from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
 from outsize.planner.memory.traffic import OpBytes
 from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes
-from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.program.table import ACTIVATIONS, ROWS, Price
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel
 
@@ -154,7 +155,7 @@ def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op
     known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice, int | None], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
-        depends = op.kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.OFFLOAD, Kind.ONLOAD)
+        depends = op.row.price in ("recompute", "backward") or op.row.carries == "kept"
         choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
         key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice, op.target)
         cost = known.get(key)
@@ -191,54 +192,50 @@ class _Pricing(OpBytes):
 
     def cost_of(self, op: Op) -> Cost:
         """Return the cost of any op."""
-        unit, layout = op.unit or 0, self.layout
-        if op.kind in FORWARD_KINDS:
-            return Cost(seconds=self.times.forward(op.kind, unit) + self._beside_s(unit))
-        if op.kind is Kind.RECOMPUTE:
-            spared_s = self.times.spared(layout.choice(unit, op.microbatch or 0), unit)
-            return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
-        if op.kind in (Kind.FORWARD_BACKWARD, Kind.BACKWARD):
-            stages = layout.stages
-            # An R has recomputed it, or its forward kept it.
-            apart = stages is not None and unit < stages.backward[0][0]
-            choice = Choice.KEEP if apart else layout.choice(unit, op.microbatch or 0)
-            beside_s = self._beside_s(unit) if op.kind is Kind.FORWARD_BACKWARD else 0.0
-            return Cost(seconds=self.times.backward(choice, unit) + beside_s)
-        if op.kind is Kind.NORM:
-            rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
-            return Cost(seconds=layout.gradient_bytes[unit] / rate)
-        if op.kind in (Kind.LOAD, Kind.SUM, Kind.GRAD):
-            size = self.on_link(op)
-            copy = self._copy(op, size, "down" if op.kind is Kind.GRAD else "up", op.buffer is None)
-            # A sum comes up from its home itself, through no host buffer.
-            staged = op.kind is Kind.SUM and (self.home, self.below) == ("disk", "host")
-            through = (*copy.through, "disk read") if staged else copy.through
+        return _PRICES[op.row.price](self, op)
+
+    def _forward(self, op: Op) -> Cost:
+        unit = op.unit or 0
+        return Cost(seconds=self.times.forward(op.kind, unit) + self._beside_s(unit))
+
+    def _recompute(self, op: Op) -> Cost:
+        unit = op.unit or 0
+        spared_s = self.times.spared(self.layout.choice(unit, op.microbatch or 0), unit)
+        return Cost(seconds=max(0.0, self.times.recompute(unit) - spared_s))
+
+    def _backward(self, op: Op) -> Cost:
+        unit, stages = op.unit or 0, self.layout.stages
+        # An R has recomputed it, or its forward kept it.
+        apart = stages is not None and unit < stages.backward[0][0]
+        choice = Choice.KEEP if apart else self.layout.choice(unit, op.microbatch or 0)
+        beside_s = self._beside_s(unit) if op.row.price == "turn" else 0.0
+        return Cost(seconds=self.times.backward(choice, unit) + beside_s)
+
+    def _norm(self, op: Op) -> Cost:
+        rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
+        return Cost(seconds=self.layout.gradient_bytes[op.unit or 0] / rate)
+
+    def _link(self, op: Op) -> Cost:
+        """Return the cost of a copy over the link, with what the lane encodes and decodes beside it."""
+        unit, row, size = op.unit or 0, op.row, self.on_link(op)
+        copy = self._copy(op, size, row.lane, row.carries in ACTIVATIONS or op.buffer is None)
+        coding_s = 0.0
+        if row.carries == "input":  # other activations go as they are
+            saves = row.lane == "down"
+            sent_bytes = self.boundary_bytes[unit]
+            coding_s = self._coding_s("activations", sent_bytes, encode=saves, decode=not saves)
+        elif row.carries == "weights":
             coding_s = self._decode_s(op, size)
-            if op.kind is Kind.GRAD and op.tile is None:
-                coding_s += self._coding_s("gradients", layout.gradient_bytes[unit], encode=True, decode=True)
-            return replace(copy, seconds=copy.seconds + coding_s, through=through)
-        if op.kind in (Kind.SAVE, Kind.FETCH, Kind.SEND, Kind.RECV, Kind.OFFLOAD, Kind.ONLOAD):
-            way = "up" if op.kind in (Kind.FETCH, Kind.RECV, Kind.ONLOAD) else "down"
-            copy = self._copy(op, self.on_link(op), way, True)
-            if op.kind not in (Kind.SAVE, Kind.FETCH):  # these go as they are
-                return copy
-            saves = op.kind is Kind.SAVE
-            coding_s = self._coding_s(
-                "activations", self.boundary_bytes[unit], encode=saves, decode=not saves
-            )
-            return replace(copy, seconds=copy.seconds + coding_s)
-        if op.kind in (Kind.PASS, Kind.RETURN):
-            return self._across(op)
-        if op.kind is Kind.STEP:
-            return self._step(op)
-        if op.kind in (Kind.REDUCE, Kind.GATHER, Kind.AGREE):
-            return self._exchange(op)
-        if op.kind in (Kind.READ, Kind.WRITE):
-            disk = "disk read" if op.kind is Kind.READ else "disk write"
-            return Cost(amount=self.on_disk(op), through=(disk, "host memory"))
-        if op.kind is Kind.COMMIT:
-            return Cost(seconds=COMMIT_S)
-        return Cost()
+        elif row.carries == "gradient" and op.tile is None:
+            coding_s = self._coding_s("gradients", self.layout.gradient_bytes[unit], encode=True, decode=True)
+        # A sum comes up from its home itself, through no host buffer.
+        staged = row.carries == "sum" and (self.home, self.below) == ("disk", "host")
+        through = (*copy.through, "disk read") if staged else copy.through
+        return replace(copy, seconds=copy.seconds + coding_s, through=through)
+
+    def _disk(self, op: Op) -> Cost:
+        disk = "disk read" if op.row.lane in ("read", "read:units") else "disk write"
+        return Cost(amount=self.on_disk(op), through=(disk, "host memory"))
 
     def _step(self, op: Op) -> Cost:
         """Return the cost of a STEP: what its elements move, and products of Muon, here or on the device of the unit.
@@ -275,8 +272,9 @@ class _Pricing(OpBytes):
         That is behind its STEP, or its last one where it goes in tiles; of several nodes behind its GATHER. Frozen
         parts were encoded before the run.
         """
-        last = Kind.STEP if self.layout.num_nodes == 1 else Kind.GATHER
-        if op.kind is not last or self.transport.is_raw("weights"):
+        gathers = op.row.lane == "net:gather"
+        last = op.row.price == "step" if self.layout.num_nodes == 1 else gathers
+        if not last or self.transport.is_raw("weights"):
             return 0.0
         numel = self.model.units[op.unit or 0].numel
         if op.tile is not None and (op.tile + 1) * self.tile_elements < numel:
@@ -286,7 +284,7 @@ class _Pricing(OpBytes):
 
     def _decode_s(self, op: Op, sent_bytes: int) -> float:
         """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
-        if op.kind is not Kind.LOAD or self.codec_rates is None or self.transport.is_raw("weights"):
+        if self.codec_rates is None or self.transport.is_raw("weights"):
             return 0.0
         stays = op.unit in self.layout.stays
         planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype, stays=stays))
@@ -309,11 +307,9 @@ class _Pricing(OpBytes):
         A reduce-scatter and an all-gather over N nodes each move (N - 1) / N of the bytes in each direction. The lane
         writes and reads codecs itself.
         """
-        if op.kind is Kind.AGREE:
-            return Cost(seconds=EXCHANGE_S)
         numel, dtype, nodes = self.model.units[op.unit or 0].numel, self.model.dtype, self.layout.num_nodes
         share = numel // nodes
-        if op.kind is Kind.REDUCE:
+        if op.row.carries == "gradient":
             size, coding_s = self.wire.gradient_bytes(numel), self.wire.gradient_s(numel - share)
         else:
             size, coding_s = (
@@ -353,3 +349,22 @@ class _Pricing(OpBytes):
         if to_home and self.below == "disk":
             through.append("disk read" if way == "up" else "disk write")
         return Cost(seconds=link.latency_s.value, amount=size, through=tuple(through))
+
+
+_PRICES: Mapping[Price, Callable[[_Pricing, Op], Cost]] = {
+    "free": lambda pricing, op: Cost(),
+    "forward": _Pricing._forward,
+    "turn": _Pricing._backward,
+    "recompute": _Pricing._recompute,
+    "backward": _Pricing._backward,
+    "norm": _Pricing._norm,
+    "link": _Pricing._link,
+    "peer": _Pricing._across,
+    "step": _Pricing._step,
+    "disk": _Pricing._disk,
+    "exchange": _Pricing._exchange,
+    "agree": lambda pricing, op: Cost(seconds=EXCHANGE_S),
+    "commit": lambda pricing, op: Cost(seconds=COMMIT_S),
+}
+if missing := {row.price for row in ROWS} - _PRICES.keys():
+    raise ValueError(f"nobody says how to find the prices {sorted(missing)}")

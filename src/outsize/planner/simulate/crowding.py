@@ -9,12 +9,9 @@ second of one core. They are taken to use one core at a time, and compute to sha
 from collections.abc import Iterable
 from dataclasses import replace
 
-from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
+from outsize.planner.program.ops import COMPUTE_KINDS, Op
 from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
 from outsize.planner.simulate.simulator import CostModel
-
-_NETWORK = (Kind.REDUCE, Kind.GATHER, Kind.AGREE)
-_DISK = (Kind.READ, Kind.WRITE, Kind.COMMIT)
 
 
 def crowded(
@@ -42,9 +39,9 @@ def crowded(
         cost = costs.cost_of(op)
         if op.kind in COMPUTE_KINDS:
             compute_s += cost.seconds
-        elif op.kind in _NETWORK:  # codecs and messages, but no waits
+        elif op.row.is_net:  # codecs and messages, but no waits
             lanes_s += max(0.0, cost.seconds - EXCHANGE_S) + cost.amount * core_s_per_byte
-        elif op.kind not in _DISK:
+        elif op.row.price not in ("disk", "commit"):
             lanes_s += cost.alone_s(costs.capacity)
     if not compute_s:
         return times
