@@ -12,8 +12,8 @@ from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
 from outsize.checkpoint.saving import Saving
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.engine import engine
-from outsize.runtime.engine.op_handlers import HandlerTable
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import HandlerTable
 
 SECOND = 1  # steps are numbered from 0
 

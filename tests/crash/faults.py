@@ -29,8 +29,8 @@ from crash.operations import APPLICABLE, LANE, Fault, Key, Operation, faults_of
 from outsize import files
 from outsize.planner.program.ops import Op
 from outsize.runtime.engine import engine
-from outsize.runtime.engine.op_handlers import HandlerTable
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import HandlerTable
 
 __all__ = ["APPLICABLE", "LANE", "Fault", "Key", "Layer", "Operation", "faults_of", "layered"]
 

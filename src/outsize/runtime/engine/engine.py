@@ -27,7 +27,7 @@ from outsize.runtime.device.openmp import release_team
 from outsize.runtime.device.profiler_ranges import OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
-from outsize.runtime.engine.op_handlers import HandlerTable, handlers_of, lane_thread
+from outsize.runtime.engine.op_handlers import handlers_of, lane_thread
 from outsize.runtime.engine.step_memory import rule_on, take_step_memory
 from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew, make_single
 from outsize.runtime.forward.short_recompute import Needed
@@ -37,6 +37,7 @@ from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of
 from outsize.runtime.ops.gradient_ops import GradientOps
+from outsize.runtime.ops.handlers import HandlerTable
 from outsize.runtime.ops.handover_ops import HandoverOps
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps

@@ -16,8 +16,9 @@ from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split_masters import join_master
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.ops.gather_state import Collector
+from outsize.runtime.ops.handlers import handles
 from outsize.storage.home import Home
 from outsize.storage.home_layout import HomeLayout
 
@@ -97,6 +98,7 @@ class StoreOps:
         self._buffer = buffer
         self._layout = HomeLayout(spec, optimizer.state.planes)
 
+    @handles(Kind.STORE)
     def store(self, op: Op, sink: Sink) -> None:
         """STORE: home → whoever the program was submitted for."""
         assert op.unit is not None

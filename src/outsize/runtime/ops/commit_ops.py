@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import handles
 from outsize.storage.home import Home
 
 Describe = Callable[[StepContext], Mapping[str, Any]]
@@ -23,6 +24,7 @@ class CommitOps:
         self._home = home
         self._describe = describe
 
+    @handles(Kind.COMMIT)
     def commit(self, op: Op, context: StepContext) -> None:
         """COMMIT: the step of ``context``, skipped or not."""
         self._home.commit(self._describe(context))

@@ -26,6 +26,7 @@ from outsize.runtime.forward.selective_recompute import Selected
 from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
 from outsize.runtime.forward.unit_state import SideEffects, UnitState
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.load_ops import WeightOps
 
 
@@ -97,6 +98,7 @@ class ComputeOps:
         self._tracked = (True,) * len(forwards) if every else tracked_units(split.spec)
         self._runs: set[MicrobatchRun] = set()
 
+    @handles(Kind.FORWARD)
     def forward(self, op: Op, context: StepContext) -> None:
         """F: the unit's outputs wait for the next unit."""
         unit, run = self._find(op, context)
@@ -106,6 +108,7 @@ class ComputeOps:
         if unit < self._settings.first_backward or context.alone:
             run.drop(unit)
 
+    @handles(Kind.FORWARD_KEEP)
     def forward_keep(self, op: Op, context: StepContext) -> None:
         """FK: the same, and the unit's graph waits for its backward, unless it reads weights where they lie now."""
         if op.unit in self._settings.effects.stashes:
@@ -118,10 +121,12 @@ class ComputeOps:
             run.forward_keep(unit, self._forwards[unit], keeping)
             self._finish_if_cut(op, context, run)
 
+    @handles(Kind.FORWARD_ATTENTION)
     def forward_attention(self, op: Op, context: StepContext) -> None:
         """FA: the unit's outputs wait for the next unit, and what its attention returned for the recompute."""
         self._forward_select(op, context, 0)
 
+    @handles(Kind.FORWARD_PRODUCTS)
     def forward_products(self, op: Op, context: StepContext) -> None:
         """FP: the same, and what its products returned, as far as a backward needs it."""
         self._forward_select(op, context, self._num_products.get(op.unit or 0))
@@ -141,6 +146,7 @@ class ComputeOps:
             if context.alone:
                 run.close()
 
+    @handles(Kind.FORWARD_BACKWARD)
     def forward_backward(self, op: Op, context: StepContext) -> None:
         """FB: the last unit, the loss, and the backward of both; where nothing is kept, the loss alone."""
         unit, run = self._find(op, context)
@@ -168,6 +174,7 @@ class ComputeOps:
         context.losses[op.microbatch] = loss if self._device.asynchronous else loss.item()
         context.loss_marks[op.microbatch] = self._device.record(f"compute:w{op.worker or 0}")
 
+    @handles(Kind.BACKWARD)
     def backward(self, op: Op, context: StepContext) -> None:
         """B: recompute unless kept, and backward; the passage ends with the lowest unit that runs one."""
         unit, run = self._find(op, context)

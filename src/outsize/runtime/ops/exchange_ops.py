@@ -33,10 +33,11 @@ from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.optim.shares import shares
 from outsize.planner.memory.exchange_memory import NetStaging
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.link_codecs import EncodedWeights, gaps
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.runtime.ops.wire_codec import GradientWire, Residuals, seed_of_piece
@@ -119,6 +120,7 @@ class ExchangeOps:
         """The elements of each unit that this rank steps."""
         return tuple(ranges[self.rank] for ranges in self._shares)
 
+    @handles(Kind.REDUCE)
     def reduce(self, op: Op, context: StepContext) -> None:
         """REDUCE: host buffer → the own share of the gradient at home, summed over all ranks."""
         assert op.unit is not None
@@ -135,6 +137,7 @@ class ExchangeOps:
                 _add_squares(squares, unit, parts[self.rank], summed)
         context.squares[op.unit] = squares
 
+    @handles(Kind.AGREE)
     def agree(self, op: Op, context: StepContext) -> None:
         """AGREE: loss and norms of this rank → those of all."""
         units = sorted(context.squares)
@@ -151,6 +154,7 @@ class ExchangeOps:
         context.agreed_loss = loss.item()
         context.norms |= {unit: found.sqrt().float() for unit, found in zip(units, squares, strict=True)}
 
+    @handles(Kind.GATHER)
     def gather(self, op: Op, context: StepContext) -> None:
         """GATHER: the own share of the weights → all other homes, and theirs into this one."""
         assert op.unit is not None

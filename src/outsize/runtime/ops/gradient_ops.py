@@ -17,6 +17,7 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.link_codecs import GradientCarrier
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.storage.arena import Arena
@@ -111,6 +112,7 @@ class GradientOps:
         """That went home over the link."""
         return self.down.wire
 
+    @handles(Kind.ACC)
     def accumulate(self, op: Op, context: StepContext) -> None:
         """ACC: from now on this accumulator sums the gradient of the unit."""
         unit, plane = self._accumulator(op)
@@ -126,6 +128,7 @@ class GradientOps:
             return unit, self._home.view(op.unit, "gradient").data
         return unit, typed_plane(self._accumulators[op.slot], unit, "fp32")
 
+    @handles(Kind.SUM)
     def sum_on(self, op: Op, context: StepContext) -> None:
         """SUM: home → accumulator; the gradient of the unit as summed so far, to which more is added.
 
@@ -150,6 +153,7 @@ class GradientOps:
                 self._home.read(unit, "gradient", 0, staged)
                 plane.copy_(staged)
 
+    @handles(Kind.NORM)
     def norm(self, op: Op, context: StepContext) -> None:
         """NORM: one norm for each tensor of the unit, where the gradient lies."""
         assert op.unit is not None
@@ -178,6 +182,7 @@ class GradientOps:
             self._refuse(self._spec.units[unit], context)
         context.unit_coefficients[unit] = coefficient.cpu()
 
+    @handles(Kind.GRAD, tile=True)
     def to_ring(self, op: Op, context: StepContext) -> None:
         """GRAD of a tile: accumulator → tile buffer. The accumulator is free behind the last."""
         assert op.unit is not None
@@ -199,6 +204,7 @@ class GradientOps:
         if start + part.numel() == unit.numel:
             del self._plane_of[op.unit]
 
+    @handles(Kind.GRAD)
     def bring_home(self, op: Op, context: StepContext) -> None:
         """GRAD: accumulator → home or host buffer."""
         assert op.unit is not None
@@ -228,12 +234,14 @@ class GradientOps:
         else:
             self._home.write(op.unit, "gradient", 0, wire)
 
+    @handles(Kind.WRITE)
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a whole unit: host buffer → disk."""
         assert op.unit is not None
         assert op.buffer is not None
         self._home.write(op.unit, "gradient", 0, self._staged(op.unit, op.buffer))
 
+    @handles(Kind.CLIP)
     def clip(self, op: Op, context: StepContext) -> None:
         """CLIP: norms become one coefficient; what is not finite goes no further.
 

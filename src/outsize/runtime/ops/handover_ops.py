@@ -25,6 +25,7 @@ from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.encoded_storage import pack, room_for, unpack
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.offload_ops import Away, OffloadOps
 from outsize.storage.scratch import HostScratch, Scratch
 
@@ -66,6 +67,7 @@ class HandoverOps(OffloadOps):
         self._codec = codec
         self._under_way: set[tuple[object, ...]] = set() if under_way is None else under_way
 
+    @handles(Kind.SAVE)
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: the input goes below; the device memory is free afterwards."""
         unit, run = _find(op, context)
@@ -75,6 +77,7 @@ class HandoverOps(OffloadOps):
         for storage in storages:
             storage.resize_(0)
 
+    @handles(Kind.FETCH)
     def fetch(self, op: Op, context: StepContext) -> None:
         """FETCH: a copy of the input comes up."""
         unit, run = _find(op, context)
@@ -85,16 +88,19 @@ class HandoverOps(OffloadOps):
         if last:
             run.below.discard(unit)
 
+    @handles(Kind.SEND)
     def send(self, op: Op, context: StepContext) -> None:
         """SEND: the gradient of the input goes below."""
         unit, run = _find(op, context)
         self._put(op, "gradient", run.take_gradient(unit), context)
 
+    @handles(Kind.RECV)
     def receive(self, op: Op, context: StepContext) -> None:
         """RECV: the gradient of the input comes up."""
         unit, run = _find(op, context)
         run.put_gradient(unit, self._take(op, "gradient", context, keep=False))
 
+    @handles(Kind.PASS)
     def pass_on(self, op: Op, context: StepContext) -> None:
         """PASS: the input goes to another worker; the device memory is free afterwards."""
         unit, run = _find(op, context)
@@ -105,6 +111,7 @@ class HandoverOps(OffloadOps):
             if copy is not storage:
                 storage.resize_(0)
 
+    @handles(Kind.RETURN)
     def give_back(self, op: Op, context: StepContext) -> None:
         """RETURN: the gradient of the input goes to another worker."""
         unit, run = _find(op, context)

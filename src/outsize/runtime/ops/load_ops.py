@@ -7,12 +7,13 @@ from torch import Tensor
 from outsize.compat.graphs import keeping_versions
 from outsize.model.sizes.model_spec import ITEMSIZE, FrozenPart, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.decoding import Decoding
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.link_codecs import EncodedWeights, bring_up
 from outsize.storage.home import Home
 
@@ -92,6 +93,7 @@ class WeightOps:
         sent = self._encoded is not None and bool(self._encoded.pieces(unit, name))
         return None if sent else self._home.lend(unit, name)
 
+    @handles(Kind.LOAD)
     def load(self, op: Op, context: StepContext) -> None:
         """LOAD: home or host buffer → slot."""
         assert op.unit is not None
@@ -142,6 +144,11 @@ class WeightOps:
         if part is not None and encoded is not None:
             self._decoding.decode(part, encoded, plane)
 
+    @handles(Kind.FREE)
+    def free(self, op: Op, context: StepContext) -> None:
+        """FREE concerns the plan of memory only: the slot is a fixed allocation."""
+
+    @handles(Kind.READ)
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a whole unit: disk → host buffer."""
         assert op.unit is not None

@@ -10,12 +10,13 @@ from types import MappingProxyType
 import torch
 
 from outsize.planner.program.activation_policy import Extent, Kept
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import handles
 from outsize.storage.scratch import Scratch
 
 Key = tuple[int, int, int]
@@ -65,6 +66,7 @@ class OffloadOps:
         """Bytes sent down the link."""
         return self.down.wire
 
+    @handles(Kind.OFFLOAD)
     def offload(self, op: Op, context: StepContext) -> None:
         """OFFLOAD: what the forward kept, device → its room; the device memory is free afterwards."""
         key, run = key_of(op, context)
@@ -87,6 +89,7 @@ class OffloadOps:
         self.down = self.down.and_then(sum(sizes), sum(sizes))
         held.take()
 
+    @handles(Kind.ONLOAD)
     def onload(self, op: Op, context: StepContext) -> None:
         """ONLOAD: its room → device."""
         key, run = key_of(op, context)

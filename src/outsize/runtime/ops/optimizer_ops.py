@@ -19,9 +19,10 @@ from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state, step_whole
 from outsize.optim.update import UpdateRule, WholeRule
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.link_codecs import EncodedWeights
 from outsize.runtime.ops.product_ops import DeviceProducts
 from outsize.storage.home import Home
@@ -95,6 +96,7 @@ class OptimizerOps:
         products = self._settings.products if isinstance(self._settings, Muon) else None
         return products.moved if isinstance(products, DeviceProducts) else Moved()
 
+    @handles(Kind.READ, tile=True)
     def read(self, op: Op, context: StepContext) -> None:
         """READ of a tile: disk → tile buffer."""
         if context.skipped:
@@ -102,6 +104,8 @@ class OptimizerOps:
         unit, start, parts = self._parts(op, self.state.read_planes)
         self._home.read_planes(unit, start, parts)
 
+    @handles(Kind.STEP)
+    @handles(Kind.STEP, tile=True)
     def step(self, op: Op, context: StepContext) -> None:
         """STEP of a tile, or of a whole unit in place."""
         if context.skipped:
@@ -160,6 +164,7 @@ class OptimizerOps:
             self._apply(unit, part, cut, context)
             torch.bitwise_xor(bits, before, out=changed[start : start + len(part)])
 
+    @handles(Kind.WRITE, tile=True)
     def write(self, op: Op, context: StepContext) -> None:
         """WRITE of a tile: tile buffer → disk."""
         if context.skipped:

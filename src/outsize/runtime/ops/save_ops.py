@@ -5,11 +5,12 @@ from types import MappingProxyType
 
 from outsize.codecs.codec import Codec
 from outsize.planner.program.activation_policy import Extent, Kept
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.encoded_storage import EncodedTensor, pack, room_for, unpack
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.offload_ops import Key, OffloadOps, key_of
 from outsize.storage.scratch import Scratch
 
@@ -41,6 +42,7 @@ class ActivationOps(OffloadOps):
         self._codec = codec
         self._sizes: dict[Key, list[EncodedTensor]] = {}
 
+    @handles(Kind.SAVE)
     def save(self, op: Op, context: StepContext) -> None:
         """SAVE: device → scratch; the device memory is free afterwards."""
         key, run = key_of(op, context)
@@ -56,6 +58,7 @@ class ActivationOps(OffloadOps):
             del content
             storage.resize_(0)
 
+    @handles(Kind.FETCH)
     def fetch(self, op: Op, context: StepContext) -> None:
         """FETCH: scratch → device, into the storages that were emptied."""
         key, run = key_of(op, context)

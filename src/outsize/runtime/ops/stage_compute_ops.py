@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from outsize.errors import ModelError
 from outsize.model.split import Split
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.stages import Stages
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
@@ -17,6 +17,7 @@ from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
 from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.load_ops import WeightOps
 
 
@@ -103,6 +104,7 @@ class StagedComputeOps(ComputeOps):
         with self._turn():
             super().forward_backward(op, context)
 
+    @handles(Kind.RECOMPUTE)
     def recompute(self, op: Op, context: StepContext) -> None:
         """R: the unit's graph is made and kept for its backward."""
         with self._turn():
