@@ -12,7 +12,6 @@ a resident model with the same layers. Scales are made of the numbers of a call,
 4. A CPU has no such products. There they are emulated, in fp32, also where a run on a GPU is tried on the CPU.
 """
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outsize.accelerators import Devices, module_of, title_of
-from outsize.compat.modules import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.build import quiet_torchao
 from outsize.model.split import Split
@@ -85,10 +83,10 @@ def error_of(split: Split, read: Callable[[str, Tensor], None]) -> str:
     layers = [layer for layer in _linear_layers(split) if _is_taken(layer)]
     layer: Any = layers[len(layers) // 2]
     name = next(name for name, places in split.owners.items() if (layer, "weight") in places)
-    sample = copy.copy(layer)
     weights = torch.empty(min(_ROWS, layer.out_features), layer.in_features)
     read(name, weights.view(-1))
-    parameters_of(sample).update(weight=nn.Parameter(weights, requires_grad=False), bias=None)
+    sample: Any = nn.Linear(layer.in_features, len(weights), bias=False, device="meta")
+    sample.weight, sample.__class__ = nn.Parameter(weights, requires_grad=False), type(layer)
     tokens = torch.randn(_TOKENS, layer.in_features, generator=torch.Generator().manual_seed(0))
     exact = F.linear(tokens, weights)
     error = float((sample.forward(tokens) - exact).norm() / exact.norm().clamp_min(1e-30))
