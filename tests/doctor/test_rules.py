@@ -22,8 +22,9 @@ from doctor.records import (
     told,
 )
 from hardware.fake_machine import link, measured
+from outsize.doctor.advice import is_on_cpu_alone
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
+from outsize.doctor.facts import Facts, is_on_cpu
 from outsize.doctor.rules import RULES
 from outsize.hardware.readings import Fact
 
@@ -582,6 +583,25 @@ def test_compute_that_a_quota_stops_is_not_called_slow(tmp_path):
     stopped = starved(tmp_path, cpu__quota_cores=0.2, mfu=0.002, host=host(throttled_s=1.6), stall_s={})
     assert "compute-slow" not in found(stopped)
     assert examine(Facts(recorded=stopped)).bottleneck.id == "cpu-quota"
+
+
+@pytest.mark.parametrize("said", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("chosen", ["cpu", "emulated:2", "cuda:0"])
+def test_a_verdict_is_of_the_device_that_was_chosen(said, chosen, tmp_path):
+    """Whatever the configuration leaves open: where compute is threads, others that take the cores are the cause."""
+    about = told(cpu_machine(tmp_path, cpu__load_average=5.9)) | {"device": chosen}
+    recorded = run(
+        tmp_path / "run",
+        config={"memory": {"device": said}},
+        about=about,
+        cpu_s=0.8,
+        host=host(queued_s=3.0, others_cpu_s=6.8),
+    )
+    computes_on_threads = chosen != "cuda:0"
+    report = examine(Facts(recorded=recorded))
+    assert (report.bottleneck is not None and report.bottleneck.id == "cores-taken") is computes_on_threads
+    assert is_on_cpu(Facts(recorded=recorded)) is computes_on_threads
+    assert is_on_cpu_alone(Facts(recorded=recorded)) is (chosen == "cpu")
 
 
 def test_compute_that_others_slow_is_put_down_to_them(tmp_path):

@@ -158,10 +158,8 @@ def native_kernels(facts: Facts) -> str:
 
 def is_on_cpu_alone(facts: Facts) -> bool:
     """Whether units compute where host memory is; an emulated device has a link."""
-    if facts.recorded is None:
-        return False
-    return str(facts.recorded.about.get("device", "")) == "cpu" or (
-        is_on_cpu(facts) and not str(_of(facts, "memory", "device")).startswith("emulated")
+    return (
+        facts.recorded is not None and is_on_cpu(facts) and not facts.recorded.device.startswith("emulated")
     )
 
 

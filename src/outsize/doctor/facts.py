@@ -133,7 +133,7 @@ def is_on_cpu(facts: Facts) -> bool:
     """Whether a run computes on the CPU, as far as its record tells."""
     if facts.recorded is None:
         return False
-    device = str(facts.recorded.config.get("memory", {}).get("device", "auto"))
+    device = facts.recorded.device
     if device == "auto":
         # Only a CPU has the disk as the tier next to it.
         probed = facts.probed is not None and any(found.device == "cpu" for found in facts.probed.devices)

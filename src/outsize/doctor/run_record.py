@@ -79,6 +79,11 @@ class RunRecord:
     about: Mapping[str, Any] = field(default_factory=dict)
     inventory: Inventory | None = None
 
+    @property
+    def device(self) -> str:
+        """The devices that the run chose; only a run without ``run.json`` leaves it at its configuration's ``auto``."""
+        return str(self.about.get("device") or self.config.get("memory", {}).get("device", "auto"))
+
     @cached_property
     def typical(self) -> tuple[Mapping[str, Any], ...]:
         """The steps that nothing interrupted."""
