@@ -278,3 +278,11 @@ def test_what_cannot_be_swept_is_said(model_dir, tmp_path, capsys):
     assert "name them with --gpus" in capsys.readouterr().err
     assert run(model_dir, "--gpus", "4090", "--picture", tmp_path / "x.svg") != 0
     assert "--picture is of a --sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("sequences", "said"), [(2, True), (8, False)])
+def test_a_round_of_fewer_microbatches_than_gpus_is_said(model_dir, capsys, sequences, said):
+    options = ("--gpus", "4x4090", "--seq-len", 128, "--tokens-per-step", 128 * sequences)
+    assert run(model_dir, *options) == 0
+    note = f"a round has {sequences} microbatches for 4 GPUs, which wait for each other: more tokens per step may help"
+    assert (note in " ".join(capsys.readouterr().out.split())) == said

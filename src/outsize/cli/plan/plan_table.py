@@ -53,7 +53,7 @@ def to_dict(
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
-        "assumptions": [*ALWAYS, *_notes(asked), *prediction.assumptions],
+        "assumptions": [*ALWAYS, *_notes(asked), *_small_rounds(prediction), *prediction.assumptions],
         "figures": [asdict(figure) for figure in figures_used(question, prediction)],
     }
 
@@ -88,7 +88,7 @@ def render_short(
     if why is not None:
         lines.append(f"home on disk, for want of host memory: there {why}")
     lines += _change_first(helps)
-    lines += [f"note: {note}" for note in _notes(asked)]
+    lines += [f"note: {note}" for note in (*_notes(asked), *_small_rounds(prediction))]
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
     for line in lines:
@@ -160,7 +160,7 @@ def render(
         console.print(_largest_table(scaled))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
-    for assumption in (*ALWAYS, *_notes(asked), *prediction.assumptions):
+    for assumption in (*ALWAYS, *_notes(asked), *_small_rounds(prediction), *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
@@ -175,6 +175,17 @@ def _notes(asked: Asked) -> tuple[str, ...]:
         if slower is not None and note not in slow:
             slow.append(note)
     return (*asked.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(asked)))
+
+
+def _small_rounds(prediction: Prediction) -> Iterator[str]:
+    """Yield a note where a round has fewer microbatches than there are GPUs to compute them."""
+    layout = prediction.plan.layout
+    if layout.round_size < layout.num_workers:
+        more = "more tokens per step" if layout.num_rounds == 1 else "more device memory, or --mlp-parts,"
+        yield (
+            f"a round has {layout.round_size} microbatches for {layout.num_workers} GPUs, which wait for each other: "
+            f"{more} may help"
+        )
 
 
 def _own_kernels(asked: Asked) -> Iterator[tuple[str, str, str]]:
