@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 import outsize
 import zoo
@@ -20,21 +21,29 @@ from outsize.wrapped.module import runner_of
 from wrapped.changes import HOMES, ROWS, Loop, Row
 from wrapped.loops import wrapped
 
-BATCH = zoo.batch("llama", num_sequences=2)
+BATCH = zoo.batch("llama", num_sequences=2, seq_len=6)
 # PEFT asks transformers for it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 ALONE = [row for row in ROWS if "alone" in row.refused]
 EQUAL = [row for row in ROWS if not {"all", "alone"} & row.refused.keys()]
-CHUNKS = 6
+CHUNKS, ROWS_OF_A_PROGRAM = 4, 6
 
 
-def run(row: Row, loop: Loop) -> tuple[Any, list[Tensor], dict[str, Tensor]]:
-    """A step, the row, and a step more: what the row returns, the losses, and the weights."""
-    losses = [loop.step()]
-    found = copied(row.do(loop))
-    losses += [loop.step()]
-    return found, losses, {name: value.clone() for name, value in loop.model.state_dict().items()}
+def small(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A Llama of two layers: each row is two steps of it at the least."""
+    config = zoo.make_config("llama")
+    config.num_hidden_layers = 2
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def run(program: Sequence[Row], loop: Loop) -> tuple[list[Any], dict[str, Tensor]]:
+    """A step, and each row with a step behind it: what rows return and lose by turns, and the weights at the end."""
+    found = [loop.step()]
+    for row in program:
+        found += [copied(row.do(loop)), loop.step()]
+    return found, {name: value.clone() for name, value in loop.model.state_dict().items()}
 
 
 def copied(found: Any) -> Any:
@@ -70,39 +79,44 @@ def begin(model: nn.Module, weights: dict[str, Tensor], make: Callable[[], torch
 
 
 @cache
-def run_plain(row: Row) -> tuple[Any, list[Tensor], dict[str, Tensor]]:
-    """What the row does to a model that nobody wrapped."""
-    plain = zoo.build("llama")
+def run_plain(program: tuple[Row, ...]) -> tuple[list[Any], dict[str, Tensor]]:
+    """What a program does to a model that nobody wrapped."""
+    plain = small()
     make = lambda: torch.optim.AdamW(plain.parameters(), **SETTINGS, fused=True)  # noqa: E731
-    return run(row, Loop(plain, make(), make, BATCH))
+    return run(program, Loop(plain, make(), make, BATCH))
+
+
+def assert_as_plain(program: tuple[Row, ...], loop: Loop) -> None:
+    """What a program returns, loses and leaves is what the plain model has; the error names the row."""
+    (got, weights), (want, wanted) = run(program, loop), run_plain(program)
+    names = ["the first step", *(name for row in program for name in (row.name, f"a step after {row.name}"))]
+    for name, one, other in (*zip(names, got, want, strict=True), ("the end", weights, wanted)):
+        try:
+            assert_same(one, other)
+        except AssertionError as error:
+            error.add_note(f"{name}, of {[row.name for row in program]}")
+            raise
 
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_a_change_has_the_plain_model_s_bits(chunk: int, home: str):
-    """Each begins from the same weights, a fresh optimizer, and one step."""
-    weights = copy.deepcopy(zoo.build("llama").state_dict())
+def test_changes_have_the_plain_model_s_bits(chunk: int, home: str):
+    """Programs of a few rows, each from the same weights and a fresh optimizer."""
+    weights = copy.deepcopy(small().state_dict())
     rows = [row for row in EQUAL[chunk::CHUNKS] if home not in row.refused]
-    wanted = [run_plain(row) for row in rows]
-    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+    with wrapped(small(), **HOMES[home]) as model:
         again = lambda: outsize.AdamW(model, **SETTINGS)  # noqa: E731
-        for row, want in zip(rows, wanted, strict=True):
-            got = run(row, begin(model, weights, again))
-            try:
-                for one, other in zip(got, want, strict=True):
-                    assert_same(one, other)
-            except AssertionError as error:
-                error.add_note(row.name)
-                raise
+        for start in range(0, len(rows), ROWS_OF_A_PROGRAM):
+            program = tuple(rows[start : start + ROWS_OF_A_PROGRAM])
+            assert_as_plain(program, begin(model, weights, again))
 
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("row", ALONE, ids=lambda row: row.name)
 def test_what_cannot_be_undone_has_the_plain_model_s_bits(row: Row, home: str):
-    want = run_plain(row)
-    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+    with wrapped(small(), **HOMES[home]) as model:
         again = lambda: outsize.AdamW(model, **SETTINGS)  # noqa: E731
-        assert_same(list(run(row, Loop(model, again(), again, BATCH))), list(want))
+        assert_as_plain((row,), Loop(model, again(), again, BATCH))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +127,10 @@ def test_what_cannot_be_is_refused_with_the_way(row: Row):
         words = row.refused.get(home, row.refused.get("all"))
         if words is None:
             continue
-        with wrapped(zoo.build("llama"), **settings) as model:
+        with wrapped(small(), **settings) as model:
             again = lambda model=model: outsize.AdamW(model, **SETTINGS)  # noqa: E731
             with pytest.raises((OutsizeError, RuntimeError, ValueError), match=words):
-                run(row, Loop(model, again(), again, BATCH))
+                run((row,), Loop(model, again(), again, BATCH))
 
 
 def test_the_page_on_tests_counts_them():
@@ -135,7 +149,7 @@ def test_the_page_on_tests_counts_them():
 
 @pytest.mark.parametrize("home", HOMES)
 def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
-    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+    with wrapped(small(), **HOMES[home]) as model:
         loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)
         loop.step()
         loop.backward()
@@ -157,7 +171,7 @@ def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_step_returns_at_once_where_nobody_holds_what_it_changes(home: str):
-    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+    with wrapped(small(), **HOMES[home]) as model:
         loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)
         handed_out = runner_of(model).parameters.handed_out
         for _ in range(2):
@@ -193,7 +207,7 @@ def test_half_precision_weights_that_are_changed_are_what_the_next_step_begins_f
             model.lm_head.load_state_dict({"weight": weight.detach() * 0.5})
 
     def train(late: bool) -> dict[str, Tensor]:
-        plain = zoo.build("llama", dtype=torch.bfloat16)
+        plain = small(torch.bfloat16)
         with torch.no_grad():
             if not late:
                 halve(plain)
@@ -256,7 +270,7 @@ def test_parameters_of_odd_forms_are_trained_as_any_other(home: str):
 def adapted() -> nn.Module:
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(zoo.build("llama"), config)
+    return peft.get_peft_model(small(), config)
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])
