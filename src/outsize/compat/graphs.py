@@ -12,8 +12,13 @@ def version_of(tensor: Tensor) -> int:
 
 
 def made_at(node: Any) -> int:
-    """Return when a node of the graph was made: of nodes of one thread, the later has the greater number."""
+    """Return how many nodes of graphs its thread had made before ``node``."""
     return int(node._sequence_nr())
+
+
+def num_nodes() -> int:
+    """Return how many nodes of graphs this thread has made."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def will_run(node: Any) -> bool:

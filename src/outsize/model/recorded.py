@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from outsize.compat.models import output_collector
+from outsize.model.modes import MODES
 
 # The keyword argument that tells a unit's forward what to collect.
 WANTED = "_outsize_recorded"
@@ -35,9 +36,16 @@ def note(found: Found) -> None:
 
 
 def recording(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a unit's forward that returns ``(outputs, recorded)`` where `WANTED` says what to record."""
+    """Return a unit's forward that returns ``(outputs, recorded)`` where `WANTED` says what to record.
+
+    It runs in the modes that `MODES` says.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        modes = kwargs.pop(MODES, None)
+        if modes is not None:
+            with modes.around():
+                return forward(*args, **kwargs)
         keys = kwargs.pop(WANTED, ())
         if not keys:
             return real(*args, **kwargs)

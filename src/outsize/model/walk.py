@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import greenlet
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from outsize.compat import trees
 from outsize.errors import ModelError
+from outsize.model.modes import MODES, Modes, check_inference
 from outsize.model.recorded import WANTED, note, recording, wanted
 
 Outside = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -63,12 +66,7 @@ class Boundaries:
         def boundary(*args: Any, **kwargs: Any) -> Any:
             current = greenlet.getcurrent()
             if isinstance(current, _Coroutine):
-                keys = wanted()
-                if not keys:
-                    return current.parent.switch(UnitCall(index, args, kwargs))
-                outputs, found = current.parent.switch(UnitCall(index, args, {**kwargs, WANTED: keys}))
-                note(found)
-                return outputs
+                return current.call(index, args, kwargs)
             if self.outside is not None:
                 return self.outside(index, real, args, kwargs)
             return real(*args, **kwargs)
@@ -91,7 +89,34 @@ class Boundaries:
 
 
 class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
-    """Marks the greenlets in which a boundary pauses."""
+    """A greenlet in which boundaries pause.
+
+    Attributes:
+        modes: those in which whoever advances it has it go on.
+        inferring: whether that is within inference mode.
+    """
+
+    modes: Modes
+    inferring: bool
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a unit returns, which whoever advances this runs; recorded tensors go where the model looks."""
+        modes, keys = Modes.of_now(), wanted()
+        check_inference(self.inferring)
+        own = modes != self.modes
+        told = {**kwargs, **({WANTED: keys} if keys else {}), **({MODES: modes} if own else {})}
+        outputs = self.parent.switch(UnitCall(unit, args, told))
+        if own:
+            modes.take()
+        if keys:
+            outputs, found = outputs
+            note(found)
+        return outputs if modes.grad or not self.modes.grad else without_history(outputs)
+
+
+def without_history(outputs: Any) -> Any:
+    """Return what a unit returned to code that makes no graph."""
+    return trees.map_only(Tensor, Tensor.detach, outputs)
 
 
 def is_walking() -> bool:
@@ -123,7 +148,12 @@ class Walk:
             raise ModelError("the forward of this microbatch has already returned")
         # A greenlet returns to its parent: the greenlet that advances it now.
         self._coroutine.parent = greenlet.getcurrent()
-        result = self._coroutine.switch(outputs) if self._started else self._coroutine.switch()
+        self._coroutine.modes = modes = Modes.of_now()
+        self._coroutine.inferring = torch.is_inference_mode_enabled()
+        try:
+            result = self._coroutine.switch(outputs) if self._started else self._coroutine.switch()
+        finally:
+            modes.take()
         self._started = True
         return result if isinstance(result, UnitCall) and not self._coroutine.dead else Finished(result)
 

@@ -44,7 +44,10 @@ def weight_views(unit: UnitSpec, planes: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have the buffers of ``model`` (rotary frequencies, masks) on ``device`` for as long as the context lasts."""
+    """Have the buffers of ``model`` (rotary frequencies, masks) on ``device`` for as long as the context lasts.
+
+    One that is replaced meanwhile stays replaced.
+    """
     former = [
         (buffers_of(module), name, buffer)
         for module in model.modules()
@@ -57,12 +60,16 @@ def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
             buffers[name] = moved[id(buffer)]
         yield
     finally:
-        for buffers, name, buffer in former:
-            buffers[name] = buffer
         with last_calls(device):
-            for _, _, buffer in former:
-                if moved[id(buffer)] is not buffer:
-                    buffer.copy_(moved[id(buffer)])
+            for buffers, name, buffer in former:
+                shown = moved[id(buffer)]
+                if shown is buffer or buffers.get(name) is not shown:
+                    continue
+                buffers[name] = buffer
+                if buffer.shape == shown.shape:
+                    buffer.copy_(shown)
+                else:  # `data =` of another shape
+                    buffer.data = shown.data.to(buffer.device)
 
 
 @dataclass(slots=True)

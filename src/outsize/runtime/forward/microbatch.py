@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize.compat.graphs import made_at, version_of
+from outsize.compat.graphs import num_nodes, version_of
 from outsize.compat.storages import memory_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
@@ -42,6 +42,7 @@ from outsize.runtime.forward.boundary import (
     roots_of,
 )
 from outsize.runtime.forward.kept_graph import Keeping
+from outsize.runtime.forward.outer_backward import leave_last
 from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
@@ -96,6 +97,7 @@ class MicrobatchRun:
         self._came: UnitCall | Finished | None = (
             None  # where the model has come to, beyond units it passes over
         )
+        self._came_at = 0
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
         """Run ``unit`` and forget how; its outputs wait for the next one.
@@ -223,24 +225,14 @@ class MicrobatchRun:
             return torch.zeros_like(loss)
         with self._gate.opened():
             if loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                leave_last([(get_gradient_edge(loss), torch.ones_like(loss))], self._visits.values())
             self._descend(unit, roots_of(returned.leaves))
         return loss.detach()
 
     def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Go backward from what the model returned, up to its units.
-
-        What was made before a unit (a hidden state) waits for the backward of that unit: an uncut one adds to it
-        what comes out of the unit, term by term, and goes through the code before the unit once.
-        """
-        pairs: list[tuple[GradientEdge, Tensor]] = []
-        for edge, gradient in zip(edges, gradients, strict=True):
-            number = made_at(edge.node)
-            later = (visit.known for visit in self._visits.values() if visit.came_at >= number)
-            next(later, pairs).append((edge, gradient))
-        if pairs:
-            with self._gate.opened():
-                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        """Go backward from what the model returned, up to its units; see `leave_last`."""
+        with self._gate.opened():
+            leave_last(zip(edges, gradients, strict=True), self._visits.values())
 
     def backward(self, unit: int, forward: Forward) -> None:
         """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
@@ -334,7 +326,9 @@ class MicrobatchRun:
         with torch.set_grad_enabled(self._graph), self._ambient():
             self._reseed(unit, True)
             handed = waiting if box is None else hand_out(waiting, box)
-            return self._walk.advance(None if returned is None else returned.build(handed))
+            came = self._walk.advance(None if returned is None else returned.build(handed))
+            self._came_at = num_nodes()
+            return came
 
     def _come(self, unit: int) -> UnitCall | Finished:
         """Where the model has come to on the way to ``unit``."""
@@ -358,6 +352,7 @@ class MicrobatchRun:
             return None
         where, outlet = (None, False) if self._state_of is None else self._state_of(unit)
         visit = self._visits[unit] = visit_of(came, where, outlet=outlet)
+        visit.came_at = self._came_at
         return visit
 
     def _arrive_at_last(self, unit: int) -> UnitVisit:
@@ -377,7 +372,10 @@ class MicrobatchRun:
             if gradient is not None and root is not None
         ]
         roots.clear()
-        known = {edge[:2]: (edge, gradient) for edge, gradient in visit.known}
+        known: dict[Any, tuple[GradientEdge, Tensor]] = {}
+        for edge, gradient in visit.known:  # the model may return one tensor several times
+            _, former = known.get(edge[:2], (edge, None))
+            known[edge[:2]] = edge, gradient if former is None else former + gradient
         for position, source in visit.sources.items():
             if known and (found := known.pop(get_gradient_edge(source)[:2], None)) is not None:
                 leaf = visit.leaves[position]

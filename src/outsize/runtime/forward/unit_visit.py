@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from outsize.compat.graphs import made_at
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.boundary import Forward, Gradients, Roots, is_differentiable
 from outsize.runtime.forward.outline import Outline, outline_of
@@ -68,7 +67,7 @@ class UnitVisit:
         roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
         held: memory of what its forward kept, which may leave the device; None where it kept nothing.
         selected: results that a recompute need not compute; None where there are none.
-        came_at: number of the last node of the graph of the model's own code before it.
+        came_at: how many nodes of graphs the thread of the model's own code had made when it called the unit.
         known: gradients of what that code made and the model returned, and where they begin.
         versions: tensors in its arguments, and how often they had been changed in place when it had run.
     """
@@ -86,7 +85,7 @@ class UnitVisit:
     roots: Roots | None = None
     held: SavedTensors | None = None
     selected: Selected | None = None
-    came_at: int = -1
+    came_at: int = 0
     known: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
@@ -107,7 +106,8 @@ class UnitVisit:
         if graph and self.state is not None:
             with torch.no_grad():
                 for position in self._own():
-                    given[position].copy_(leaves[position])
+                    if not torch.equal(given[position], leaves[position]):  # outer code may have saved it
+                        given[position].copy_(leaves[position])
         if returned.outline.places:
             returned.outline.restore([leaf.detach() for leaf in returned.leaves])
         self.given = []
@@ -190,7 +190,6 @@ def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = F
             if leaf.requires_grad:
                 sources[position] = leaf
             leaves[position] = leaf.detach()
-    came_at = max((made_at(s.grad_fn) for s in sources.values() if s.grad_fn is not None), default=-1)
     return UnitVisit(
         leaves,
         given,
@@ -202,5 +201,4 @@ def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = F
         where,
         state,
         outlet,
-        came_at=came_at,
     )

@@ -12,6 +12,7 @@ from outsize.compat.modules import forward_hooks_of
 from outsize.compat.storages import memory_key
 from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
+from outsize.model.modes import Modes
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
@@ -388,7 +389,11 @@ def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
     leaves, structure = trees.flatten((call.args, call.kwargs))
     forms = [
-        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        (leaf.shape, leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, Modes)
+        else type(leaf)
         for leaf in leaves
     ]
     return (str(structure), tuple(forms))

@@ -170,7 +170,7 @@ def assign(own: Tensor, value: Tensor) -> None:
     if isinstance(value, AtRest) and isinstance(own, AtRest):
         if (value._place.key, value._views) == (own._place.key, own._views):
             return
-    elif own.shape == value.shape and own.dtype == value.dtype and own.data_ptr() == value.data_ptr():
+    elif _geometry(own) == _geometry(value) and own.dtype == value.dtype:
         return
     if own.shape != value.shape or own.dtype != value.dtype:
         raise ConfigError(
@@ -178,7 +178,14 @@ def assign(own: Tensor, value: Tensor) -> None:
             "and dtype alone. Change the model before outsize.wrap, or outsize.unwrap it first"
         )
     with torch.no_grad():
-        own.copy_(value)
+        own.copy_(value.clone() if _share_memory(own, value) else value)
+
+
+def _share_memory(own: Tensor, value: Tensor) -> bool:
+    """Whether a value lies where it is to go, in another order, as ``parameter.data.t()`` does."""
+    if isinstance(own, AtRest) or isinstance(value, AtRest):
+        return isinstance(own, AtRest) and isinstance(value, AtRest) and own._place.key == value._place.key
+    return own.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
 
 def _form(tensor: Tensor) -> str:
