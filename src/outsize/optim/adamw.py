@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,10 @@ class PlaneAdamW:
         root = exp_avg_sq.to(torch.float64).sqrt_().to(torch.float32).mul_(inverse).add_(self.eps)
         step = -(update.lr / (1.0 - beta1**update.count))
         master.mul_(1.0 - update.lr * weight_decay).add_((exp_avg * step).div_(root))
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return torch's own, see `outsize.optim.update.UpdateRule`."""
+        return torch.optim.AdamW(groups, lr=lr, betas=self.betas, eps=self.eps, fused=True)
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
         """Step with the C kernel, see `outsize.optim.update.UpdateRule`."""

@@ -102,6 +102,17 @@ class Muon:
         master.add_(direction, alpha=-update.lr * self._rate_of(*gradient.shape))
         parameter.put_back(master, update.key)
 
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return torch's own, for matrices; everything else is that of `adamw`."""
+        return torch.optim.Muon(
+            groups,
+            lr=lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            ns_steps=self.ns_steps,
+            adjust_lr_fn=self.adjust_lr_fn,
+        )
+
     def _follow(self, state: StatePlanes, gradient: Tensor, update: Update) -> None:
         """Move the momentum towards a gradient, both flat, and make of the gradient what is to be stepped along."""
         exact, numel = state.moments == "fp32", state.numel

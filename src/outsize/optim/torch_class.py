@@ -136,11 +136,6 @@ def find_class(name: str) -> type[Optimizer]:
     return found
 
 
-def instance_of(name: str, arguments: Mapping[str, Any], parameters: Any, lr: float) -> Optimizer:
-    """Return an object of the class as plain torch has it."""
-    return find_class(name)(parameters, lr=lr, **as_torch_takes(arguments))  # type: ignore[call-arg]
-
-
 def as_torch_takes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments as classes of torch take them: lists of a configuration as tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
@@ -193,6 +188,10 @@ class Stepper:
             elif value.data_ptr() != held.data_ptr():
                 held.copy_(value)
         optimizer.state.clear()
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> Optimizer:
+        """Return an object of the class for whole parameters, which keeps its state itself."""
+        return self._made(groups, lr=lr, **self._arguments)  # type: ignore[call-arg]
 
     def _begun(self, parameter: Tensor) -> Optimizer:
         """An object of its own for a tensor whose state begins, perhaps in the constructor."""

@@ -1,5 +1,8 @@
 """Rules that step planes at home by the code of a class of torch, piece by piece or parameter by parameter."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from outsize.optim.factors import Factor
@@ -26,6 +29,10 @@ class ElementRule:
     ) -> None:
         """Update in place, see `outsize.optim.update.UpdateRule`."""
         self._stepper.step(master, gradient, moments, update.count, update.lr, update.decay)
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return an object of the class, see `outsize.optim.update.UpdateRule`."""
+        return self._stepper.resident(groups, lr)
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
         """Leave all to `update`."""
@@ -55,6 +62,10 @@ class ParameterRule:
         kept = [self._kept(parameter, entry) for entry in self._about.entries]
         self._stepper.step(master, gradient, kept, update.count, update.lr, update.decay)
         parameter.put_back(master, update.key)
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return an object of the class, see `outsize.optim.update.WholeRule`."""
+        return self._stepper.resident(groups, lr)
 
     def _kept(self, parameter: WholeParameter, entry: Entry) -> Tensor | None:
         flat = parameter.flat(STATE + entry.key, entry.factor)

@@ -1,8 +1,9 @@
 """One update of neighbouring parameters, as an optimizer is told of it."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from outsize.optim.factors import Factor
@@ -50,6 +51,9 @@ class UpdateRule(Protocol):
             exact: whether moments are kept in fp32: then the bits are those of torch's own optimizer, where it has one.
         """
 
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return what does the same to separate fp32 parameters in groups, for runs that keep all in memory."""
+
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
         """Step planes with a C kernel; return how many elements, from the first on, it has stepped: perhaps none."""
 
@@ -64,3 +68,6 @@ class WholeRule(Protocol):
 
     def step_parameter(self, parameter: WholeParameter, update: Update) -> None:
         """Step a parameter in place; its gradient is spent, and not clipped before."""
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return what does the same to separate fp32 parameters in groups, for runs that keep all in memory."""

@@ -28,9 +28,8 @@ from outsize.model.split import Split
 from outsize.optim.decay_groups import parameter_groups
 from outsize.optim.factors import muon_matrices
 from outsize.optim.moments import chance_key
-from outsize.optim.optimizer_names import named
+from outsize.optim.muon import Muon
 from outsize.optim.split_masters import join_master, split_master
-from outsize.optim.torch_class import instance_of
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
@@ -40,6 +39,7 @@ from outsize.session.frozen_encoding import Decoded
 from outsize.session.job.job_options import clip_of
 from outsize.session.job.model_inputs import num_targets
 from outsize.session.job.optimizer_layout import layout_for, max_norm_of
+from outsize.session.job.optimizer_rule import rule_of
 from outsize.session.job.prepare import Job
 from outsize.session.loss_scale import LossScale
 from outsize.session.steps import schedule_of
@@ -236,28 +236,16 @@ class ResidentTrainer:
 def _optimizers_of(
     optimizer: OptimizerConfig, spec: ModelSpec, masters: dict[str, Tensor]
 ) -> list[torch.optim.Optimizer]:
-    own = named(optimizer.name)
-    if own is None or not own.products:
-        return [_optimizer_of(optimizer, parameter_groups(spec, masters, optimizer.weight_decay))]
+    rule = rule_of(optimizer)
+    decay, lr = optimizer.weight_decay, optimizer.lr
+    if not isinstance(rule, Muon):
+        return [rule.resident(parameter_groups(spec, masters, decay), lr)]
     names = {tensor.name for unit in spec.units for tensor in muon_matrices(unit)}
     matrices = {name: master for name, master in masters.items() if name in names}
     others = {name: master for name, master in masters.items() if name not in names}
-    muon = torch.optim.Muon(
-        parameter_groups(spec, matrices, optimizer.weight_decay),
-        lr=optimizer.lr,
-        momentum=optimizer.momentum,
-        nesterov=optimizer.nesterov,
-        ns_steps=optimizer.ns_steps,
-        adjust_lr_fn=optimizer.adjust_lr_fn,
-    )
-    rest = parameter_groups(spec, others, optimizer.weight_decay)
-    return [muon, _optimizer_of(optimizer, rest)] if rest else [muon]
-
-
-def _optimizer_of(optimizer: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if named(optimizer.name) is None:
-        return instance_of(optimizer.name, optimizer.args, groups, optimizer.lr)
-    return torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+    muon = rule.resident(parameter_groups(spec, matrices, decay), lr)
+    rest = parameter_groups(spec, others, decay)
+    return [muon, rule.adamw.resident(rest, lr)] if rest else [muon]
 
 
 @contextlib.contextmanager
