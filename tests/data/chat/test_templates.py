@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.chat.families import MARKED, without_marks
 from data.chat.shapes import SHAPES, Message
+from data.chat.unusual import MORE, UNUSUAL
 from outsize.data.chat import ChatTemplate
 from outsize.data.chat.reply_spans import Span
 from outsize.data.encode import Encoder
@@ -78,7 +79,7 @@ def render(
 ) -> tuple[str, list[Span]]:
     """Return a conversation and what is trained of it: all replies, or some."""
     tokenizer.chat_template = template
-    messages, tools = SHAPES[shape]
+    messages, tools = {**SHAPES, **MORE}[shape]
     return ChatTemplate(tokenizer).render(messages, turns or turns_of(messages), tools, "f:1")
 
 
@@ -172,6 +173,34 @@ def test_templates_like_those_of_other_families_train_what_the_assistant_says(to
     caplog.set_level(logging.ERROR)
     unmarked = {name: without_marks(text) for name, text in MARKED.items()}
     said = sentence("Written here", len(MARKED), count(tokenizer, unmarked, MARKED))
+    assert said in " ".join(DOCS.read_text(encoding="utf-8").split()), said
+
+
+def test_unusual_templates_train_all_of_a_reply_and_no_header_of_others_or_refuse(tokenizer, caplog):
+    caplog.set_level(logging.ERROR)
+    found: Counter[str] = Counter()
+    for name, template in UNUSUAL.items():
+        for shape in {**SHAPES, **MORE}:
+            case = f"{name}: {shape}"
+            read, marked = (spans_by(tokenizer, each, shape) for each in (without_marks(template), template))
+            if read is None or marked is None or marked[0] != read[0]:
+                found["refused" if read is None else "by the rule"] += 1
+                continue
+            text, spans = read[0].upper(), joined(read[1])
+            assert_keeps_the_rule(text, spans, case)
+            trained = "|".join(text[start:end] for start, end in spans)
+            assert not re.search("<(USER|SYSTEM|TOOL|DEVELOPER)", trained), case
+            for start, end in joined(marked[1]):
+                assert any(one <= start and end <= other for one, other in spans), (case, trained)
+            found["equal" if joined(spans) == joined(marked[1]) else "more"] += 1
+    num_shapes = len(SHAPES) + len(MORE)
+    num = len(UNUSUAL) * num_shapes
+    said = (
+        f"Unusual: {len(UNUSUAL)} templates × {num_shapes} shapes = {num:,}: {found['equal']:,} equal to the "
+        f"marks, {found['more']:,} with the reply's own header or what the template writes at the end of all, "
+        f"{found['by the rule']:,} by the rule, {found['refused']:,} refused"
+    )
+    assert found.total() == num
     assert said in " ".join(DOCS.read_text(encoding="utf-8").split()), said
 
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.data.chat.chat_forms import Message, forms, is_misread
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
-from outsize.data.chat.reply_borders import USERS, Borders, Reading, header_of, read
+from outsize.data.chat.reply_borders import Borders, header_of
+from outsize.data.chat.reply_reading import USERS, Reading, read
 from outsize.data.chat.reply_spans import Span
 from outsize.data.chat.unread_fields import UnreadFields
 from outsize.errors import ConfigError, DataError
@@ -155,6 +156,12 @@ class ChatTemplate:
         key = (template, bool(tools), repr(sorted(options.items())))
         if key not in self._headers:
             self._headers[key] = header_of(form, render, template)
+        if (header := self._headers[key].strip()) and header in json.dumps(form, ensure_ascii=False):
+            reading = read(form, render, template, keeps_tags=False)
+            if reading is None:
+                raise DataError(
+                    f"{where}: a message says {header!r}, as the chat template writes before a reply"
+                )
         return text, self._spans(Borders(reading, render, self._headers[key]), turns, where)
 
     def _spans(self, borders: Borders, turns: Sequence[int], where: str) -> list[Span]:

@@ -1,25 +1,19 @@
 """Where a reply begins and ends between the words of two messages, and whether all of the reply is there."""
 
 import contextlib
-import itertools
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from outsize.data.chat.reply_reading import Reading, read
 from outsize.data.chat.reply_spans import (
-    CALL,
     KINDS,
     NAME,
-    REASONING,
+    NOTHING,
     SENTINELS,
     TEXT,
-    Block,
     Message,
     Render,
     Span,
-    Veiled,
-    align,
     begin_of,
     code_of,
     common,
@@ -31,93 +25,9 @@ from outsize.errors import DataError
 
 _THINKS = re.compile(r"<[^<>\s]*(?:think|thought)[^<>\s]*>|\[THINK\]|◁think▷|<\|channel\|?>", re.IGNORECASE)
 _ROLES = re.compile(r"(?<![^\W_])(?:assistant|user|system|human|model|gpt|bot)(?![^\W_])", re.IGNORECASE)
-_OF_ROLE = "messages of the role "
-USERS = _OF_ROLE + "user"
+_TAGGED = re.compile(r"\S*>|<\S|\[\S")
 _ASKED: list[Message] = [{"role": "user", "content": "x"}]
 _ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": "y"}]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A rendered conversation, and whose words are where.
-
-    Attributes:
-        messages: the conversation.
-        text: the conversation, rendered.
-        veiled: the conversation with sentinels for its words.
-        blocks: of the text, in order.
-        seen: how often there is each sentinel.
-    """
-
-    messages: Sequence[Message]
-    text: str
-    veiled: Veiled
-    blocks: list[Block]
-    seen: Counter[str]
-
-    def has_words(self, number: int) -> bool:
-        """Return whether a message has sentinels: its own, or those of an equal one."""
-        alike = (i for i, message in enumerate(self.messages) if message == self.messages[number])
-        return any(self.veiled.num_words[code_of(i, kind)] for i in alike for kind in KINDS)
-
-    def lost(self) -> Iterator[tuple[int, str]]:
-        """Yield the replies that the template does not write as they are, and what becomes of them."""
-        for i, message in enumerate(self.messages):
-            if message["role"] != "assistant":
-                continue
-            for kind, name in (
-                (TEXT, "text"),
-                (CALL, "tool calls"),
-                (NAME, "tool calls"),
-                (REASONING, "reasoning"),
-            ):
-                num, want = (words[code_of(i, kind)] for words in (self.seen, self.veiled.num_words))
-                if num > want and kind != NAME:
-                    yield i, f"writes a part of the {name} twice"
-                elif num < want and kind != REASONING:
-                    yield i, f"leaves out {'the' if not num else 'a part of the'} {name}"
-
-    def left_out(self) -> Iterator[tuple[int, str]]:
-        """Yield what else the template does not write: reasoning of replies, messages of others."""
-        for i, message in enumerate(self.messages):
-            if message["role"] == "assistant":
-                code = code_of(i, REASONING)
-                if self.seen[code] < self.veiled.num_words[code]:
-                    yield i, "the reasoning of replies"
-                continue
-            codes = [code_of(i, kind) for kind in (TEXT, REASONING)]
-            if any(self.veiled.num_words[code] for code in codes) and not any(
-                self.seen[code] for code in codes
-            ):
-                yield i, _OF_ROLE + message["role"]
-
-
-def read(messages: Sequence[Message], render: Render, template: str) -> Reading | None:
-    """Render a conversation and tell whose words are where; None where the template decides by words.
-
-    Raises:
-        DataError: the template refuses the conversation.
-    """
-    text = render(messages)
-    roles = {message["role"] for message in messages}
-    for kept, into in itertools.product(kept_patterns(template), (roles, ("assistant",), ())):
-        veiled = veil(messages, kept, into)
-        try:
-            aligned = align(text, render(veiled.messages), _num_names(veiled, render))
-        except DataError:
-            continue
-        if aligned is not None:
-            return Reading(messages, text, veiled, *aligned)
-    return None
-
-
-def _num_names(veiled: Veiled, render: Render) -> dict[str, int]:
-    """Return how often a template writes the names that have sentinels, where nothing follows the call."""
-    return {
-        code: render(veiled.messages[: message_of(code)[0] + 1]).count(code)
-        for code in veiled.num_words
-        if message_of(code)[1] == NAME
-    }
 
 
 def header_of(messages: Sequence[Message], render: Render, template: str) -> str:
@@ -140,8 +50,21 @@ def header_of(messages: Sequence[Message], render: Render, template: str) -> str
         if opening := _THINKS.search(header):
             header = header[: opening.start()]
         if header.strip():
-            return header
+            return _without_end(header, render)
     return _written_header(render, template)
+
+
+def _without_end(header: str, render: Render) -> str:
+    """Return a header without the end of the turn before, which some templates write when the next one begins."""
+    *answered, asked = veil([*_ANSWERED, _ASKED[0]], NOTHING, ()).messages
+    try:
+        shown = render([*answered, asked])
+    except DataError:
+        return header
+    first, last = shown.find(code_of(0, TEXT)), shown.rfind(code_of(1, TEXT))
+    end = common(header, shown[last + 1 : max(shown.rfind(code_of(0, TEXT)), 0)]) if last >= 0 else 0
+    is_end = header[:end].strip() and header[:end].strip() not in shown[: max(first, 0)]
+    return header[end:] if is_end and header[end:].strip() else header
 
 
 def _written_header(render: Render, template: str) -> str:
@@ -193,30 +116,36 @@ class Borders:
             floor = blocks[n - 1].end if n else 0
             ceiling = blocks[n + 1].start if n + 1 < len(blocks) else len(text)
             start, end = blocks[n].start, blocks[n].end
+            if n + 1 < len(blocks) and n == numbers[-1] and turn + 1 == len(self._reading.messages):
+                raise DataError("writes words of a message before it behind it")
             # What the reply says elsewhere is taken away to see what stands around this part.
             shown = self._reading.veiled.messages if len(numbers) == 1 else self._without_text(turn)
             if n == numbers[0]:
                 start = self._start(floor, start, blocks[n - 1].message if n else None, turn)
             else:
-                start = floor + self._shared(text[floor:start], shown, blocks[n - 1].message)
+                until = blocks[n + 1].message if n + 1 < len(blocks) else None
+                start = floor + self._shared(text[floor:start], shown, blocks[n - 1].message, until)
             if n == numbers[-1]:
                 shown = self._reading.veiled.messages
-            spans.append((start, end + self._end(turn, shown, text[end:ceiling])))
+            spans.append((start, end + self._end(turn, shown, text[end:ceiling], in_parts=len(numbers) > 1)))
         return spans
 
-    def closing(self, messages: Sequence[Message], code: int, **options: bool) -> str | None:
+    def closing(
+        self, messages: Sequence[Message], code: int, until: int | None = None, **options: bool
+    ) -> str | None:
         """Return what stands behind the words of the last of some messages; None where that is not known.
 
         Args:
             messages: with sentinels.
             code: the number of the message whose sentinels the last one has.
+            until: the number of the one behind it, if it is not the last one.
             options: of the template.
         """
         try:
             shown = self._render(messages, **options)
         except DataError:
             return None
-        return _behind(shown, code)
+        return _behind(shown, code, until)
 
     def _start(self, floor: int, begin: int, before: int | None, turn: int) -> int:
         text = self._reading.text
@@ -228,8 +157,17 @@ class Borders:
             if num:  # one of them is the header, what the reply or the message before it says is none
                 return floor + gap.index(header, self._end_before(gap, before, turn)) + len(header)
         start = floor + self._end_before(gap, before, turn)
-        if role := _ROLES.search(text[start:begin].partition("{")[0]):
-            raise DataError(f"writes a header into it that its generation prompt does not have ({role[0]!r})")
+        said = _THINKS.split(text[start:begin], maxsplit=1)[0].strip()
+        role = _ROLES.search(text[start:begin].partition("{")[0])
+        messages = self._reading.messages
+        # A call may begin by a tag of its own, and what ends the reply before it is a reply's.
+        is_free = messages[turn].get("tool_calls") or (
+            before is not None and messages[before]["role"] == "assistant"
+        )
+        if role or (self._header and _TAGGED.match(said) and not is_free):
+            raise DataError(
+                f"writes a header into it that its generation prompt does not have ({role[0] if role else said!r})"
+            )
         return start
 
     def _end_before(self, gap: str, before: int | None, turn: int) -> int:
@@ -248,9 +186,9 @@ class Borders:
         messages = self._reading.messages
         return messages[other]["role"] != "assistant" and messages[one] == messages[other]
 
-    def _shared(self, gap: str, messages: Sequence[Message], code: int) -> int:
-        """Return how many characters of a gap are the end of the message in front."""
-        closing = self.closing(messages, code)
+    def _shared(self, gap: str, messages: Sequence[Message], code: int, until: int | None = None) -> int:
+        """Return how many characters of a gap are the end of the message in front; see `closing`."""
+        closing = self.closing(messages, code, until)
         if closing is None:
             raise DataError("cannot render the conversation up to it")
         return common(gap, closing)
@@ -266,7 +204,15 @@ class Borders:
         except DataError:
             return ""
 
-    def _end(self, turn: int, shown: Sequence[Message], gap: str) -> int:
+    def _first_header(self) -> str:
+        """Return what stands in front of a question that is the first message."""
+        code = code_of(0, TEXT)
+        try:
+            return self._render([{"role": "user", "content": code}]).partition(code)[0]
+        except DataError:
+            return ""
+
+    def _end(self, turn: int, shown: Sequence[Message], gap: str, *, in_parts: bool) -> int:
         """Return how many characters of a gap are the end of a reply."""
         until = shown[: turn + 1]
         if turn + 1 == len(shown) and not until[-1].get("tool_calls"):
@@ -278,6 +224,9 @@ class Borders:
             closings.append(asked[: asked.rindex(self._header)])
         lengths = [common(gap, closing) for closing in closings if closing is not None]
         length = max(lengths) if lengths else self._usual_length(gap)
+        rests = [closing[common(gap, closing) :] for closing in closings if closing]
+        if not in_parts and all(rest.strip() for rest in rests):  # as the last one it would end otherwise
+            length = max(length, self._length_within(until, gap, ends=bool(rests)))
         at = gap.find(self._header) if self._header else -1
         length = length if at < 0 else min(length, at)
         if length and shown[turn].get(
@@ -285,6 +234,28 @@ class Borders:
         ):  # what opens a result may stand behind a call that has none yet
             length = min(length, begin_of(self._header_of_result(shown, turn), gap))
         return length
+
+    def _length_within(self, until: Sequence[Message], gap: str, *, ends: bool) -> int:
+        """Return how much of a gap ends a reply where any message follows: what stands there before users and replies.
+
+        Args:
+            until: the reply and what is before it.
+            gap: behind the reply.
+            ends: whether something ends it as the last one.
+        """
+        number = len(until)
+        behind = []
+        for role in ("user", "assistant"):
+            follows = {"role": role, "content": code_of(number, TEXT)}
+            behind.append(self.closing([*until, follows], number - 1, number))
+        one, other = behind
+        end = one[: common(one, other)] if one is not None and other is not None else ""
+        end = end[: begin_of(self._header, end)]
+        opens = end.strip() and end.strip() in self._first_header()  # it begins headers
+        is_known = None not in behind and gap.startswith(end) and not opens
+        if ends and not is_known:
+            raise DataError("ends it in another way where a message follows")
+        return len(end) if is_known else 0
 
     def _header_of_result(self, shown: Sequence[Message], turn: int) -> str:
         """Return what stands in front of one more result of a tool; nothing where that is not known."""
@@ -296,8 +267,15 @@ class Borders:
         }
         first, second = ({**result, "content": code_of(number + n, TEXT)} for n in (0, 1))
         closing = self.closing([*shown[: turn + 1], first], number)
-        between = self.closing([*shown[: turn + 1], first, second], number)
-        return "" if closing is None or between is None else between[common(between, closing) :]
+        between = self.closing([*shown[: turn + 1], first, second], number, number + 1)
+        if closing is None or between is None:
+            return ""
+        end = common(between, closing)
+        if not between[:end].strip():  # as the last one it may end otherwise
+            user = {"role": "user", "content": code_of(number + 1, TEXT)}
+            other = self.closing([*shown[: turn + 1], first, user], number, number + 1) or ""
+            end = begin_of(self._header, between[: common(between, other)])
+        return between[end:]
 
     def _usual_length(self, gap: str) -> int:
         """Return how much of a gap is the end that replies have elsewhere."""
@@ -345,11 +323,18 @@ class Borders:
         return before + at, before + at + max(lengths)
 
 
-def _behind(shown: str, number: int) -> str | None:
-    """Return what stands behind the last sentinel of a message, up to that of another."""
+def _behind(shown: str, number: int, until: int | None = None) -> str | None:
+    """Return what stands behind the last sentinel of a message, up to that of the message ``until``, if there is one.
+
+    Returns:
+        None where the message is not there, or another one follows.
+    """
     last = max(shown.rfind(code_of(number, kind)) for kind in KINDS)
     if last < 0:
         return None
     rest = shown[last + 1 :]
     other = SENTINELS.search(rest)
-    return rest[: other.start()] if other else rest
+    if other is None:
+        return rest
+    behind, kind = message_of(other[1])  # results repeat names of calls
+    return rest[: other.start()] if behind == until or kind == NAME else None

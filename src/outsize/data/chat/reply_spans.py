@@ -31,6 +31,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _FIRST_CODE, _LAST_CODE = 0x20000, 0x323A0
 _CODES = f"[{chr(_FIRST_CODE)}-{chr(_LAST_CODE)}]"
 SENTINELS = re.compile(rf"({_CODES})\1*")
+NOTHING = re.compile(r"((?!))")
 _WORD = re.compile(r"[^\W_]|[^\x00-\x7f\s]")
 _MARK = re.compile(r"[^\s\w\"'\\<>]")
 _TAG = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,40}\]"
