@@ -134,7 +134,9 @@ VENDORS: dict[str, Vendor] = {
     ),
 }
 
-
+# Tensor cores multiply bf16 from this compute capability on; before (T4, V100, 20xx) it is emulated, and attention
+# falls back to products. AMD numbers its GPUs otherwise.
+BF16_CAPABILITY = (8, 0)
 # What torch computes on without them.
 _HOST = Vendor(title="CPU", backend="gloo")
 
@@ -229,14 +231,54 @@ class Devices:
         indices = self.indices if self.accelerated else ()
         return tuple(module_of(self.kind).get_device_name(index) for index in indices)
 
+    @property
+    def multiply_bf16(self) -> bool:
+        """Whether all of those that torch sees are accelerators that multiply bf16 by themselves."""
+        import torch
+
+        if self.kind != "cuda" or torch.version.hip:
+            return self.accelerated
+        return all(torch.cuda.get_device_capability(index) >= BF16_CAPABILITY for index in self._seen)
+
+    @property
+    def share_ram(self) -> bool:
+        """Whether the memory of one is the host's RAM, as on GB10, MI300A and graphics within a CPU."""
+        found = [module_of(self.kind).get_device_properties(index) for index in self._seen]
+        return any(
+            getattr(each, word, False) for each in found for word in ("is_integrated", "is_integrated_gpu")
+        )
+
+    @property
+    def _seen(self) -> list[int]:
+        count = count_of(self.kind) if self.accelerated else 0
+        return [index for index in self.indices if index < count]
+
     def memory_info(self) -> list[tuple[int, int]]:
         """Return free and total bytes of each accelerator, in equal parts where workers share one; else nothing."""
         found = []
         for index in self.indices if self.accelerated else ():
-            free, total = module_of(self.kind).mem_get_info(index)
+            free, total = _memory_info(self.kind, index)
             sharing = self.indices.count(index)
             found.append((free // sharing, total // sharing))
         return found
+
+
+def _memory_info(kind: str, index: int) -> tuple[int, int]:
+    """Return free and total bytes of an accelerator.
+
+    Intel's drivers for desktops do not say what is free, and torch raises; then it is what this process has not taken.
+    """
+    import torch
+
+    module = module_of(kind)
+    try:
+        free, total = module.mem_get_info(index)
+    except torch.AcceleratorError:  # the device has failed
+        raise
+    except RuntimeError:
+        total = module.get_device_properties(index).total_memory
+        free = total - module.memory_reserved(index)
+    return int(free), int(total)
 
 
 CPU = Devices()

@@ -167,8 +167,7 @@ def test_a_budget_beyond_the_control_group_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_a_budget_beyond_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus(monkeypatch, (8, 9), (8, 9))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 * GIB, (24 >> index) * GIB))
     describe_machine(MemoryConfig(device="cuda:0", device_memory="24GiB"), GIB, tmp_path)
     for device, there in (("cuda:0,1", "12.00 GiB of memory on"), ("cuda:0,0", "12.00 GiB of memory on")):
@@ -218,8 +217,7 @@ def test_budgets_are_shares_of_what_is_free_unless_given(tmp_path: Path):
 def test_a_gpu_s_budget_is_a_share_of_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     answer: Callable[[int], tuple[int, int]] = lambda index: (asked.append(index), (10 * GIB, 24 * GIB))[1]  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    gpus(monkeypatch, *[(8, 9)] * 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
     found = describe_machine(MemoryConfig(device="cuda:2"), GIB, tmp_path)
     assert found.device_bytes == int(10 * GIB * module.DEVICE_SHARE)
@@ -231,3 +229,86 @@ def test_a_home_is_no_zram_device():
     for place in (Path("/dev/zram98765"), Path("/dev/zram98765/home.bin")):
         with pytest.raises(StorageError, match="there is no zram98765 on this machine"):
             describe_machine(MemoryConfig(device="cpu", home="disk"), GIB, place)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], **properties: Any) -> None:
+    """Have torch see GPUs of such compute capabilities, which have 10 of 24 GiB free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+
+
+@pytest.mark.parametrize(
+    ("device", "scaled", "expected"),
+    [
+        ("cuda:0", True, "bf16"),
+        ("cuda:1", True, "fp16"),
+        ("cuda:0,1", True, "fp16"),
+        ("cuda:1", False, "fp32"),
+    ],
+)
+def test_auto_is_bf16_only_where_it_is_multiplied(
+    device: str, scaled: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    """An H100 beside a T4; without a loss scale fp16 would lose gradients."""
+    gpus(monkeypatch, (9, 0), (7, 5))
+    devices = Devices.parse(device)
+    assert choose_dtype("auto", devices, scaled=scaled) == expected
+    assert choose_dtype("bf16", devices, scaled=scaled) == "bf16"
+    said = module.dtype_chosen("auto", expected, devices)
+    assert (said is None) == (expected != "fp16")
+
+
+def test_rocm_multiplies_bf16_whatever_its_number(monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, (7, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert choose_dtype("auto", Devices.parse("cuda:0")) == "bf16"
+
+
+def test_a_device_that_does_not_tell_what_is_free_has_what_the_process_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Intel's desktop GPUs: torch raises, with and without a budget."""
+
+    def raises(index: int) -> tuple[int, int]:
+        raise RuntimeError(
+            "The device (Intel(R) Arc(TM) B580 Graphics) doesn't support querying the available free memory."
+        )
+
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", raises)
+    monkeypatch.setattr(torch.xpu, "memory_reserved", lambda index: 2 * GIB)
+    monkeypatch.setattr(
+        torch.xpu, "get_device_properties", lambda index: SimpleNamespace(total_memory=12 * GIB)
+    )
+    found = describe_machine(MemoryConfig(device="xpu"), GIB, tmp_path)
+    assert found.device_bytes == int(10 * GIB * module.DEVICE_SHARE)
+    with pytest.raises(ConfigError, match=r"12.00 GiB of memory on xpu:0"):
+        describe_machine(MemoryConfig(device="xpu", device_memory="13GiB"), GIB, tmp_path)
+
+
+@pytest.mark.parametrize("word", ["is_integrated", "is_integrated_gpu"])
+@pytest.mark.parametrize("given", [{}, {"device_memory": "2GiB"}, {"host_memory": "5GiB"}])
+def test_memory_that_host_and_device_share_is_given_once(
+    word: str, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """GB10, MI300A and graphics within a CPU: 8 of 10 GiB of RAM are free, and all budgets are parts of them."""
+    gpus(monkeypatch, (12, 1), **{word: True})
+    pool = int(8 * GIB * module.DEVICE_SHARE)
+    found = describe_machine(MemoryConfig(device="cuda", **given), GIB, tmp_path)
+    assert found.is_shared
+    assert found.device_bytes > 0
+    assert pool - 1 <= found.device_bytes + found.host_bytes <= pool
+    for key, text in given.items():
+        assert getattr(found, f"{key[:-7]}_bytes") == int(text[0]) * GIB
+    with pytest.raises(ConfigError, match=r"5.00 GiB of RAM, which cuda:0 shares with host_memory"):
+        describe_machine(MemoryConfig(device="cuda", host_memory="5GiB", device_memory="6GiB"), GIB, tmp_path)
+
+
+def test_memory_of_a_card_of_its_own_is_beside_the_host_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gpus(monkeypatch, (8, 9), is_integrated=0)
+    found = describe_machine(MemoryConfig(device="cuda"), GIB, tmp_path)
+    assert (found.is_shared, found.device_bytes) == (False, int(10 * GIB * module.DEVICE_SHARE))

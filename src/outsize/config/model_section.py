@@ -17,7 +17,8 @@ class ModelConfig(Section):
     dtype: Dtype = Field(
         default="auto",
         description="Compute dtype; master weights are exact fp32 in any case. "
-        "auto is fp32 on cpu and emulated devices, bf16 on accelerators.",
+        "auto is fp32 on cpu and emulated devices, bf16 on accelerators, and fp16 with its losses scaled on GPUs "
+        "that do not multiply bf16 (compute capability below 8.0).",
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         default="auto",

@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from outsize.accelerators import choose_device
 from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.objectives.recipes import Recipe
-from outsize.session.job.machine import choose_dtype, describe_machine, home_file
+from outsize.session.job.machine import describe_machine, home_file, unscaled_dtype
 from outsize.wrapped.api import Built, open_wrapped
 from outsize.wrapped.arguments import BlockSettings, WrapSettings, transport_of
 from outsize.wrapped.module import is_wrapped, runner_of
@@ -108,7 +107,7 @@ def open_models(
         ),
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None
-    built = Built(model.dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)
+    built = Built(unscaled_dtype(config), model.attention, model.trust_remote_code, recipe.auto, empty=empty)
     frozen = None
     if other is not None:
         plain = replace(settings, memory=frozen_memory, codecs=("raw", "raw"))
@@ -145,7 +144,7 @@ def _shared(config: Config, auto: str, other: str, run_dir: Path) -> tuple[Memor
         ConfigError: they have other vocabularies.
     """
     memory, trust = config.memory, config.model.trust_remote_code
-    dtype = choose_dtype(config.model.dtype, choose_device(memory.device))
+    dtype = unscaled_dtype(config)
     sizes, vocabularies = [], []
     for name in (config.model.path, other):
         found = load_hf_config(name, trust)

@@ -133,7 +133,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         path_or_hub_id: a directory in Hugging Face layout, the id of a model on the hub, or, with ``trainable=False``,
             a directory of adapters in PEFT's format: they stand in the model that they name, and are not merged.
         base: with adapters, the model that they stand in, where the one that they name is not there.
-        dtype: of weights and computation; ``auto`` is bf16 on CUDA and fp32 elsewhere.
+        dtype: of weights and computation; ``auto`` is bf16 on accelerators that multiply it and fp32 elsewhere.
         attention: ``auto`` or a name that transformers knows.
         trust_remote_code: whether code that comes with the model may run.
         trainable: False freezes all of it, in `eval` mode: a home for weights alone, for generation and embeddings.
@@ -217,7 +217,7 @@ def open_wrapped(
     """
     config = load_hf_config(name, built.trust_remote_code)
     config.update(dict(built.changes))
-    dtype = choose_dtype(built.dtype, choose_device(settings.memory.device))
+    dtype = choose_dtype(built.dtype, choose_device(settings.memory.device), scaled=built.frozen)
     model = build_skeleton(config, dtype, built.attention, built.trust_remote_code, built.auto, built.frozen)
     source: WeightSource = _Stored(locate_checkpoint(name), model, may_lack=built.may_lack)
     if adapters is not None:

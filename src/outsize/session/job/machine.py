@@ -4,9 +4,11 @@ import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from outsize.accelerators import Devices, check_here, choose_device, count_of
-from outsize.config import MemoryConfig
+from outsize.choices import ComputeDtype
+from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.host_memory import HostMemory, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
@@ -16,6 +18,8 @@ from outsize.units import format_bytes
 
 # Where the device's memory is RAM it shares it with the host tier.
 CPU_DEVICE_SHARE = 0.4
+# Of RAM that host and device both have as theirs: weights cross, and rest on the host beside masters and moments.
+SHARED_DEVICE_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class RunMachine:
         device_bytes: budget of the device; of each, where there are several.
         host_bytes: budget of host memory.
         disk_bytes: budget of the disk.
+        is_shared: whether the memory of the device is the host's RAM, so that both budgets are parts of it.
     """
 
     devices: Devices
@@ -37,6 +42,7 @@ class RunMachine:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
+    is_shared: bool = False
 
     @property
     def num_workers(self) -> int:
@@ -44,9 +50,34 @@ class RunMachine:
         return len(self.devices.each)
 
 
-def choose_dtype(name: str, devices: Devices) -> str:
-    """Resolve ``auto``: bf16 on accelerators, fp32 elsewhere."""
-    return name if name != "auto" else "bf16" if devices.accelerated else "fp32"
+def choose_dtype(name: str, devices: Devices, *, scaled: bool = True) -> ComputeDtype:
+    """Resolve ``auto``: bf16 on accelerators that multiply it, fp16 on others, fp32 elsewhere.
+
+    Args:
+        name: what the user asked for.
+        devices: that compute.
+        scaled: whether losses are scaled, or nothing trains; else fp16 loses gradients, and fp32 takes its place.
+    """
+    if name != "auto":
+        return cast("ComputeDtype", name)
+    if devices.multiply_bf16:
+        return "bf16"
+    return "fp16" if devices.accelerated and scaled else "fp32"
+
+
+def unscaled_dtype(config: Config) -> ComputeDtype:
+    """Return what a run computes in that scales no losses; fp16 only where it is asked for."""
+    return choose_dtype(config.model.dtype, choose_device(config.memory.device), scaled=False)
+
+
+def dtype_chosen(name: str, dtype: str, devices: Devices) -> str | None:
+    """Return what a user is told of a dtype that ``auto`` became; None where it is the usual one."""
+    if name != "auto" or dtype != "fp16":
+        return None
+    return (
+        f"{devices} has no cores for bf16 (compute capability 8.0 has): model.dtype=auto computes in fp16, with its "
+        "losses scaled"
+    )
 
 
 def available_ram_bytes() -> int:
@@ -70,7 +101,8 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
     ram = read_host_memory(Path("/"))
     _check_budgets(memory, devices, ram, store_dir)
     available = ram.free_bytes() or 0
-    host = memory.host_memory or int(available * HOST_SHARE)
+    is_shared = devices.share_ram
+    device_bytes, host = _budgets(memory, devices, available, is_shared)
     home: Tier = memory.home if memory.home != "auto" else "host" if state_bytes <= host else "disk"
     below: Tier = "disk" if devices.is_cpu and home == "disk" else "host"
     if home == "disk":
@@ -79,9 +111,10 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
         devices=devices,
         home=home,
         below=below,
-        device_bytes=memory.device_memory or _default_device_bytes(devices, available),
+        device_bytes=device_bytes,
         host_bytes=host,
         disk_bytes=memory.disk_memory or int(_free_disk_bytes(store_dir) * DISK_SHARE),
+        is_shared=is_shared,
     )
 
 
@@ -95,11 +128,21 @@ def check_directory(store_dir: Path) -> None:
     check_not_a_device(store_dir.parent)
 
 
-def _default_device_bytes(devices: Devices, available: int) -> int:
+def _budgets(memory: MemoryConfig, devices: Devices, available: int, is_shared: bool) -> tuple[int, int]:
+    """Return the bytes of the device, of each where there are several, and those of the host."""
+    count = len(devices.each)
+    if is_shared:  # one pool, given once: a driver that runs out of it takes the machine along
+        pool = int(available * DEVICE_SHARE)
+        left = pool - (memory.host_memory or int(pool * (1 - SHARED_DEVICE_SHARE)))
+        each = memory.device_memory or max(0, left) // count
+        return each, memory.host_memory or max(0, pool - each * count)
+    host = memory.host_memory or int(available * HOST_SHARE)
+    if memory.device_memory:
+        return memory.device_memory, host
     check_here(devices)
     if devices.accelerated:
-        return int(min(free for free, _ in devices.memory_info()) * DEVICE_SHARE)
-    return int(available * CPU_DEVICE_SHARE / len(devices.each))
+        return int(min(free for free, _ in devices.memory_info()) * DEVICE_SHARE), host
+    return int(available * CPU_DEVICE_SHARE / count), host
 
 
 def _check_budgets(memory: MemoryConfig, devices: Devices, ram: HostMemory, store_dir: Path) -> None:
@@ -114,6 +157,9 @@ def _check_budgets(memory: MemoryConfig, devices: Devices, ram: HostMemory, stor
         most["device_memory"] = (there and there // count, each)
     elif memory.device_memory and count_of(devices.kind):
         most["device_memory"] = (min(total for _, total in devices.memory_info()), f"memory on {devices}")
+        if there and devices.share_ram:
+            left = max(0, there - (memory.host_memory or 0))
+            most["device_memory"] = (left // count, f"{of_what}, which {devices} shares with host_memory")
     disk_bytes = shutil.disk_usage(existing(store_dir)).total if memory.disk_memory else 0
     if disk_bytes and memory.home != "host":  # what is no disk at all is refused where it is written to
         most["disk_memory"] = (disk_bytes, f"disk at {existing(store_dir)}")

@@ -48,6 +48,7 @@ from outsize.session.job.machine import (
     check_directory,
     choose_dtype,
     describe_machine,
+    dtype_chosen,
     home_file,
 )
 from outsize.session.job.model_inputs import made_up_inputs
@@ -145,7 +146,7 @@ def prepare(
     """
     group = group or SingleGroup()
     _check_asked(config, group.size)
-    dtype = choose_dtype(config.model.dtype, choose_device(config.memory.device))
+    dtype = _dtype_of(config, announce)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
     model = _skeleton(config, hf_config, dtype, announce)
@@ -242,6 +243,14 @@ def compiled_so(prepared: Job, run_dir: Path, announce: Announce) -> Job:
     return planned_so(replace(prepared, config=config, tried=tried), plan, run_dir)
 
 
+def _dtype_of(config: Config, announce: Announce) -> str:
+    devices = choose_device(config.memory.device)
+    dtype = choose_dtype(config.model.dtype, devices)
+    if (chosen := dtype_chosen(config.model.dtype, dtype, devices)) is not None:
+        announce(chosen)
+    return dtype
+
+
 def _skeleton(config: Config, hf_config: Any, dtype: str, announce: Announce) -> nn.Module:
     model, frozen = config.model, config.train.method == "lora"
     built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
@@ -306,6 +315,7 @@ def _told(config: Config, plan: Plan, machine: RunMachine, state_bytes: int, num
     yield (
         f"training state {format_bytes(state_bytes)}{_encoded(plan)} on {plan.home}; device budget "
         f"{format_bytes(machine.device_bytes)} on {machine.devices}"
+        + (", part of the RAM that it shares with the host" if machine.is_shared else "")
     )
 
 
