@@ -93,7 +93,7 @@ class Contender:
         self.cpu_s = used / num_steps
         self._step += num_steps
         events = self.trainer.take_timeline().events
-        self.commit_s = sum(e.end_s - e.start_s for e in events if e.op == "COMMIT") / num_steps
+        self.commit_s = sum(e.end_s - e.start_s for e in events if str(e.op) == "COMMIT") / num_steps
         return seconds / num_steps
 
     def digest(self) -> str:

@@ -170,7 +170,7 @@ def run_schedule(schedule: Schedule, layers: Layers) -> tuple[Timeline, Idle]:
 def _first_start_s(lane: Sequence[Event]) -> float:
     """Return when a lane had to start: a recompute at its beginning may come right before its backward."""
     first = lane[0]
-    return lane[1].start_s - (first.end_s - first.start_s) if first.op.startswith("R") else first.start_s
+    return lane[1].start_s - (first.end_s - first.start_s) if str(first.op).startswith("R") else first.start_s
 
 
 def _bound(ranks: Sequence[Sequence[Action]], layers_of: Sequence[int]) -> Schedule:

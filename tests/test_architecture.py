@@ -137,7 +137,7 @@ ARROWS = {
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry"},
     "telemetry": GROUND | {"config.yaml_text", "hardware"},
-    "reporting": GROUND | {"doctor", "files", "loopback", "planner.simulate", "telemetry"},
+    "reporting": GROUND | {"doctor", "files", "loopback", "planner.program", "planner.simulate", "telemetry"},
     "session.job": GROUND
     | {
         "accelerators",

@@ -173,7 +173,7 @@ def test_a_step_of_long_sequences_gains_a_fifth_of_full_recompute():
 
 def test_a_choice_may_be_forced_for_all_units():
     found = fastest(ask(activations="offload-attention", **LONG))
-    ops = Counter(event.op.split()[0] for event in found.timeline.events)
+    ops = Counter(str(event.op).split()[0] for event in found.timeline.events)
     assert ops["FA"] == ops["OFFLOAD"] == ops["ONLOAD"] > 0
     assert ops["FP"] == ops["FK"] == 0
 

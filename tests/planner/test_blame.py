@@ -1,11 +1,13 @@
 import pytest
 
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.planner.simulate.wait_cause import COMPUTE, HANDED_OUT, STEP_BEFORE, waits_by_cause
 
 
 def event(op, start_s, end_s, lane="compute:w0", waited_for=""):
-    return Event(lane=lane, op=op, start_s=start_s, end_s=end_s, waited_for=waited_for)
+    after = op_or_text(waited_for) if waited_for else None
+    return Event(lane=lane, op=op_or_text(op), start_s=start_s, end_s=end_s, waited_for=after)
 
 
 def waits(*events):

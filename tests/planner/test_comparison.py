@@ -2,12 +2,14 @@
 
 import pytest
 
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.comparison import BETWEEN, COMPUTE, Steps, compare, take_apart
 from outsize.planner.simulate.timeline import Event, Timeline
 
 
 def event(lane, op, start_s, end_s, waited_for=""):
-    return Event(lane=lane, op=op, start_s=start_s, end_s=end_s, waited_for=waited_for)
+    after = op_or_text(waited_for) if waited_for else None
+    return Event(lane=lane, op=op_or_text(op), start_s=start_s, end_s=end_s, waited_for=after)
 
 
 def steps(events, began_s, ended_s, count=1):

@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event
 
 
 def event(lane: str, op: str, start_s: float, end_s: float, waited_for: str = "") -> Event:
-    return Event(lane=lane, op=op, start_s=start_s, end_s=end_s, waited_for=waited_for)
+    after = op_or_text(waited_for) if waited_for else None
+    return Event(lane=lane, op=op_or_text(op), start_s=start_s, end_s=end_s, waited_for=after)
 
 
 def window(began_s=0.0, asked_s=0.0, given_s=0.0, ended_s=10.0) -> Window:

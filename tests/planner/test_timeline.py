@@ -2,11 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import UNKNOWN_OWNER, Event, Timeline
 
 
 def event(lane, op, start_s, end_s, waited_for=""):
-    return Event(lane=lane, op=op, start_s=start_s, end_s=end_s, waited_for=waited_for)
+    after = op_or_text(waited_for) if waited_for else None
+    return Event(lane=lane, op=op_or_text(op), start_s=start_s, end_s=end_s, waited_for=after)
 
 
 STEP = Timeline(
@@ -26,11 +28,13 @@ def test_a_timeline_knows_its_span_and_its_lanes():
     assert STEP.busy_s("compute:w0") == 5.5
     assert STEP.busy_s("nothing") == 0.0
     assert STEP.lanes == ("compute:w0", "down:w0", "host", "up:w0")
-    assert [e.op for e in STEP.lane("up:w0")] == ["LOAD 0@w0.0"]
+    assert [str(e.op) for e in STEP.lane("up:w0")] == ["LOAD 0@w0.0"]
 
 
 def test_every_gap_belongs_to_the_lane_it_waited_for():
-    assert [(s.start_s, s.end_s, s.op, s.waited_for, s.owner) for s in STEP.stalls()] == [
+    assert [
+        (s.start_s, s.end_s, str(s.op or ""), str(s.waited_for or ""), s.owner) for s in STEP.stalls()
+    ] == [
         (10.0, 12.0, "F 0.0@w0", "LOAD 0@w0.0", "up:w0"),
         (15.0, 16.0, "F 1.0@w0", "SAVE 0.0@w0", "down:w0"),
         (18.0, 18.5, "F 2.0@w0", "", UNKNOWN_OWNER),

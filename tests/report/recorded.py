@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.reporting.chrome import to_chrome
 
@@ -99,11 +100,11 @@ def timeline(microbatches: int = 4) -> Timeline:
         events.append(
             Event(
                 lane=lane,
-                op=op,
+                op=op_or_text(op),
                 start_s=start,
                 end_s=start + length,
                 waited_s=waited,
-                waited_for=waited_for if waited else "",
+                waited_for=op_or_text(waited_for) if waited else None,
             )
         )
         return start + length

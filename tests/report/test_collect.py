@@ -5,6 +5,7 @@ import json
 import pytest
 
 from outsize.errors import ConfigError
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.planner.simulate.unit_latency import unit_latencies
 from outsize.reporting import collect as collecting
@@ -70,7 +71,9 @@ def test_each_unit_tells_where_its_time_went(recorded):
 
 
 def test_ops_that_nobody_knows_are_in_no_row():
-    events = tuple(Event(lane="host", op=op, start_s=0.0, end_s=1.0) for op in ("THINK 3", "CLIP"))
+    events = tuple(
+        Event(lane="host", op=op_or_text(op), start_s=0.0, end_s=1.0) for op in ("THINK 3", "CLIP")
+    )
     assert unit_latencies(events) == {}
 
 
@@ -170,7 +173,8 @@ def test_a_timeline_tells_where_each_round_begins():
         "SUM 1@w0.0",
     )
     events = (
-        Event(lane="compute:w0", op=op, start_s=float(at), end_s=at + 1.0) for at, op in enumerate(ops, 1)
+        Event(lane="compute:w0", op=op_or_text(op), start_s=float(at), end_s=at + 1.0)
+        for at, op in enumerate(ops, 1)
     )
     shown = Timeline(tuple(events))
     assert collecting._timeline(shown, {}, {"round_microbatches": 2})["rounds"] == [1e6, 5e6]

@@ -318,8 +318,8 @@ def test_a_slow_worker_is_waited_for_and_changes_nothing_else():
         (context,) = contexts(batches(4, steps=1))
         rig.engine.finish(rig.engine.begin(context))
         events = rig.engine.take_timeline().events
-        assert sorted(event.op for event in events) == sorted(map(str, rig.engine.plan.program))
-        waited = {event.waited_for for event in events if event.lane.endswith(":w0")}
+        assert sorted(str(event.op) for event in events) == sorted(map(str, rig.engine.plan.program))
+        waited = {str(event.waited_for) for event in events if event.lane.endswith(":w0")}
         assert any(op.endswith("@w1") for op in waited)
     assert context.loss() == resident(4).losses[0]
 

@@ -155,7 +155,7 @@ def test_a_timeline_holds_every_op_once_and_begins_anew(tmp_path: Path):
         for context in contexts(batches(2, steps=2)):
             rig.engine.finish(rig.engine.begin(context))
             events = rig.engine.take_timeline().events
-            assert sorted(event.op for event in events) == sorted(map(str, rig.engine.plan.program))
+            assert sorted(str(event.op) for event in events) == sorted(map(str, rig.engine.plan.program))
             assert [event.start_s for event in events] == sorted(event.start_s for event in events)
         assert rig.engine.take_timeline().events == ()
         assert rig.engine.waiting() == {}

@@ -325,12 +325,12 @@ def test_lanes_run_inside_their_contexts_on_threads_of_their_own():
 def test_every_op_leaves_an_event_that_says_what_it_waited_for():
     with executing(Recorder()) as executor:
         executor.wait(executor.submit(ops("LOAD 0@w0.0; F 0.0@w0"), None))
-        events = {event.op: event for event in executor.events}
+        events = {str(event.op): event for event in executor.events}
     assert events.keys() == {"LOAD 0@w0.0", "F 0.0@w0"}
     load, forward = events["LOAD 0@w0.0"], events["F 0.0@w0"]
     assert (load.lane, forward.lane) == ("up:w0", "compute:w0")
     assert load.start_s <= load.end_s <= forward.start_s <= forward.end_s
-    assert forward.waited_for in ("", "LOAD 0@w0.0")
+    assert str(forward.waited_for) in ("None", "LOAD 0@w0.0")
 
 
 def test_contexts_reach_the_handler_and_are_let_go():

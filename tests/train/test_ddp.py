@@ -137,4 +137,4 @@ def test_an_op_that_ends_while_the_timeline_is_taken_is_in_one_timeline_alone():
     engine._seconds = lambda mark: 0.0
     engine._timed.append(replica_engine._Timed("compute:w0", "STEP", 0.0, Mark(), ""))
     taken = [engine.take_timeline(), engine.take_timeline()]
-    assert [[event.op for event in timeline.events] for timeline in taken] == [[], ["STEP"]]
+    assert [[str(event.op) for event in timeline.events] for timeline in taken] == [[], ["STEP"]]

@@ -1,11 +1,13 @@
 import pytest
 
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.training.metrics.lane_times import lane_times
 
 
 def event(lane: str, op: str, start_s: float, end_s: float, waited_for: str = "") -> Event:
-    return Event(lane=lane, op=op, start_s=start_s, end_s=end_s, waited_for=waited_for)
+    after = op_or_text(waited_for) if waited_for else None
+    return Event(lane=lane, op=op_or_text(op), start_s=start_s, end_s=end_s, waited_for=after)
 
 
 def test_seconds_by_lane_by_kind_and_by_owner():

@@ -26,7 +26,7 @@ def done_in(model: torch.nn.Module) -> Counter[str]:
     """Count the ops of the last forwards and backwards, by kind."""
     engine = runner_of(model)._engine
     assert engine is not None
-    return Counter(event.op.partition(" ")[0] for event in engine.take_timeline().events)
+    return Counter(str(event.op).partition(" ")[0] for event in engine.take_timeline().events)
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())

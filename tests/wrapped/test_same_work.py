@@ -156,7 +156,7 @@ def test_what_is_kept_changes_no_bit(name: str, activations: str):
 def ops_of_forward(model: nn.Module) -> Counter[Kind]:
     runner = runner_of(model)
     assert runner._engine is not None
-    kinds = [event.op.split()[0] for event in runner._engine.take_timeline().events]
+    kinds = [str(event.op).split()[0] for event in runner._engine.take_timeline().events]
     return Counter(Kind(kind) for kind in kinds if kind in ("F", "FK"))
 
 

@@ -25,15 +25,16 @@ def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}}
         yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
     for event in timeline.events:
+        name = str(event.op)
         args: dict[str, Any] = {"waited_us": event.waited_s * 1e6}
         if event.waited_for:
-            args["waited_for"] = event.waited_for
+            args["waited_for"] = str(event.waited_for)
         yield {
             "ph": "X",
             "pid": 0,
             "tid": rows[event.lane],
-            "name": event.op,
-            "cat": event.op.split(" ", 1)[0],
+            "name": name,
+            "cat": name.split(" ", 1)[0],
             "ts": (event.start_s - timeline.start_s) * 1e6,
             "dur": (event.end_s - event.start_s) * 1e6,
             "args": args,

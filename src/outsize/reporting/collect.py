@@ -170,7 +170,8 @@ def _timeline(
     lanes = sorted(timeline.lanes, key=lane_order)
     units = [unit["name"] for unit in about.get("units", [])]
     texts: dict[str, int] = {}
-    for text in (text for event in events for text in (event.op, event.waited_for)):
+    for op in (op for event in events for op in (event.op, event.waited_for)):
+        text = str(op or "")
         texts.setdefault(text, len(texts))
     rows = {lane: row for row, lane in enumerate(lanes)}
     size = plan.get("round_microbatches")
@@ -184,9 +185,9 @@ def _timeline(
                 rows[e.lane],
                 round((e.start_s - timeline.start_s) * 1e6, 1),
                 round((e.end_s - e.start_s) * 1e6, 1),
-                texts[e.op],
+                texts[str(e.op)],
                 round(e.waited_s * 1e6, 1),
-                texts[e.waited_for],
+                texts[str(e.waited_for or "")],
             ]
             for e in events
         ],

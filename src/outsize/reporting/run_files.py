@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from outsize.errors import ConfigError
+from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.telemetry.run_reading import read_mapping
 
@@ -25,11 +26,11 @@ def read_timeline(path: Path) -> Timeline | None:
         found = tuple(
             Event(
                 lane=names[e["tid"]],
-                op=e["name"],
+                op=op_or_text(e["name"]),
                 start_s=e["ts"] / 1e6,
                 end_s=(e["ts"] + e["dur"]) / 1e6,
                 waited_s=e["args"]["waited_us"] / 1e6,
-                waited_for=e["args"].get("waited_for", ""),
+                waited_for=op_or_text(text) if (text := e["args"].get("waited_for")) else None,
             )
             for e in events
             if e["ph"] == "X"

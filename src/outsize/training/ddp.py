@@ -37,6 +37,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
 from outsize.optim.decay_groups import parameter_groups
+from outsize.planner.program.ops import Kind
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import loss_of
@@ -331,14 +332,14 @@ class DataParallelTrainer:
             sends = index + 1 == count or self._looks
             quietly = contextlib.nullcontext() if sends else self._model.no_sync()
             with quietly, self._seeded(number, index):
-                with self.engine.op(f"F {index}"):
+                with self.engine.op(Kind.FORWARD, index):
                     weighted = self._loss(part, total)
-                with self.engine.op(f"B {index}"):
+                with self.engine.op(Kind.BACKWARD, index):
                     # Averaging divides by the number of ranks what is to be added up.
                     (weighted * self._group.size).backward()  # type: ignore[no-untyped-call]
             loss += float(weighted.detach())
         self._looks = False
-        with self.engine.op("AGREE", NET):
+        with self.engine.op(Kind.AGREE, lane=NET):
             self._group.all_reduce(loss)
         return float(loss)
 
@@ -361,7 +362,7 @@ class DataParallelTrainer:
         config, trained = self.prepared.config, self._replica.parameters
         names = [name for name, parameter in trained.items() if parameter.grad is not None]
         gradients = [trained[name].grad for name in names]
-        with self.engine.op("CLIP"):
+        with self.engine.op(Kind.CLIP):
             norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
             finite = bool(torch.isfinite(norm))
         if not finite and config.train.on_nonfinite == "raise":
@@ -370,7 +371,7 @@ class DataParallelTrainer:
                 "train.on_nonfinite=skip to go on"
             )
         if finite:
-            with self.engine.op("STEP"):
+            with self.engine.op(Kind.STEP):
                 limit = max_norm_of(config)
                 if math.isfinite(limit):
                     nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)

@@ -20,6 +20,7 @@ from outsize.accelerators import Devices, new_event
 from outsize.checkpoint.saving import Saving
 from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
+from outsize.planner.program.ops import Kind, Op
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.device import open_device
 from outsize.runtime.device.moved_bytes import Moved
@@ -39,10 +40,10 @@ class _Timed(NamedTuple):
     """An op and the marks of its ends, which on a GPU pass later than the code that made them."""
 
     lane: str
-    op: str
+    op: Op
     begun: Any
     ended: Any
-    waited_for: str
+    waited_for: Op | None
 
 
 class ReplicaEngine:
@@ -72,18 +73,20 @@ class ReplicaEngine:
         self.error: BaseException | None = None
         self._timed: list[_Timed] = []
         self._under_way: dict[str, str] = {}
-        self._last_sent: tuple[Any, str] | None = None
-        self._waits_for = ""
+        self._last_sent: tuple[Any, Op] | None = None
+        self._waits_for: Op | None = None
 
     @contextlib.contextmanager
-    def op(self, name: str, lane: str = COMPUTE) -> Iterator[None]:
+    def op(self, kind: Kind, index: int | None = None, lane: str = COMPUTE) -> Iterator[None]:
         """Time the block as an op of ``lane``. The op of the compute lane after it waits for what it has sent."""
+        op = Op(kind=kind, unit=index)
+        name = str(op)
         begun, self._last_sent = self._mark(), None
         self._under_way[name] = lane
         with self.ranges.around(name):
             yield
-        ended, sent = self._last_sent or (self._mark(), name if lane == NET else "")
-        self._timed.append(_Timed(lane, name, begun, ended, self._waits_for if lane == COMPUTE else ""))
+        ended, sent = self._last_sent or (self._mark(), op if lane == NET else None)
+        self._timed.append(_Timed(lane, op, begun, ended, self._waits_for if lane == COMPUTE else None))
         self._waits_for = sent
         self._end(name)
 
@@ -91,8 +94,9 @@ class ReplicaEngine:
         """Return the communication hook ``send``, timed; ``wire_bytes`` says what it has made of a bucket."""
 
         def hook(state: Any, bucket: "GradBucket") -> torch.futures.Future[Tensor]:
-            name, begun = f"REDUCE {bucket.index()}", self._mark()
-            self._last_sent = begun, name
+            op, begun = Op(kind=Kind.REDUCE, unit=bucket.index()), self._mark()
+            name = str(op)
+            self._last_sent = begun, op
             self._under_way[name] = NET
             future = send(state, bucket)
             # Each rank of a ring sends a bucket twice, but for its own part.
@@ -101,7 +105,7 @@ class ReplicaEngine:
             self.reduced = self.reduced.and_then(*(int(each_way * size) for size in sent))
 
             def arrived(future: torch.futures.Future[Tensor]) -> Tensor:
-                self._timed.append(_Timed(NET, name, begun, self._mark(), ""))
+                self._timed.append(_Timed(NET, op, begun, self._mark(), None))
                 self._end(name)
                 return future.value()
 

@@ -58,6 +58,14 @@ def parse_op(text: str) -> Op:
     return op
 
 
+def op_or_text(text: str) -> Op | str:
+    """Return the op that ``text`` names, or the text where this version has no such op."""
+    try:
+        return parse_op(text)
+    except ProgramError:
+        return text
+
+
 def render(program: Program) -> str:
     """Return the text of ``program``, one op per line."""
     return "\n".join(map(str, program.ops))

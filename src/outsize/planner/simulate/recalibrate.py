@@ -1,14 +1,13 @@
 """What a run's own trace says of the machine: how long each op took, and the rates of its lanes."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
-from outsize.planner.program.program import parse_op
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.timeline import Timeline
 
 # A rate from less than this many seconds of work says more about the clock than about the lane.
 LEAST_S = 1e-4
@@ -55,7 +54,9 @@ def read_trace(timeline: Timeline, costs: CostModel) -> Trace:
     by_op: defaultdict[_Key, _Sum] = defaultdict(_Sum)
     resources: defaultdict[str, _Sum] = defaultdict(_Sum)
     took_s = expected_s = 0.0
-    for event, op in _ops(timeline.events):
+    for event in timeline.events:
+        op = event.op
+        assert isinstance(op, Op), "the lanes of a run run its programs"
         seconds, cost = event.end_s - event.start_s, costs.cost_of(op)
         by_op[_key(op)].add(seconds, cost.amount)
         if cost.amount:
@@ -66,15 +67,6 @@ def read_trace(timeline: Timeline, costs: CostModel) -> Trace:
     rates = {name: part.amount / part.seconds for name, part in resources.items() if part.seconds > LEAST_S}
     share = took_s / expected_s if took_s > 0 and expected_s > 0 else 1.0
     return Trace(by_op=dict(by_op), rates=rates, compute_share=share)
-
-
-def _ops(events: Iterable[Event]) -> Iterable[tuple[Event, Op]]:
-    known: dict[str, Op] = {}
-    for event in events:
-        op = known.get(event.op)
-        if op is None:
-            op = known[event.op] = parse_op(event.op)
-        yield event, op
 
 
 def _key(op: Op) -> _Key:

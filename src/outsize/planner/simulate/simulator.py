@@ -86,16 +86,15 @@ class Simulation:
         waited = cause >= 0 and lanes[cause] != lanes[index]
         return Event(
             lane=lanes[index],
-            op=self._name(index),
+            op=self._op(index),
             start_s=run.start_s[index],
             end_s=run.end_s[index],
             waited_s=run.start_s[index] - run.lane_free_s[index],
-            waited_for=self._name(cause) if waited else "",
+            waited_for=self._op(cause) if waited else None,
         )
 
-    def _name(self, index: int) -> str:
-        op = self.steps.ops[index]
-        return "" if op is None else str(op)
+    def _op(self, index: int) -> Op | str:
+        return self.steps.ops[index] or ""
 
 
 @dataclass(frozen=True, slots=True)

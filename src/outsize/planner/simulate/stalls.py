@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from outsize.planner.program.ops import Op
 from outsize.planner.simulate.timeline import Event
 
 WORKERS, RANKS = "workers", "ranks"
@@ -28,29 +29,28 @@ LOADER, BETWEEN, PYTHON = "loader", "between steps", "python"
 CHECKPOINT, STORE_LANE = "checkpoint", "store"
 # The owner of what no lane was at work for.
 NOBODY = "none"
-# What compute waits for, by the first word of an op.
-CAUSES: Mapping[str, str] = {
-    "LOAD": "weights",
-    "GRAD": "gradients",
-    "SUM": "gradients",
-    "SAVE": "activations",
-    "FETCH": "activations",
-    "OFFLOAD": "activations",
-    "ONLOAD": "activations",
-    "SEND": "activations",
-    "RECV": "activations",
-    "PASS": "activations",
-    "RETURN": "activations",
-    "STEP": "optimizer",
-    "CLIP": "optimizer",
-    "READ": "disk",
-    "WRITE": "disk",
-    "COMMIT": "commit",
-    "REDUCE": RANKS,
-    "AGREE": RANKS,
-    "GATHER": RANKS,
-    "STORE": CHECKPOINT,
+# What compute waits for: by what is carried over links, and by lane elsewhere.
+_CONTENTS: Mapping[str | None, str] = {
+    "weights": "weights",
+    "gradient": "gradients",
+    "sum": "gradients",
+    "input": "activations",
+    "input gradient": "activations",
+    "kept": "activations",
 }
+_LANES: Mapping[str, str] = {
+    "host": "optimizer",
+    "read": "disk",
+    "write": "disk",
+    "read:units": "disk",
+    "write:units": "disk",
+    "commit": "commit",
+    "net:reduce": RANKS,
+    "net:gather": RANKS,
+    "store": CHECKPOINT,
+}
+# What a step that is known has not waited for: by what its lanes are, and LOADs.
+_AFTERWARDS = frozenset({"disk", "commit", CHECKPOINT, "optimizer"})
 
 Booked = dict[str, dict[str, float]]
 
@@ -84,7 +84,7 @@ class Waits:
 
     def __init__(self, events: Iterable[Event], window: Window) -> None:
         self._window = window
-        self._by_op: defaultdict[str, list[Event]] = defaultdict(list)
+        self._by_op: defaultdict[Op | str, list[Event]] = defaultdict(list)
         self._by_lane: defaultdict[str, list[Event]] = defaultdict(list)
         self._num_events = 0
         for event in sorted(events, key=_end):
@@ -134,7 +134,7 @@ class Waits:
             ready_s = min(max(before.end_s, start_s), end_s)
             self._book_nobody(ready_s, end_s, booked)
             begun_s = min(max(before.start_s, start_s), ready_s)
-            booked[CAUSES.get(_kind(before), WORKERS), before.lane] += ready_s - begun_s
+            booked[_cause_of(before), before.lane] += ready_s - begun_s
             end_s, before = begun_s, self._cause(before)
         self._book_nobody(start_s, end_s, booked)
 
@@ -142,12 +142,12 @@ class Waits:
         """Book what comes after the lane's last op: the step is known when its CLIP, or all gradients, are."""
         done = [e for lane in self._by_lane.values() for e in lane if self._start_s < e.end_s <= self._end_s]
         last = max(
-            (e for e in done if _kind(e) == "CLIP"),
-            default=max((e for e in done if _kind(e) not in _AFTERWARDS), key=_end, default=None),
+            (e for e in done if _decides(e)),
+            default=max((e for e in done if not _comes_afterwards(e)), key=_end, default=None),
             key=_end,
         )
         end = Event(
-            lane="", op="", start_s=self._end_s, end_s=self._end_s, waited_for=last.op if last else ""
+            lane="", op="", start_s=self._end_s, end_s=self._end_s, waited_for=last.op if last else None
         )
         self._walk(end, start_s, self._end_s, booked)
 
@@ -173,12 +173,23 @@ class Waits:
         booked[PYTHON, NOBODY] += max(0.0, end_s - start_s) - between_s - saving_s - loader_s
 
 
-# What a step that is known has not waited for.
-_AFTERWARDS = {"STEP", "READ", "WRITE", "COMMIT", "STORE", "LOAD"}
+def _cause_of(event: Event) -> str:
+    row = event.row
+    if row is None or row.lane == "compute":
+        return WORKERS
+    return _LANES.get(row.lane) or _CONTENTS[row.carries]
 
 
-def _kind(event: Event) -> str:
-    return event.op.partition(" ")[0]
+def _decides(event: Event) -> bool:
+    """Whether the loss and norm of a step are known behind it: a CLIP."""
+    row = event.row
+    return row is not None and row.lane == "host" and "coefficient" in row.writes
+
+
+def _comes_afterwards(event: Event) -> bool:
+    row = event.row
+    loads = row is not None and row.lane == "up" and row.carries == "weights"
+    return loads or _cause_of(event) in _AFTERWARDS
 
 
 def _end(event: Event) -> float:

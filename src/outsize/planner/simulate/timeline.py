@@ -8,6 +8,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from outsize.planner.program.ops import Op
+from outsize.planner.program.table import OpRow
+
 # Owner of a gap that no op accounts for: the lane was not given work, or it was not on the way yet.
 UNKNOWN_OWNER = "dispatch"
 
@@ -18,19 +21,24 @@ class Event:
 
     Attributes:
         lane: lane that ran it, e.g. ``"compute:w0"``.
-        op: its text, e.g. ``"F 3.0@w0"``.
+        op: what ran; a text where it is no op of a program, or one of another version.
         start_s: when it started, on any clock that all events share.
         end_s: when it ended.
         waited_s: how long its lane waited for other ops before it could start.
-        waited_for: text of the op that it waited for last; empty where it waited for none.
+        waited_for: the op that it waited for last; None where it waited for none.
     """
 
     lane: str
-    op: str
+    op: Op | str
     start_s: float
     end_s: float
     waited_s: float = 0.0
-    waited_for: str = ""
+    waited_for: Op | str | None = None
+
+    @property
+    def row(self) -> OpRow | None:
+        """What is known of its op; None of a text."""
+        return self.op.row if isinstance(self.op, Op) else None
 
     def later(self, seconds: float) -> "Event":
         """Return the same, so many seconds later."""
@@ -44,15 +52,15 @@ class Stall:
     Attributes:
         start_s: when it begins.
         end_s: when it ends.
-        op: the op that ran after it; empty for the gap at the end.
-        waited_for: the op that it waited for; empty where that is not known.
+        op: the op that ran after it; None for the gap at the end.
+        waited_for: the op that it waited for; None where that is not known.
         owner: lane of that op, or `UNKNOWN_OWNER`.
     """
 
     start_s: float
     end_s: float
-    op: str
-    waited_for: str
+    op: Op | str | None
+    waited_for: Op | str | None
     owner: str
 
     @property
@@ -122,7 +130,9 @@ class Timeline:
             end_s = max(end_s, event.end_s)
         if self.end_s > end_s:
             last = max(self.events, key=lambda event: event.end_s)
-            stalls.append(Stall(start_s=end_s, end_s=self.end_s, op="", waited_for=last.op, owner=last.lane))
+            stalls.append(
+                Stall(start_s=end_s, end_s=self.end_s, op=None, waited_for=last.op, owner=last.lane)
+            )
         return tuple(stalls)
 
     def stall_s_by_owner(self, lane: str = "compute:w0") -> dict[str, float]:
@@ -140,14 +150,14 @@ class Timeline:
         return {name: tuple(events) for name, events in found.items()}
 
     @cached_property
-    def _runs(self) -> dict[str, list[Event]]:
-        found: defaultdict[str, list[Event]] = defaultdict(list)
+    def _runs(self) -> dict[Op | str, list[Event]]:
+        found: defaultdict[Op | str, list[Event]] = defaultdict(list)
         for event in sorted(self.events, key=lambda event: event.start_s):
             found[event.op].append(event)
         return found
 
-    def _lane_that_ran(self, op: str, before_s: float) -> str:
+    def _lane_that_ran(self, op: Op | str | None, before_s: float) -> str:
         """Return the lane of the latest run of ``op`` that started before ``before_s``."""
-        runs = self._runs.get(op, [])
+        runs = [] if op is None else self._runs.get(op, [])
         at = bisect_left(runs, before_s, key=lambda event: event.start_s)
         return runs[at - 1].lane if at else UNKNOWN_OWNER

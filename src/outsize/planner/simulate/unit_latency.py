@@ -2,33 +2,30 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import Final
 
-from outsize.errors import ProgramError
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import parse_op
+from outsize.planner.program.ops import COMPUTE_KINDS, Op
+from outsize.planner.program.table import OpRow
 from outsize.planner.simulate.timeline import Event
 
-# Columns of the table, and whose ops each adds up.
-COLUMNS: Final[dict[str, frozenset[Kind]]] = {
-    "load": frozenset({Kind.LOAD}),
-    "forward": frozenset(
-        {
-            Kind.FORWARD,
-            Kind.FORWARD_ATTENTION,
-            Kind.FORWARD_PRODUCTS,
-            Kind.FORWARD_KEEP,
-            Kind.FORWARD_BACKWARD,
+# Columns of the table.
+COLUMNS: Final = ("load", "forward", "backward", "activations", "gradient", "optimizer")
+
+
+def column_of(row: OpRow) -> str | None:
+    """Return the column that the seconds of an op are added to; None where they are in none."""
+    if row.lane == "compute":
+        computing = {"forward": "forward", "turn": "forward", "recompute": "backward", "backward": "backward"}
+        return computing.get(row.price, "gradient" if row.price == "norm" else None)
+    if row.lane in ("up", "down") and row.carries != "sum":
+        by_content = {
+            "weights": "load",
+            "gradient": "gradient",
+            "input": "activations",
+            "kept": "activations",
         }
-    ),
-    "backward": frozenset({Kind.RECOMPUTE, Kind.BACKWARD}),
-    "activations": frozenset({Kind.SAVE, Kind.FETCH, Kind.OFFLOAD, Kind.ONLOAD}),
-    "gradient": frozenset({Kind.NORM, Kind.GRAD}),
-    "optimizer": frozenset({Kind.READ, Kind.STEP, Kind.WRITE}),
-}
-_COLUMN_OF = {kind: column for column, kinds in COLUMNS.items() for kind in kinds}
-_COMPUTING = COLUMNS["forward"] | COLUMNS["backward"]
+        return by_content.get(row.carries or "")
+    return "optimizer" if row.price in ("disk", "step") else None
 
 
 def unit_latencies(events: Iterable[Event]) -> dict[int, dict[str, float]]:
@@ -38,12 +35,13 @@ def unit_latencies(events: Iterable[Event]) -> dict[int, dict[str, float]]:
         events: of one step.
     """
     seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event, op in _parsed(events):
-        if op.unit is None or op.kind not in _COLUMN_OF:
+    for event, op in _with_ops(events):
+        column = column_of(op.row)
+        if op.unit is None or column is None:
             continue
         row = seconds[op.unit]
-        row[_COLUMN_OF[op.kind]] += event.end_s - event.start_s
-        if op.kind in _COMPUTING:
+        row[column] += event.end_s - event.start_s
+        if op.kind in COMPUTE_KINDS:
             row["waited"] += event.waited_s
     return {unit: {name: seconds[unit][name] for name in (*COLUMNS, "waited")} for unit in sorted(seconds)}
 
@@ -56,15 +54,15 @@ def round_starts(events: Iterable[Event], round_size: int) -> list[float]:
         round_size: microbatches of a round.
     """
     starts: dict[int, float] = {}
-    for event, op in _parsed(events):
-        if op.kind in COLUMNS["forward"] and op.microbatch is not None:
+    for event, op in _with_ops(events):
+        if column_of(op.row) == "forward" and op.microbatch is not None:
             number = op.microbatch // round_size
             starts[number] = min(starts.get(number, event.start_s), event.start_s)
     return [starts[number] for number in sorted(starts)]
 
 
-def _parsed(events: Iterable[Event]) -> Iterator[tuple[Event, Op]]:
+def _with_ops(events: Iterable[Event]) -> Iterator[tuple[Event, Op]]:
     """Yield events with their ops, without those of another version, or of a lane without a program."""
     for event in events:
-        with suppress(ProgramError):
-            yield event, parse_op(event.op)
+        if isinstance(event.op, Op):
+            yield event, event.op

@@ -7,29 +7,20 @@ charged with the part of the gap in which it ran.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from outsize.planner.program.ops import Op
 from outsize.planner.simulate.timeline import Event, Stall, Timeline
 
-# What compute waits for, by the name of the op.
-CAUSES = {
-    "LOAD": "weights to arrive",
-    "SUM": "gradient sums to arrive",
-    "FETCH": "activations to arrive",
-    "ONLOAD": "activations to arrive",
-    "RECV": "activations to arrive",
-    "SAVE": "activations to leave",
-    "OFFLOAD": "activations to leave",
-    "SEND": "activations to leave",
-    "PASS": "activations to arrive",
-    "RETURN": "activations to arrive",
-    "GRAD": "gradients to leave",
-    "STEP": "the optimizer on the host",
-    "READ": "disk reads",
-    "WRITE": "disk writes",
-    "REDUCE": "gradients of other nodes",
-    "AGREE": "norms of other nodes",
-    "GATHER": "weights of other nodes",
+# What compute waits for, by what is carried.
+_CONTENTS: Mapping[str | None, str] = {
+    "weights": "weights",
+    "sum": "gradient sums",
+    "gradient": "gradients",
+    "input": "activations",
+    "input gradient": "activations",
+    "kept": "activations",
+    None: "norms",
 }
 COMPUTE = "another GPU's compute"
 STEP_BEFORE = "the step before to end"
@@ -59,7 +50,7 @@ def _waits(stalls: Iterable[Stall], index: "_Index") -> dict[str, float]:
                 totals[HANDED_OUT] += end_s - ready_s
             end_s = ready_s
             start_s = max(event.start_s, stall.start_s)
-            totals[CAUSES.get(event.op.partition(" ")[0], COMPUTE)] += max(0.0, end_s - start_s)
+            totals[_cause_of(event)] += max(0.0, end_s - start_s)
             end_s = min(end_s, start_s)
             event = index.cause(event)
         totals[STEP_BEFORE] += max(0.0, end_s - stall.start_s)
@@ -67,18 +58,32 @@ def _waits(stalls: Iterable[Stall], index: "_Index") -> dict[str, float]:
     return {cause: seconds for cause, seconds in ordered if seconds > 0}
 
 
+def _cause_of(event: Event) -> str:
+    """Return in words what waiting for an op is waiting for."""
+    row = event.row
+    if row is None:
+        return COMPUTE
+    if row.lane in ("up", "peer", "down"):
+        return f"{_CONTENTS[row.carries]} to {'leave' if row.lane == 'down' else 'arrive'}"
+    if row.is_net:
+        return f"{_CONTENTS[row.carries]} of other nodes"
+    if row.price == "disk":
+        return "disk reads" if row.lane in ("read", "read:units") else "disk writes"
+    return "the optimizer on the host" if row.price == "step" else COMPUTE
+
+
 class _Index:
     """Finds the run of an op that ended last before a time, and what an event waited for."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._runs: defaultdict[str, list[Event]] = defaultdict(list)
+        self._runs: defaultdict[Op | str, list[Event]] = defaultdict(list)
         for event in sorted(timeline.events, key=lambda event: event.end_s):
             self._runs[event.op].append(event)
             self._runs[f"lane {event.lane}"].append(event)
 
-    def latest(self, op: str, before_s: float) -> Event | None:
+    def latest(self, op: Op | str | None, before_s: float) -> Event | None:
         """Return the latest run of ``op`` that ended by ``before_s``."""
-        runs = self._runs.get(op, [])
+        runs = [] if op is None else self._runs.get(op, [])
         at = bisect_right(runs, before_s + _NEAR_S, key=lambda event: event.end_s)
         return runs[at - 1] if at else None
 

@@ -18,7 +18,6 @@ it, with all that its handlers hold, and its lanes end; and none of them keeps t
 
 import contextlib
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -62,10 +61,10 @@ class _Timed(NamedTuple):
     """An op whose work ends later than its handler: its marks, and those of the ops that it ran behind."""
 
     lane: str
-    op: str
+    op: Op
     begun: Any
     ended: Any
-    behind: tuple[tuple[str, Any], ...]
+    behind: tuple[tuple[Op, Any], ...]
 
 
 class Waiting(NamedTuple):
@@ -214,14 +213,14 @@ class Executor:
         free = self._ended_s.get(timed.lane, start)
         self._ended_s[timed.lane] = end
         others = [(self._device.seconds(mark), op) for op, mark in timed.behind]
-        ready, last = max(others, default=(free, ""))
+        ready, last = max(others, key=lambda other: other[0], default=(free, None))
         return Event(
             lane=timed.lane,
             op=timed.op,
             start_s=start,
             end_s=end,
             waited_s=max(min(ready, start) - free, 0.0),
-            waited_for=last if ready > free else "",
+            waited_for=last if ready > free else None,
         )
 
     def waiting(self) -> dict[str, Waiting]:
@@ -254,11 +253,11 @@ class Executor:
 
     def _run(self, task: LaneTask, lane: str) -> None:
         ready = time.perf_counter()
-        last = ""
+        last: Op | None = None
         for dependency in task.dependencies:
             if not dependency.passed():
                 dependency.wait()
-                last = _text(dependency.op)
+                last = dependency.op
         if self._failure is not None or self._closing:
             task.context = None
             return
@@ -266,7 +265,7 @@ class Executor:
             for dependency in task.dependencies:
                 if dependency.mark is not None and dependency.lane != lane:
                     if not dependency.mark.query():
-                        last = _text(dependency.op)
+                        last = dependency.op
                     self._device.wait(lane, dependency.mark)
             start, begun = time.perf_counter(), self._device.record(lane)
             self._handler(task.op, task.context)
@@ -278,17 +277,19 @@ class Executor:
             self._note(task, begun, ready, start, last)
         task.context = None
 
-    def _note(self, task: LaneTask, begun: Any, ready_s: float, start_s: float, waited_for: str) -> None:
+    def _note(
+        self, task: LaneTask, begun: Any, ready_s: float, start_s: float, waited_for: Op | None
+    ) -> None:
         """Keep what the timeline will say of an op."""
         if task.mark is not None:
             others = ((d.op, d.mark) for d in task.dependencies if d.lane != task.lane)
-            behind = tuple((_text(op), mark) for op, mark in others if mark is not None)
-            self._timed.append(_Timed(task.lane, _text(task.op), begun, task.mark, behind))
+            behind = tuple((op, mark) for op, mark in others if mark is not None)
+            self._timed.append(_Timed(task.lane, task.op, begun, task.mark, behind))
             return
         self.events.append(
             Event(
                 lane=task.lane,
-                op=_text(task.op),
+                op=task.op,
                 start_s=start_s,
                 end_s=time.perf_counter(),
                 waited_s=start_s - ready_s,
@@ -329,11 +330,6 @@ def _run_lane(lane: str, tasks: _Queue) -> None:
 def _end_lanes(queues: dict[str, _Queue]) -> None:
     for tasks in list(queues.values()):
         tasks.put(None)
-
-
-def _text(op: Op) -> str:
-    """Return the text of ``op``, of which there is one for all steps: events are many."""
-    return sys.intern(str(op))
 
 
 def _settled(task: LaneTask) -> bool:

@@ -3,11 +3,9 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
+from outsize.planner.program.table import Price
 from outsize.planner.simulate.comparison import compute_lanes
 from outsize.planner.simulate.timeline import Timeline
-
-# By the first word of an op's text, see `outsize.planner.program.ops`.
-_FORWARD, _BACKWARD, _UPDATE = ("F", "FA", "FP", "FK"), ("FB", "R", "B"), ("STEP",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +30,14 @@ class LaneTimes:
 
 def lane_times(timeline: Timeline) -> LaneTimes:
     """Add up the events of ``timeline``."""
-    by_kind: defaultdict[str, float] = defaultdict(float)
+    by_price: defaultdict[Price, float] = defaultdict(float)
     for event in timeline.events:
-        by_kind[event.op.partition(" ")[0]] += event.end_s - event.start_s
+        by_price["free" if event.row is None else event.row.price] += event.end_s - event.start_s
     stalls = (timeline.stall_s_by_owner(lane) for lane in compute_lanes(timeline))
     return LaneTimes(
         busy_s={lane: timeline.busy_s(lane) for lane in timeline.lanes},
         stall_s=max(stalls, key=lambda owners: sum(owners.values()), default={}),
-        forward_s=sum(by_kind[kind] for kind in _FORWARD),
-        backward_s=sum(by_kind[kind] for kind in _BACKWARD),
-        update_s=sum(by_kind[kind] for kind in _UPDATE),
+        forward_s=by_price["forward"],
+        backward_s=by_price["turn"] + by_price["recompute"] + by_price["backward"],
+        update_s=by_price["step"],
     )

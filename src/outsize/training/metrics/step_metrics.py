@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 
 from outsize.accelerators import Devices, module_of
-from outsize.planner.program.ops import COMPUTE_KINDS
+from outsize.planner.program.ops import COMPUTE_KINDS, Op
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.allocator import resident_bytes
@@ -73,7 +73,6 @@ class Accounts:
             self.stalled_s[lane] = self.stalled_s.get(lane, 0.0) + seconds
         waits = self._waits(timeline, outcome.window)
         before, self._cpu_s = self._cpu_s, time.process_time()
-        kinds = tuple(f"{kind.value} " for kind in COMPUTE_KINDS)
         host = self._host.sample()
         record = StepRecord(
             step=outcome.number + 1,
@@ -98,7 +97,7 @@ class Accounts:
             cpu_s=self._cpu_s - before,
             idle_s={lane: waits.idle_s(lane) for lane in self._lanes},
             waits_s={lane: waits.of(lane) for lane in self._lanes},
-            num_compute_ops=sum(event.op.startswith(kinds) for event in timeline.events),
+            num_compute_ops=sum(isinstance(e.op, Op) and e.op.kind in COMPUTE_KINDS for e in timeline.events),
             mfu=self._mfu(outcome.seconds),
             tiers={name: asdict(tier) for name, tier in self._ledger.statistics().items()},
             device_bytes={name: module_of(name).memory_reserved(name) for name in self._gpus},
