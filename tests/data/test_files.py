@@ -1,4 +1,6 @@
+import bz2
 import gzip
+import lzma
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -69,6 +71,10 @@ BODY = b"".join(b"line %d of a compressed file\n" % i for i in range(50_000))
         ("", bytes),
         (".gz", gzip.compress),
         (".gz", lambda body: gzip.compress(body[:1000]) + gzip.compress(body[1000:])),
+        (".bz2", bz2.compress),
+        (".bz2", lambda body: bz2.compress(body[:1000]) + bz2.compress(body[1000:])),
+        (".xz", lzma.compress),
+        (".xz", lambda body: lzma.compress(body[:1000]) + lzma.compress(body[1000:])),
         (".zst", zstandard.ZstdCompressor().compress),
         (".zst", lambda body: b"".join(map(zstandard.ZstdCompressor().compress, (body[:1000], body[1000:])))),
     ],
@@ -82,7 +88,13 @@ def test_every_compression_gives_the_same_bytes_and_counts_the_file(tmp_path, su
 
 
 @pytest.mark.parametrize(
-    ("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
+    ("suffix", "compress"),
+    [
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+        (".zst", zstandard.ZstdCompressor().compress),
+    ],
 )
 @pytest.mark.parametrize("damage", [lambda body: body[:-10], lambda body: b"not compressed at all" * 5])
 def test_damaged_streams_name_the_file(tmp_path, suffix, compress, damage):

@@ -66,7 +66,7 @@ def open_data(
 
     Args:
         source: a file or a directory (text, JSON lines, a JSON array, CSV, TSV, Parquet, ``.npy`` or ``.bin`` tokens;
-            all but the last three plain, ``.gz`` or ``.zst``), or one or several of them and how they are read.
+            all but the last three plain or compressed), or one or several of them and how they are read.
         tokenizer: the model's tokenizer; pre-tokenised data needs none.
         seq_len: tokens per sequence.
         cache_dir: where tokenised data is kept, one directory per source, tokenizer and options.

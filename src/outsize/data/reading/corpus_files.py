@@ -6,15 +6,17 @@ those that say little (``.json``, ``.csv``, ``.bin``, ...). Where names tell spl
 Anything else in a directory is left out and counted.
 """
 
+import bz2
 import codecs
 import gzip
 import itertools
+import lzma
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from outsize.data.reading.dataset_records import HubDataset, is_saved_dataset
 from outsize.data.reading.splits import TO_MEASURE, TO_TRAIN, find_splits
@@ -44,7 +46,7 @@ _CONTAINERS: dict[str, Container] = {
     **dict.fromkeys(_TEXT_SUFFIXES, "text"),
 }
 _VAGUE_SUFFIXES = {".json", ".csv", ".tsv", ".npy", ".bin"}
-_COMPRESSIONS = {".gz", ".zst"}
+_COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
 # Byte order marks of wide characters; that of UTF-32 begins with that of UTF-16.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -195,7 +197,7 @@ def read_chunks(path: Path, on_read: Callable[[int], None] = lambda num_bytes: N
     """Yield the decompressed bytes of a file in bounded chunks; text that begins with the mark of UTF-16 as UTF-8.
 
     Args:
-        path: plain, ``.gz`` or ``.zst`` (any number of frames).
+        path: plain, ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` (any number of frames).
         on_read: called with the number of bytes as they are read from disk.
 
     Raises:
@@ -203,14 +205,14 @@ def read_chunks(path: Path, on_read: Callable[[int], None] = lambda num_bytes: N
     """
     try:
         with open_binary(path, "r", buffered=False) as file:
-            if path.suffix == ".gz":
-                chunks = _gunzip(file, on_read)
-            elif path.suffix == ".zst":
+            if path.suffix == ".zst":
                 chunks = _unzstd(file, path, on_read)
+            elif path.suffix in _COMPRESSIONS:
+                chunks = _unzip(file, path.suffix, on_read)
             else:
                 chunks = _plain(file, on_read)
             yield from _as_utf8(chunks, path)
-    except (OSError, EOFError, zlib.error) as error:  # gzip.BadGzipFile is an OSError
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # gzip.BadGzipFile is an OSError
         raise DataError(f"{path}: cannot read: {error}") from error
 
 
@@ -236,8 +238,13 @@ def _plain(file: BinaryIO, on_read: Callable[[int], None], size: int = CHUNK_BYT
         yield chunk
 
 
-def _gunzip(file: BinaryIO, on_read: Callable[[int], None]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unzipped:
+def _unzip(file: BinaryIO, suffix: str, on_read: Callable[[int], None]) -> Iterator[bytes]:
+    opened: dict[str, Callable[[BinaryIO], Any]] = {
+        ".gz": lambda zipped: gzip.GzipFile(fileobj=zipped),
+        ".bz2": bz2.BZ2File,
+        ".xz": lzma.LZMAFile,
+    }
+    with opened[suffix](file) as unzipped:
         position = 0
         while chunk := unzipped.read(CHUNK_BYTES):
             on_read(file.tell() - position)
