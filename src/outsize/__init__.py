@@ -1,7 +1,8 @@
 """Train and run language models larger than the memory of the device that computes them.
 
 Importing this package starts no thread, opens no file, touches no GPU and does not import torch. It says in the
-environment how long threads of OpenMP spin, where nothing says so yet, since torch reads that when it is loaded.
+environment how long threads of OpenMP spin and how cuBLAS repeats its bits, where nothing says so yet, since both are
+read once.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from outsize.errors import (
     StalledError,
     StorageError,
 )
-from outsize.spin import limit_spinning
+from outsize.spin import limit_spinning, repeat_products
 
 if TYPE_CHECKING:
     from outsize.config import Config
@@ -75,6 +76,7 @@ _LATER = {
 
 
 limit_spinning()
+repeat_products()
 
 
 def __getattr__(name: str) -> Any:

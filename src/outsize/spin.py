@@ -1,4 +1,4 @@
-"""How long threads of OpenMP spin while they wait for one another, which is set before torch is loaded, or not at all.
+"""What libraries read of the environment once: how long threads of OpenMP spin, and how products repeat their bits.
 
 Several lanes compute at once: threads that spin long take the cores from the others, and those that do not
 spin sleep thousands of times a step (`outsize.runtime.device.openmp`).
@@ -23,6 +23,11 @@ def limit_spinning() -> None:
             f"take several times as long: import outsize first, or set GOMP_SPINCOUNT={SPIN_TURNS} in the environment"
         )
     os.environ["GOMP_SPINCOUNT"] = SPIN_TURNS  # read by OpenMP when torch is loaded
+
+
+def repeat_products() -> None:
+    """Have cuBLAS repeat its bits where it is asked to: it reads how once, before its first product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def late_warning() -> str | None:

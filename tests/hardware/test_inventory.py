@@ -5,7 +5,7 @@ import pytest
 
 from hardware.fake_machine import CGROUP_V1, CGROUP_V2, SERVER, build, no_nvml
 from outsize.hardware.disks import read_disk
-from outsize.hardware.gpus import read_gpus, read_link_under_load
+from outsize.hardware.gpus import in_order_of, read_gpus, read_link_under_load
 from outsize.hardware.inventory import take_inventory
 from outsize.hardware.machine_file import readings
 
@@ -151,6 +151,7 @@ def fake_nvml(**replaced):
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 1,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
         "nvmlSystemGetDriverVersion": lambda: "555.1",
         "nvmlDeviceGetName": lambda _: b"Example GPU",
         "nvmlDeviceGetCudaComputeCapability": lambda _: (9, 0),
@@ -205,12 +206,15 @@ def test_where_a_gpu_hangs_and_what_limits_it(tmp_path):
 
 
 def test_the_link_is_read_while_it_works():
-    nvml = fake_nvml(nvmlDeviceGetCurrPcieLinkGeneration=lambda _: 4)
-    generation, lanes = read_link_under_load(lambda: nvml, 0)
+    nvml = fake_nvml(
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1": 1}[uuid],
+        nvmlDeviceGetCurrPcieLinkGeneration=lambda handle: {1: 4}[handle],
+    )
+    generation, lanes = read_link_under_load(lambda: nvml, "GPU-1")
     assert (generation.value, lanes.value) == (4, 8)
     assert "during copies" in generation.source
     for broken in (no_nvml, fake_nvml):  # no module; a driver that does not say
-        assert read_link_under_load(broken, 0)[0].status == "not measured"
+        assert read_link_under_load(broken, "GPU-1")[0].status == "not measured"
 
 
 def test_a_library_without_a_driver_is_told():
@@ -218,3 +222,19 @@ def test_a_library_without_a_driver_is_told():
         raise NvmlError("Driver Not Loaded")
 
     assert read_gpus(lambda: fake_nvml(nvmlInit=refuse))[1].source == "NVML: Driver Not Loaded"
+
+
+def test_gpus_stand_in_the_order_in_which_torch_counts_them():
+    """NVML counts by the bus and all there are; torch by speed, and what CUDA_VISIBLE_DEVICES lets it see."""
+    statuses = {(0, 1): 0, (0, 2): 1, (1, 2): 2}
+    nvml = fake_nvml(
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetUUID=lambda index: f"GPU-{index}",
+        nvmlDeviceGetP2PStatus=lambda one, other, kind: statuses[min(one, other), max(one, other)],
+    )
+    found, _ = read_gpus(lambda: nvml)
+    first, second, third = in_order_of(found, ["GPU-2", "GPU-0"])
+    assert [gpu.uuid.value for gpu in (first, second, third)] == ["GPU-2", "GPU-0", "GPU-1"]
+    assert first.peers == {"1": found[2].peers["0"], "2": found[2].peers["1"]}
+    assert second.peers == {"0": found[0].peers["2"], "2": found[0].peers["1"]}
+    assert in_order_of(found, ["GPU-of-another-driver"]) == found

@@ -1,14 +1,17 @@
 import gc
 import logging
 import weakref
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from outsize.accelerators import VENDORS, Devices
 from outsize.errors import BudgetExceededError, StorageError
-from outsize.runtime.device.driver import DriverPinner
-from outsize.storage.arena import Arena
+from outsize.runtime.device.driver import DriverPinner, pinner_of
+from outsize.storage.arena import MOST_REFUSALS, Arena
 from outsize.storage.ledger import Ledger
 
 
@@ -142,19 +145,55 @@ def test_a_refused_pin_is_logged_counted_and_harmless(caplog):
         statistics = arena.statistics()
     assert (statistics.pinned_bytes, statistics.num_pageable_fallbacks) == (4096, 1)
     assert [record.getMessage() for record in caplog.records] == [
-        "scratch (4.00 KiB) stays pageable, copies to the GPU will be slower: locked memory limit;"
-        " raise `ulimit -l`"
+        "scratch (4.00 KiB) stays pageable, copies to the GPU will be slower: locked memory limit"
     ]
+
+
+def test_a_driver_that_goes_on_refusing_is_asked_no_more(caplog):
+    pinner = FakePinner(limit=4096)
+    asked: list[int] = []
+    refuse = pinner.pin
+    pinner.pin = lambda address, size: (asked.append(size), refuse(address, size))[1]
+    with Arena(pinner=pinner) as arena, caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            arena.take(8192, "weights")
+        statistics = arena.statistics()
+    assert len(asked) == MOST_REFUSALS
+    assert (statistics.pageable_bytes, statistics.num_pageable_fallbacks) == (20 * 8192, 20)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_pins_exact_sizes_and_a_failure_leaves_no_error_behind():
-    with Arena(pinner=DriverPinner("cuda")) as arena:
+    with Arena(pinner=DriverPinner(torch.device("cuda", 0))) as arena:
         tensor = arena.take(3 * 2**20 + 4096, "x").fill_(3)
         assert tensor.is_pinned()
         assert (tensor.to("cuda", non_blocking=True).cpu() == 3).all()
         with pytest.raises(OSError, match="cudaHostRegister"):
-            DriverPinner("cuda").pin(tensor.data_ptr(), tensor.numel())
+            DriverPinner(torch.device("cuda", 0)).pin(tensor.data_ptr(), tensor.numel())
         assert int(torch.ones(4, device="cuda").sum()) == 4
     assert not tensor.is_pinned()
+
+
+def test_the_driver_is_asked_in_the_context_of_the_device_that_computes(monkeypatch):
+    """`cudaHostRegister` takes memory on whatever device is the current one: for cuda:1 that is not GPU 0."""
+    entered: list[torch.device] = []
+    seen: list[tuple[str, list[torch.device]]] = []
+
+    @contextmanager
+    def current(device):
+        entered.append(device)
+        yield
+        entered.pop()
+
+    row = replace(
+        VENDORS["cuda"],
+        register=lambda address, size: seen.append(("pin", list(entered))),
+        unregister=lambda address: seen.append(("unpin", list(entered))),
+    )
+    monkeypatch.setitem(VENDORS, "cuda", row)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    with Arena(pinner=pinner_of(Devices.parse("cuda:1"))) as arena:
+        arena.take(4096, "x")
+    assert seen == [(what, [torch.device("cuda", 1)]) for what in ("pin", "unpin")]

@@ -1,6 +1,6 @@
 """NVIDIA GPUs as the driver describes them, by nvidia-ml-py where that is installed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class GpuFacts(Record):
         peer_nvlinks: the same, of reading it over NVLink.
         ancestors: by index of every other GPU, what is nearest above both.
         num_nvlinks: links that are up.
+        uuid: what NVML and torch both know it by; each counts GPUs its own way.
     """
 
     name: Fact
@@ -83,6 +84,7 @@ class GpuFacts(Record):
     peer_nvlinks: dict[str, Fact] = Field(default_factory=dict)
     ancestors: dict[str, Fact] = Field(default_factory=dict)
     num_nvlinks: Fact = Fact.unread()
+    uuid: Fact = Fact.unread()
 
 
 def read_gpus(load_nvml: Callable[[], Any], root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], Fact]:
@@ -107,6 +109,29 @@ def read_gpus(load_nvml: Callable[[], Any], root: Path = Path("/")) -> tuple[tup
         return (), Fact.absent(f"NVML: {error}")
     finally:
         nvml.nvmlShutdown()
+
+
+def in_order_of(gpus: Sequence[GpuFacts], uuids: Sequence[str]) -> tuple[GpuFacts, ...]:
+    """Return the GPUs in the order of ``uuids``, torch's, and those that it does not see behind them.
+
+    As they are where one is unknown: parts of a GPU, and drivers that do not tell.
+    """
+    place = {gpu.uuid.value: index for index, gpu in enumerate(gpus)}
+    if not all(uuid in place for uuid in uuids):
+        return tuple(gpus)
+    order = [place[uuid] for uuid in uuids]
+    order += [index for index in range(len(gpus)) if index not in order]
+    new = {str(old): str(index) for index, old in enumerate(order)}
+
+    def moved(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+        return dict(sorted((new[other], fact) for other, fact in facts.items()))
+
+    return tuple(
+        gpus[old].model_copy(
+            update={name: moved(getattr(gpus[old], name)) for name in ("peers", "peer_nvlinks", "ancestors")}
+        )
+        for old in order
+    )
 
 
 def import_nvml() -> Any:
@@ -163,10 +188,11 @@ def _gpu(nvml: Any, index: int, count: int, root: Path) -> GpuFacts:
             for other, handle_of in others.items()
         },
         num_nvlinks=_num_nvlinks(nvml, handle),
+        uuid=ask("nvmlDeviceGetUUID", _text),
     )
 
 
-def read_link_under_load(load_nvml: Callable[[], Any], index: int) -> tuple[Fact, Fact]:
+def read_link_under_load(load_nvml: Callable[[], Any], uuid: str) -> tuple[Fact, Fact]:
     """Return PCIe generation and lanes of a GPU as negotiated at this moment: call it while copies are going on."""
     try:
         nvml = load_nvml()
@@ -176,7 +202,7 @@ def read_link_under_load(load_nvml: Callable[[], Any], index: int) -> tuple[Fact
     ) as error:  # no module, or one of NVML's own errors, whose class is only known by the module
         return Fact.absent(f"NVML: {explain(error)}"), Fact.absent(f"NVML: {explain(error)}")
     try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         functions = ("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")
         generation, lanes = (
             Fact.read(getattr(nvml, name)(handle), f"NVML {name} during copies") for name in functions

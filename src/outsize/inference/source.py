@@ -20,6 +20,8 @@ from outsize.units import align_up
 
 # Rows that are read from disk together: a few MiB keep its queue full.
 READ_BYTES = 4 * 2**20
+# Rows that are worth a copy each: to gather them first goes through pageable memory.
+LARGE_ROW_BYTES = 2**20
 
 
 class Source:
@@ -127,7 +129,13 @@ class Source:
         found = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
         table = self.table(unit, tensor)
         if table is not None:
-            self._device.copy(found, table.index_select(0, numbers))
+            if (
+                width * dtype.itemsize >= LARGE_ROW_BYTES
+            ):  # from where they lie pinned: an expert, not a token
+                for row, number in enumerate(numbers.tolist()):
+                    self._device.copy(found[row], table[number])
+            else:
+                self._device.copy(found, table.index_select(0, numbers))
             self._count(found.nbytes)
             return found
         done = 0

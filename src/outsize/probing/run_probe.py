@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from outsize.accelerators import CPU, Devices, count_of, kind_here
+from outsize.accelerators import CPU, Devices, count_of, kind_here, uuids_of
 from outsize.hardware.all_reduce_arithmetic import AllReduceRates
+from outsize.hardware.gpus import in_order_of
 from outsize.hardware.inventory import Inventory, take_inventory
 from outsize.hardware.machine_file import (
     DataRates,
@@ -93,6 +94,9 @@ def probe(
     started = time.perf_counter()
     created_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     inventory = take_inventory(directories, root=root)
+    if inventory.gpus:  # NVML counts all that there are, torch those that it sees
+        uuids = [uuid for device in _devices() for uuid in uuids_of(device).values()]
+        inventory = inventory.model_copy(update={"gpus": in_order_of(inventory.gpus, uuids)})
     effort = within_memory(effort, inventory.memory.free_bytes())
     run = _Probe(effort, inventory, list(directories), wishes, _devices())
     parts, longest_s = run.parts(), 0.0

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outsize.accelerators import Devices, vendor_of
+from outsize.accelerators import Devices, uuids_of, vendor_of
 from outsize.errors import StorageError
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_link_under_load
 from outsize.hardware.machine_file import DeviceRates
@@ -190,15 +190,16 @@ def read_loaded_link(device: Devices, effort: Effort) -> tuple[Fact, Fact]:
     if not device.accelerated:
         none = Fact.read(None, "the link of a CPU is its memory")
         return none, none
+    (uuid,) = uuids_of(device).values()
     try:
         with Arena(pinner=pinner_of(device)) as arena:
             host = arena.take(effort.peer_bytes, "host end").fill_(1)
             other = torch.empty_like(host, device=device.torch_device)
             # Asked once before, so that the question that counts waits for neither library nor driver.
-            read_link_under_load(import_nvml, device.index)
+            read_link_under_load(import_nvml, uuid)
             for _ in range(16 * _NUM_COPIES):  # under way for as long as that takes
                 other.copy_(host, non_blocking=True)
-            loaded = read_link_under_load(import_nvml, device.index)
+            loaded = read_link_under_load(import_nvml, uuid)
             torch.accelerator.synchronize(device.torch_device)
             return loaded
     except (StorageError, RuntimeError) as error:

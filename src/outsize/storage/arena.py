@@ -29,6 +29,8 @@ from outsize.units import align_up, format_bytes
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 2**20
+# A driver that has refused so often is asked no more: each question touches the pages and takes time.
+MOST_REFUSALS = 3
 
 _log = logging.getLogger(__name__)
 
@@ -54,19 +56,21 @@ class ArenaStatistics:
     Attributes:
         num_bytes: bytes taken, whole pages.
         pinned_bytes: of these, pinned.
-        num_pageable_fallbacks: requests that should be pinned and are not.
+        pageable_bytes: that should be pinned and are not.
+        num_pageable_fallbacks: requests for them.
     """
 
     num_bytes: int
     pinned_bytes: int
+    pageable_bytes: int
     num_pageable_fallbacks: int
 
 
 class Arena:
     """Hands out page-aligned host memory as tensors and takes all of it back at once.
 
-    Where pinning fails (usually the limit on locked memory, ``ulimit -l``) the memory is handed out pageable;
-    this is logged and counted, and costs speed only.
+    Where pinning fails (WSL2, containers and some drivers pin part of RAM only) the memory is handed out pageable;
+    the first time is logged, all are counted, after a few nobody is asked any more, and it costs speed only.
 
     Args:
         ledger: where the bytes are reserved; None reserves nothing.
@@ -87,7 +91,7 @@ class Arena:
         self._num_bytes = 0
         self._pinned: dict[int, int] = {}
         self._reservations: list[Reservation] = []
-        self._num_fallbacks = 0
+        self._num_fallbacks = self._pageable_bytes = 0
         self._closed = False
         self._lock = threading.Lock()
         weakref.finalize(self, _unpin, pinner, self._pinned).atexit = False
@@ -136,18 +140,22 @@ class Arena:
     def _pin(self, address: int, num_bytes: int, what: str) -> None:
         if self._pinner is None:
             return
+        if self._num_fallbacks >= MOST_REFUSALS:
+            self._refused(num_bytes)
+            return
         try:
             self._pinner.pin(address, num_bytes)
         except OSError as error:
-            self._num_fallbacks += 1
-            _log.warning(
-                "%s (%s) stays pageable, copies to the GPU will be slower: %s; raise `ulimit -l`",
-                what,
-                format_bytes(num_bytes),
-                error,
-            )
+            self._refused(num_bytes)
+            if self._num_fallbacks == 1:
+                told = "%s (%s) stays pageable, copies to the GPU will be slower: %s"
+                _log.warning(told, what, format_bytes(num_bytes), error)
         else:
             self._pinned[address] = num_bytes
+
+    def _refused(self, num_bytes: int) -> None:
+        self._num_fallbacks += 1
+        self._pageable_bytes += num_bytes
 
     def statistics(self) -> ArenaStatistics:
         """Return what is held now."""
@@ -155,6 +163,7 @@ class Arena:
             return ArenaStatistics(
                 num_bytes=self._num_bytes,
                 pinned_bytes=sum(self._pinned.values()),
+                pageable_bytes=self._pageable_bytes,
                 num_pageable_fallbacks=self._num_fallbacks,
             )
 

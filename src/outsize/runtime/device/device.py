@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from outsize.accelerators import Devices, check_here, module_of, new_event
+from outsize.errors import ExecutionError
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.driver import last_calls
 from outsize.storage.arena import Arena
 from outsize.storage.ledger import Ledger, Reservation
+from outsize.units import format_bytes
 
 
 class Device(ABC):
@@ -76,6 +78,10 @@ class Device(ABC):
 
     def catch_up(self) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Return when all is done that the calling thread has enqueued outside lanes: what it made is theirs to use."""
+
+    def explain(self, error: BaseException) -> str:
+        """Return what an error of an op says; of one without memory, how much there was and what to set."""
+        return f"{type(error).__name__}: {error}"
 
     def hold(self, tensor: Tensor, lane: str) -> None:  # noqa: B027 - only an asynchronous device must
         """Keep the memory of ``tensor`` from reuse until work enqueued on ``lane`` has passed."""
@@ -210,6 +216,8 @@ class Accelerator(Device):
         self._ledger = ledger
         self._tier = tier
         self._reservations: list[Reservation] = []
+        # What was timed or compiled has left its memory in the pools of other streams, where no lane can use it.
+        self._torch.empty_cache()
         with self._torch.device(self.torch_device):
             self._origin = new_event(device.kind)
             self._origin.record()
@@ -223,7 +231,10 @@ class Accelerator(Device):
         """
         if self._ledger is not None:
             self._reservations.append(self._ledger.reserve(self._tier, what, num_bytes))
-        tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        try:
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise ExecutionError(f"{what}: {self.explain(error)}") from error
         self.catch_up()
         self._held.append(tensor)
         return tensor
@@ -291,6 +302,21 @@ class Accelerator(Device):
             self._streams.clear()
             while self._reservations:
                 self._reservations.pop().release()
+            with last_calls(self.name):
+                self._torch.empty_cache()
+
+    def explain(self, error: BaseException) -> str:
+        """See `Device.explain`."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return super().explain(error)
+        budget = None if self._ledger is None else self._ledger.statistics()[self._tier].budget_bytes
+        given = "" if budget is None else f" of a budget of {format_bytes(budget)}"
+        reserved = self._torch.memory_reserved(self.torch_device)
+        return (
+            f"{self.name} is out of memory: torch has reserved {format_bytes(reserved)}{given}; lower "
+            "memory.device_memory, which leaves more beside the plan, or set "
+            f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment ({error})"
+        )
 
 
 def open_device(

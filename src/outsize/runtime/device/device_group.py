@@ -40,6 +40,10 @@ class Workers(Device):
         worker = lane.partition(":w")[2].partition("-")[0]
         return self.devices[int(worker)] if worker.isdigit() else self.devices[0]
 
+    def explain(self, error: BaseException) -> str:
+        """See `Device.explain`; all have the same budget."""
+        return self.devices[0].explain(error)
+
     def allocate(self, num_bytes: int, what: str) -> Tensor:
         """See `Device.allocate`."""
         return self.devices[0].allocate(num_bytes, what)

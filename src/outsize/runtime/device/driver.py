@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from outsize.accelerators import Devices, vendor_of
+from outsize.accelerators import Devices, module_of, vendor_of
 from outsize.errors import ExecutionError
 
 _log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class DriverPinner:
     """Pins host memory by the driver of a kind of device, for all devices of the kind in this process.
 
     Args:
-        device: one of them.
+        device: one of them, which computes: the driver is asked in its context, as another's takes memory there.
     """
 
-    def __init__(self, device: str | torch.device) -> None:
-        self._row = vendor_of(device)
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._row = device, vendor_of(device)
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Pin the pages of a range.
@@ -50,14 +50,16 @@ class DriverPinner:
         """
         if self._row.register is None:
             raise OSError(f"torch pins no memory that it has not allocated for {self._row.title}")
-        self._row.register(address, num_bytes)
+        with module_of(self._device).device(self._device):
+            self._row.register(address, num_bytes)
 
     def unpin(self, address: int) -> None:
         """Undo `pin` of the range that starts at ``address``."""
         assert self._row.unregister is not None
-        self._row.unregister(address)
+        with module_of(self._device).device(self._device):
+            self._row.unregister(address)
 
 
 def pinner_of(device: Devices) -> DriverPinner | None:
     """Return what pins host memory for copies to a device; None where copies do not ask for it."""
-    return DriverPinner(device.kind) if device.accelerated else None
+    return DriverPinner(device.torch_device) if device.accelerated else None

@@ -166,7 +166,7 @@ class Executor:
             try:
                 if isinstance(error, OutsizeError) or not isinstance(error, Exception):
                     raise error
-                raise ExecutionError(f"{what}: {type(error).__name__}: {error}") from error
+                raise ExecutionError(f"{what}: {self._device.explain(error)}") from error
             finally:
                 del error  # else error and frame hold each other, and the activations with them
 
