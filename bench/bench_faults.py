@@ -3,7 +3,7 @@
 Four tiny runs of three steps: state on the host, state on disk, resumed from a checkpoint, and from a home on disk.
 Every operation of each (calls to the file system and ops of lanes) gets everything that can go wrong there, one at a
 time, each in a run of its own; see `crash.campaign` for what is checked. A worker that hangs is ended and
-counted.
+counted. Then whole commands whose words do not arrive, or that are told to end: see `crash.tellers`.
 
     python bench/bench_faults.py                  # a sample spread over all operations, some 4 minutes
     python bench/bench_faults.py --all --late     # every point, the better part of an hour on two cores
@@ -129,6 +129,22 @@ def run(args: argparse.Namespace, name: str, directory: Path) -> None:
             workers[share] = start(share)
 
 
+def judge_tellers(directory: Path) -> list[dict[str, Any]]:
+    """Judge every teller that the journal does not know yet, and return what is known of all."""
+    from crash.tellers import TELLERS, Stage
+
+    journal = directory / "tellers.jsonl"
+    known = {line["teller"]: line for line in read_journal(journal)}
+    with tempfile.TemporaryDirectory(prefix="outsize-faults-") as root, journal.open("a") as out:
+        stage = Stage(Path(root))
+        for name in TELLERS:
+            if name not in known:
+                said, problems = stage.judge(name)
+                known[name] = {"teller": name, "said": said, "problems": problems}
+                write(out, {**known[name], "commit": common.machine()["commit"]})
+    return [{key: known[name][key] for key in ("teller", "said", "problems")} for name in TELLERS]
+
+
 def result_of(name: str, directory: Path) -> dict[str, Any]:
     """What all journals of a scenario say together."""
     verdicts: dict[str, dict[str, Any]] = {}
@@ -166,6 +182,7 @@ def main() -> None:
     parser.add_argument("--journal", type=Path, help="directory of the journals; a temporary one by default")
     parser.add_argument("--report", action="store_true", help="run nothing, say what the journals say")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
+    parser.add_argument("--no-tellers", action="store_true", help="faults of single calls alone")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -181,9 +198,10 @@ def main() -> None:
         for name in args.scenarios if not args.report else ():
             run(args, name, directory)
         results = {name: result_of(name, directory) for name in args.scenarios}
-    for result in results.values():
-        for line in result["bad"]:
-            print(json.dumps(line), flush=True)
+        tellers = [] if args.no_tellers else judge_tellers(directory)
+    bad_tellers = [line for line in tellers if line["problems"]]
+    for line in [*(line for result in results.values() for line in result["bad"]), *bad_tellers]:
+        print(json.dumps(line), flush=True)
     rows = [
         (
             name,
@@ -203,7 +221,9 @@ def main() -> None:
             "machine": common.machine(),
             "exhaustive": not args.sample and not left,
             "late_and_lost": args.late,
-            "ok": not any(result["bad"] for result in results.values()),
+            "ok": not bad_tellers and not any(result["bad"] for result in results.values()),
+            "kinds": len({kind for result in results.values() for kind in result["by_kind"]}),
+            "tellers": {"judged": len(tellers), "bad": bad_tellers},
             "points": sum(result["points"] for result in results.values()),
             "left": left,
             "runs": results,

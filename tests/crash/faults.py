@@ -24,8 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from crash.operations import APPLICABLE, LANE, Fault, Key, Operation, faults_of
+from crash.operations import APPLICABLE, CLEAN_UPS, LANE, Fault, Key, Operation, faults_of
 from outsize import files
 from outsize.planner.program.ops import Op
 from outsize.runtime.engine import engine
@@ -53,6 +54,7 @@ class Layer(files.System):
         root: names are told relative to it.
         faults: what goes wrong where: by key, or by the number of the operation in the order of this run.
         keep_data: whether `operations` hold what was written.
+        looks: whether looks at files below ``root`` are operations too, whoever makes them.
         delay_s: seconds that a delayed operation waits.
 
     Attributes:
@@ -66,6 +68,7 @@ class Layer(files.System):
         faults: Mapping[Key | int, Fault] | None = None,
         *,
         keep_data: bool = False,
+        looks: bool = False,
         delay_s: float = DELAY_S,
     ) -> None:
         self.operations: list[Operation] = []
@@ -73,6 +76,8 @@ class Layer(files.System):
         self._root = root
         self._faults = dict(faults or {})
         self._keep_data = keep_data
+        self.looks = looks
+        self._wrecked = False
         self._delay_s = delay_s
         self._seen: Counter[tuple[str, str, int, int]] = Counter()
         self._path_of: dict[int, Path] = {}
@@ -92,8 +97,12 @@ class Layer(files.System):
     def close(self, descriptor: int) -> None:
         """See `System.close`."""
         operation, fault = self._begin("close", self._path_of.pop(descriptor, _path_of(descriptor)))
-        with self._ending(operation, fault):
+        with self._ending(operation, None if fault is Fault.EIO else fault):
             super().close(descriptor)
+            if (
+                fault is Fault.EIO
+            ):  # the descriptor is gone all the same, as of a share that could not be reached
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
         """See `System.pread`; what a short read left out is filled with rubbish, for callers who do not look."""
@@ -165,8 +174,17 @@ class Layer(files.System):
         self._of_name("rmdir", path, super().rmdir)
 
     def remove_tree(self, path: Path) -> None:
-        """See `System.remove_tree`; it raises nothing, so it can only take long."""
-        self._of_name("remove_tree", path, super().remove_tree)
+        """See `System.remove_tree`; it raises nothing, so it can only take long, or leave all as it is."""
+        with contextlib.suppress(OSError):
+            self._of_name("remove_tree", path, super().remove_tree)
+
+    def look(self, path: object, call: Callable[[], os.stat_result]) -> os.stat_result:
+        """Look at a file, as `os.stat` does."""
+        if not isinstance(path, (str, Path)) or not Path(path).is_relative_to(self._root):
+            return call()
+        operation, fault = self._begin("look", Path(path))
+        with self._ending(operation, fault):
+            return call()
 
     def lane_op(self, op: Op, context: StepContext, run: Callable[[], None]) -> None:
         """Run an op of a lane."""
@@ -214,6 +232,9 @@ class Layer(files.System):
         fault = self._faults.get(key) or self._faults.get(operation.number)
         if fault is not None:
             self.sprung.append(operation)
+            self._wrecked |= fault is Fault.WRECK
+        elif self._wrecked and kind in CLEAN_UPS:
+            return operation, Fault.EIO
         return operation, fault
 
     @contextlib.contextmanager
@@ -226,8 +247,8 @@ class Layer(files.System):
         try:
             if fault is Fault.DELAY:
                 time.sleep(self._delay_s)
-            if fault in (Fault.EIO, Fault.ENOSPC):
-                number = getattr(errno, fault.value)
+            if fault in (Fault.EIO, Fault.ENOSPC, Fault.WRECK):
+                number = errno.EIO if fault is Fault.EIO else errno.ENOSPC
                 raise OSError(number, os.strerror(number))
             if fault is Fault.EXCEPTION:
                 raise RuntimeError("injected")
@@ -248,17 +269,22 @@ class Layer(files.System):
 @contextlib.contextmanager
 def layered(layer: Layer) -> Iterator[Layer]:
     """Put ``layer`` under the file calls of all threads, and under the lanes of engines made in this context."""
-    handle = engine.run_op
+    handle, stat = engine.run_op, os.stat
 
     def watched(table: HandlerTable, op: Op, context: StepContext) -> None:
         layer.lane_op(op, context, lambda: handle(table, op, context))
 
+    def looked_at(path: Any, **how: Any) -> os.stat_result:
+        return layer.look(path, lambda: stat(path, **how))
+
     engine.run_op = watched
+    if layer.looks:
+        os.stat = looked_at  # type: ignore[assignment]
     try:
         with files.replaced(layer):
             yield layer
     finally:
-        engine.run_op = handle
+        engine.run_op, os.stat = handle, stat
 
 
 def _half(num_bytes: int, descriptor: int) -> int:

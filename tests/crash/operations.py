@@ -21,19 +21,25 @@ class Fault(StrEnum):
     FLIP = "flip"  # one bit of what was read is another
     DELAY = "delay"  # the call takes its time
     EXCEPTION = "exception"  # an op of a lane raises what nobody expects
+    WRECK = "wreck"  # a full disk, and every clean-up that follows fails as well, by another error
 
 
-# What can go wrong with an operation of a kind. `rename` and below change directories; ENOSPC there is a full one.
+# What removes what an operation has left behind.
+CLEAN_UPS = ("unlink", "rmdir", "remove_tree")
+
+# What can go wrong with an operation of a kind. A look is one of `os.stat`. `rename` and below change directories;
+# ENOSPC there is a full one.
 APPLICABLE: Mapping[str, tuple[Fault, ...]] = {
-    "open": (Fault.EIO, Fault.ENOSPC, Fault.DELAY),
-    "close": (Fault.DELAY,),
+    "look": (Fault.EIO,),
+    "open": (Fault.EIO, Fault.ENOSPC, Fault.WRECK, Fault.DELAY),
+    "close": (Fault.EIO, Fault.DELAY),
     "pread": (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.DELAY),
-    "pwrite": (Fault.EIO, Fault.ENOSPC, Fault.SHORT, Fault.TORN, Fault.DELAY),
-    "fsync": (Fault.EIO, Fault.ENOSPC, Fault.LOST, Fault.DELAY),
+    "pwrite": (Fault.EIO, Fault.ENOSPC, Fault.WRECK, Fault.SHORT, Fault.TORN, Fault.DELAY),
+    "fsync": (Fault.EIO, Fault.ENOSPC, Fault.WRECK, Fault.LOST, Fault.DELAY),
     "fdatasync": (Fault.EIO, Fault.ENOSPC, Fault.LOST, Fault.DELAY),
-    "allocate": (Fault.EIO, Fault.ENOSPC),
+    "allocate": (Fault.EIO, Fault.ENOSPC, Fault.WRECK),
     "truncate": (Fault.EIO, Fault.ENOSPC),
-    "rename": (Fault.EIO, Fault.ENOSPC, Fault.DELAY),
+    "rename": (Fault.EIO, Fault.ENOSPC, Fault.WRECK, Fault.DELAY),
     "link": (Fault.EIO, Fault.ENOSPC),
     "unlink": (Fault.EIO,),
     "mkdir": (Fault.EIO, Fault.ENOSPC),
@@ -101,7 +107,7 @@ def faults_of(operation: Operation) -> tuple[Fault, ...]:
     """Return what can go wrong with an operation and be told apart from its going well."""
     faults = APPLICABLE[operation.kind]
     if operation.kind == "open" and not operation.flags & os.O_CREAT:
-        faults = tuple(fault for fault in faults if fault is not Fault.ENOSPC)
+        faults = tuple(fault for fault in faults if fault not in (Fault.ENOSPC, Fault.WRECK))
     if operation.kind in ("pread", "pwrite") and operation.moved < 2:
         faults = tuple(fault for fault in faults if fault not in (Fault.SHORT, Fault.TORN, Fault.FLIP))
     return faults

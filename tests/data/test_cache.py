@@ -3,6 +3,8 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize.data import token_cache
 from outsize.data.token_cache import new_entry
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
@@ -141,3 +144,27 @@ def test_descriptors_are_given_back(shards):
     with pytest.raises(DataError, match="absent: cannot open: No such file"):
         ArrayReader([*shards, ArrayFile(shards[0].path.with_name("absent"), np.dtype("<u2"), 1)])
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["documents.bin", "trained.bin"])
+def test_a_file_that_cannot_be_opened_leaves_no_other_open(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left open fails the test."""
+
+    class Failing(System):
+        def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+            if Path(path).name == name:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return super().open(path, flags, mode)
+
+    entry = tmp_path / "entry"
+    entry.mkdir()
+    for each, num_bytes in (("tokens.bin", 12), ("trained.bin", 3), ("documents.bin", 8)):
+        (entry / each).write_bytes(bytes(num_bytes))
+    detected = SimpleNamespace(num_tokens=3, num_documents=1, mask_source="a template")
+    monkeypatch.setattr(token_cache, "_read_index", lambda _: detected)
+    held = os.listdir("/proc/self/fd")
+    with replaced(Failing()), pytest.raises(DataError, match="cannot open: Input/output error"):
+        token_cache.CachedTokens(entry)
+    assert os.listdir("/proc/self/fd") == held

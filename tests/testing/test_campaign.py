@@ -7,6 +7,7 @@ import pytest
 
 from crash.campaign import Campaign, does_harm, scenario
 from crash.faults import Fault, Key
+from crash.tellers import Stage
 
 POINTS = 5
 # Each once broke a promise: an error that was not ours, a descriptor left open.
@@ -21,13 +22,22 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_fault_is_a_clear_error_or_changes_nothing(tmp_path: Path, name: str):
     campaign = scenario(name, tmp_path)
-    points = campaign.points(does_harm)
+    points = [point for point in campaign.points(does_harm) if point[0].kind != "look"]
     chosen = random.Random(7).sample(points, POINTS)
     for start in KNOWN[name]:
         chosen.append(next(p for p in points if f"{p[0].kind} {p[0].path}".startswith(start)))
     verdicts = {point: campaign.judge(*point) for point in chosen}
     assert {point: verdict.problems for point, verdict in verdicts.items() if verdict.problems} == {}
     assert {verdict.outcome for verdict in verdicts.values()} <= {"equal", "refused"}
+
+
+def test_a_look_that_fails_or_a_clean_up_after_a_full_disk_is_a_clear_error(tmp_path: Path):
+    """Libraries remember some looks, so that not every one comes by again."""
+    campaign = scenario("home", tmp_path)
+    looks = [point for point in campaign.points() if point[0].kind == "look" and "run/" in point[0].path]
+    wrecks = [point for point in campaign.points() if point[1] is Fault.WRECK and "home.bin" in point[0].path]
+    chosen = [*random.Random(7).sample(looks, 3), *random.Random(7).sample(wrecks, 2)]
+    assert {point: found for point in chosen if (found := campaign.judge(*point).problems)} == {}
 
 
 def test_late_calls_and_lost_syncs_change_nothing(tmp_path: Path):
@@ -65,3 +75,19 @@ def test_a_wrong_weight_is_found(tmp_path: Path):
 def test_an_operation_that_does_not_come_by_is_told(tmp_path: Path):
     verdict = scenario("host", tmp_path).judge(Key("unlink", "nowhere", 0, 0, 0), Fault.EIO)
     assert (verdict.outcome, verdict.problems) == ("missed", ())
+
+
+def test_lines_that_the_heartbeat_has_no_room_for_are_counted(tmp_path: Path):
+    campaign = scenario("host", tmp_path)
+    key = next(
+        key for key, _ in campaign.points() if (key.kind, key.path) == ("pwrite", "run/heartbeat.jsonl")
+    )
+    for fault in (Fault.ENOSPC, Fault.TORN):
+        verdict = campaign.judge(key, fault)
+        assert (verdict.outcome, verdict.problems) == ("equal", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["host: SIGHUP", "disk: SIGQUIT"])
+def test_a_command_that_is_told_to_end_is_gone_on_from(tmp_path: Path, name: str):
+    assert Stage(tmp_path).judge(name)[1] == []

@@ -81,7 +81,11 @@ class CachedTokens(TokenStore):
         super().__init__(*token_readers(entry, num_tokens))
         self.num_documents = num_documents
         self._directory = entry
-        self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
+        try:
+            self._ends = ArrayReader([ArrayFile(entry / "documents.bin", np.dtype("<i8"), num_documents)])
+        except BaseException:
+            super().close()
+            raise
 
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
         """See `TokenStore.document_ends`."""

@@ -8,6 +8,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -215,12 +216,15 @@ class TokenStore:
 def token_readers(directory: Path, count: int) -> tuple[ArrayReader, ArrayReader | None]:
     """Return what reads ``tokens.bin`` and ``trained.bin`` of an entry of the cache; None where all are targets."""
     trained = directory / "trained.bin"
-    return (
-        ArrayReader([ArrayFile(directory / "tokens.bin", np.dtype("<i4"), count)]),
-        ArrayReader([ArrayFile(trained, np.dtype("u1"), count)]) if trained.exists() else None,
-    )
+    tokens = ArrayReader([ArrayFile(directory / "tokens.bin", np.dtype("<i4"), count)])
+    try:
+        return tokens, ArrayReader([ArrayFile(trained, np.dtype("u1"), count)]) if trained.exists() else None
+    except BaseException:
+        tokens.close()
+        raise
 
 
 def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        system().close(descriptor)
+    with ExitStack() as stack:  # one that says an error leaves no other open
+        for descriptor in descriptors:
+            stack.callback(system().close, descriptor)
