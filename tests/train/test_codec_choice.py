@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from outsize.accelerators import Devices
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ModelError
 from outsize.hardware.cards.presets import parse_gpus
@@ -91,7 +92,7 @@ def test_what_gpus_and_rings_do_not_encode(tmp_path: Path):
         config = make_run(tmp_path, memory=EMULATED, transport={crossing: "auto"}, **sections)
         prepared = prepare(config, tmp_path, lambda _: None)
         if crossing == "activations":
-            prepared = replace(prepared, machine=replace(prepared.machine, device="cuda:0"))
+            prepared = replace(prepared, machine=replace(prepared.machine, devices=Devices.parse("cuda:0")))
         assert module.decide(prepared, tmp_path, said.append) == (prepared, None)
         return said
 

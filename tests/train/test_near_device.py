@@ -88,13 +88,12 @@ def test_a_run_of_two_nodes_goes_to_that_of_its_gpu_by_what_the_machine_says(tmp
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(numa_binding, "_addresses", lambda device: ["0000:41:00.0"])
     monkeypatch.setattr(numa_binding.torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda task: {own, 4000})
     config = make_run(tmp_path)
-    prepared = SimpleNamespace(
-        machine=SimpleNamespace(device="cuda:0"), plan=SimpleNamespace(memory={"host": {"home": 10**9}})
-    )
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
+    machine = SimpleNamespace(devices=SimpleNamespace(properties=[gpu]))
+    prepared = SimpleNamespace(machine=machine, plan=SimpleNamespace(memory={"host": {"home": 10**9}}))
     found = numa_binding.placement_of(config, prepared, 1, tmp_path)
     assert (found.node, found.cpus) == (0, {own})
 

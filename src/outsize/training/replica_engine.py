@@ -111,6 +111,8 @@ class ReplicaEngine:
 
             return future.then(arrived)
 
+        # DDP takes a hook whose annotations are classes of its own, or none.
+        hook.__annotations__.clear()
         return hook
 
     def take_timeline(self) -> Timeline:
