@@ -10,7 +10,6 @@ counts as kept, with `--kernels liger` and without. Nothing is timed, so the res
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outsize.accelerators import Devices
 from outsize.model.liger import take_liger
-from outsize.model.sizes.spec_from_config import FAMILIES as COUNTED
-from outsize.model.sizes.spec_from_config import read_shape
-from outsize.model.sizes.workload import count_workload
 
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
@@ -68,14 +64,10 @@ def kept_bytes(model: nn.Module, ids: Tensor) -> int:
     return sum(num_bytes for place, num_bytes in saved.items() if place not in apart | shared)
 
 
-def planned_bytes(
-    config: dict[str, Any], dtype: str, sequences: int, seq_len: int, *, fused: bool
-) -> int | None:
-    """Return what `outsize plan` counts for that block; None for a family whose sizes are not told by its config."""
-    if config["model_type"] not in COUNTED:
-        return None
-    shape = replace(read_shape(config), fused=fused)
-    return count_workload(shape, dtype, sequences=sequences, seq_len=seq_len).saved_bytes[BLOCK + 1]
+def planned_bytes(config: dict[str, Any], dtype: str, sequences: int, seq_len: int, *, fused: bool) -> int:
+    """Return what `outsize plan` counts for that block."""
+    counts = common.counted(config, dtype, kernels="liger" if fused else "none")
+    return counts.workload(sequences, seq_len).saved_bytes[BLOCK + 1]
 
 
 def case(family: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -18,14 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import finish, machine, print_table
+from common import counted, finish, machine, print_table
 
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import DEVICE_SHARE, HOST_SHARE
 from outsize.model.sizes.model_spec import Workload
-from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
-from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.prediction import predict
 from outsize.planner.predict.question import Question
@@ -80,22 +78,21 @@ MLP_PARTS = {"auto, MLPs in 4 parts": 4, "auto, MLPs in 16 parts": 16}
 
 def question(name: str, sequences: int, seq_len: int, mlp_parts: int = 1) -> Question:
     """Return the step that is asked about."""
-    shape = replace(read_shape(MODELS[name]), mlp_parts=mlp_parts)
-    spec = spec_from_config(MODELS[name], "bf16")
+    counts = counted(MODELS[name], mlp_parts=mlp_parts)
     server = parse_gpus("8x4090")
     box = replace(server, gpus=server.gpus[:1], links=server.links[:1])
     budgets = Budgets(
         device=int(DEVICE_SHARE * box.gpus[0].memory_bytes), host=int(HOST_SHARE * box.host.memory_bytes)
     )
     return Question(
-        model=spec,
+        model=counts.spec,
         machine=box,
         budgets=budgets,
         options=PlanOptions(home="host", below="host"),
         home="host",
         sequences=sequences,
         seq_len=seq_len,
-        workload_of=lambda count: count_workload(shape, "bf16", sequences=count, seq_len=seq_len),
+        workload_of=lambda count: counts.workload(count, seq_len),
     )
 
 

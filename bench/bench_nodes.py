@@ -429,22 +429,20 @@ def simulated() -> list[dict[str, Any]]:
     """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
     from outsize.hardware.cards.presets import parse_gpus
     from outsize.hardware.machine_spec import Figure
-    from outsize.model.sizes.spec_from_config import read_shape, spec_from_config
-    from outsize.model.sizes.workload import count_workload
     from outsize.planner.predict.decision_search import planned_at
     from outsize.planner.predict.prediction import predict
     from outsize.planner.predict.question import Question
     from outsize.planner.search.step_plan import Budgets, PlanOptions
 
     def step(config: dict[str, Any], nodes: int, bytes_per_s: float) -> Any:
-        shape, count = read_shape(config), SIMULATED["microbatches"]
+        counts, count = common.counted(config), SIMULATED["microbatches"]
         question = Question(
-            model=spec_from_config(config, "bf16"),
+            model=counts.spec,
             machine=parse_gpus("4090"),
             budgets=Budgets(device=20 * 2**30, host=300 * 2**30, disk=0),
             sequences=SIMULATED["sequences"],
             seq_len=1024,
-            workload_of=lambda rows: count_workload(shape, "bf16", sequences=rows, seq_len=1024),
+            workload_of=lambda rows: counts.workload(rows, 1024),
             options=PlanOptions(home="host", below="host", nodes=nodes),
             net_bytes_per_s=Figure(value=bytes_per_s, source="half of compute"),
         )

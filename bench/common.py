@@ -326,3 +326,21 @@ def import_all(modules: Iterable[str]) -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads > 1:
         raise SystemExit(f"{threads} threads in the process that forks: children would miss them")
+
+
+# --- models that are not there --------------------------------------------------------------------
+
+
+def counted(
+    hf_config: Mapping[str, Any], dtype: str = "bf16", *, mlp_parts: int = 1, kernels: str = "none"
+) -> Any:
+    """Return what `outsize plan` counts of the model that a config describes."""
+    from outsize.config import parse_config
+    from outsize.session.job import known_models
+
+    settings = {
+        "model": {"path": "unused", "dtype": dtype, "kernels": kernels},
+        "data": {"path": "unused", "seq_len": 1024},
+        "train": {"tokens_per_step": 1024, "mlp_parts": mlp_parts},
+    }
+    return known_models.counted(hf_config, parse_config(settings))

@@ -1,7 +1,10 @@
 """What every test is held to: it leaves no thread and no open file behind."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,12 @@ from patience import PATIENCE_S
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others outlive what is compiled
+
+# What is counted of models is kept for the whole run, and not where the user keeps it. Workers inherit the place.
+if "XDG_CACHE_HOME" not in os.environ or "OUTSIZE_TESTS" not in os.environ:
+    kept = tempfile.mkdtemp(prefix="outsize-tests-")
+    os.environ.update(XDG_CACHE_HOME=kept, OUTSIZE_TESTS="1")
+    atexit.register(shutil.rmtree, kept, ignore_errors=True)
 
 # The same examples every time, so that a change is judged by itself; `make explore` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -24,6 +24,7 @@ ARROWS = {
     "choices": set(),
     "spin": set(),
     "loopback": {"errors"},
+    "user_cache": set(),
     "accelerators": {"errors"},
     "config": GROUND | {"accelerators", "choices", "optim.optimizer_names"},
     "native": set(),
@@ -155,6 +156,7 @@ ARROWS = {
         "planner",
         "runtime",
         "storage",
+        "user_cache",
     },
     "session.decide": GROUND
     | {
@@ -310,6 +312,7 @@ ARROWS = {
         "model.sizes",
         "planner",
         "reporting",
+        "runtime.trial.counts",
         "session",
     },
     "cli": GROUND
@@ -364,6 +367,12 @@ TORCH_FREE = [
     "codecs/wire.py",
     "optim/shares.py",
     "optim/optimizer_spec.py",
+    "runtime/forward/unit_facts.py",
+    "runtime/trial/counts.py",
+    "runtime/trial/extrapolate.py",
+    "runtime/trial/measured.py",
+    "session/job/known_models.py",
+    "user_cache.py",
 ]
 
 

@@ -9,7 +9,7 @@ from cli.command_line import LLAMA
 from cli.test_plan import answer, run
 from outsize.cli.plan import model_config
 from outsize.cli.plan.model_config import read_config
-from outsize.cli.plan.plan_largest import largest
+from outsize.cli.plan.plan_largest import last_that_fits
 from outsize.cli.plan.plan_question import in_options
 from outsize.config import load_config
 from outsize.errors import ModelError
@@ -95,7 +95,7 @@ def test_the_largest_models_that_fit_are_larger_and_no_larger(model_dir, capsys)
     options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens-per-step", 512, "--no-advice")
     found = answer(capsys, *options, "--largest", "--host-memory", "64MiB", "--home", "host")
     base = found["num_parameters"]
-    assert {model["what"] for model in found["largest"]} == {"more layers", "wider layers"}
+    assert {model["what"] for model in found["largest"]} == {"more layers"}
     assert all(model["num_parameters"] > base for model in found["largest"])
     assert run(*options, "--largest", "--host-memory", "64MiB", "--home", "host") == 0
     assert "the largest of this family that fits" in capsys.readouterr().out
@@ -111,18 +111,16 @@ def test_the_largest_models_do_not_depend_on_tokens_per_step(model_dir, capsys):
 
 
 def test_the_search_for_the_largest_ends_at_the_limit():
-    found = largest(
-        LLAMA, lambda config: config["num_hidden_layers"] if config["num_hidden_layers"] <= 100 else None
-    )
-    layers = next(model for model in found if model.what == "more layers")
-    assert 97 <= layers.layers <= 100
-    assert largest(LLAMA, lambda config: None) == ()
+    size, parameters = last_that_fits(1000, lambda layers: 7 * layers if layers <= 100 else None)
+    assert 97 <= size <= 100
+    assert parameters == 7 * size
+    assert last_that_fits(1000, lambda layers: None) is None
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--method", "lora", "--lora-modules", "q_porj"), "did you mean q_proj"),
+        (("--method", "lora", "--lora-modules", "q_porj"), "k_proj, lm_head, o_proj, q_proj"),
         (("--method", "lora", "--lora-r", 0), "at least 1"),
         (("--method", "prefix"), "lora"),
         (("--nodes", 2), "--net 25Gb"),

@@ -17,7 +17,7 @@ from outsize.compat.dispatch import (
     is_watched,
     watching,
 )
-from outsize.compat.operations import operations, schema_of
+from outsize.compat.operations import form_grouped_product, operations, schema_of
 from outsize.compat.profilers import allocations, of_all_threads
 
 
@@ -154,6 +154,21 @@ def test_operations_that_this_torch_has_not_are_left_out():
     assert operations("mm.default", "mm.other", "no_such_operation.default") == {torch.ops.aten.mm.default}
     schema = schema_of(torch.ops.aten.add_.Tensor)
     assert [bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "form"),
+    [((6, 4), (2, 4, 5), (6, 5)), ((6, 4), (4, 5), (2, 6, 5)), ((2, 6, 4), (4, 5), (6, 5))],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_in_groups_have_a_form(left, right, form, dtype):
+    with fake_tensors(allow_real=True), watching(form_grouped_product):
+        groups = torch.tensor([2, 4], dtype=torch.int32)
+        made = torch.ops.aten._grouped_mm.default(
+            torch.empty(left, dtype=dtype), torch.empty(right, dtype=dtype), groups
+        )
+    assert made.shape == form
+    assert made.dtype is dtype
 
 
 def test_allocations_and_releases_are_told_in_order():

@@ -1,7 +1,6 @@
 """MLPs that take their tokens in parts: the same numbers but for rounding, with less alive at a time."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers import (
 
 import zoo
 from outsize.errors import ModelError
-from outsize.model.sizes.spec_from_config import forward_flops, read_shape, recompute_flops
 from outsize.model.split import split
 from outsize.model.tiled_mlp import parts_of, take_in_parts
 
@@ -144,11 +142,3 @@ def test_blocks_without_an_mlp_of_that_name_are_refused() -> None:
     model.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     with pytest.raises(ModelError, match="has no module called mlp"):
         take_in_parts(split(model), 2)
-
-
-def test_a_recompute_makes_nothing_of_such_an_mlp() -> None:
-    whole = read_shape(LlamaConfig(num_hidden_layers=1).to_dict())
-    parted = replace(whole, mlp_parts=4)
-    mlp = 6.0 * 100 * whole.hidden * whole.intermediate
-    assert forward_flops(parted, 1, 100) == forward_flops(whole, 1, 100)
-    assert recompute_flops(parted, 1, 100)[1] == forward_flops(whole, 1, 100)[1] - mlp

@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import counting
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
-from outsize.model.sizes.lora_from_config import with_adapters
-from outsize.model.sizes.spec_from_config import read_shape
-from outsize.model.sizes.workload import count_workload
 from outsize.planner.predict import expectation, what_if
 from outsize.planner.predict.changes import parse_change
 from outsize.planner.predict.decision_search import decide
@@ -83,7 +81,7 @@ def test_the_memory_that_brings_the_home_to_the_host_is_among_what_helps():
     assert found.gain > 0
     assert "disk=x2" in changes
     assert "state=int8" in changes
-    frozen = with_adapters(question.model, 8, ("q_proj",))
+    frozen = counting.counted(CONFIG, lora={"r": 8, "target_modules": ["q_proj"]}).spec
     assert "state=int8" not in usual_changes(replace(question, model=frozen), base)
 
 
@@ -135,11 +133,11 @@ def test_a_home_on_disk_is_asked_about_where_several_gpus_wait_for_room_beside_o
 
 def test_mlps_in_parts_are_asked_about_where_a_block_needs_much_at_once():
     """Of the tight question the step only fits so; of parts of parts, nothing is to be known."""
-    shape, length = read_shape(CONFIG), 131072
+    length = 131072
 
     def in_parts(count):
-        parted = replace(shape, mlp_parts=count)
-        return lambda rows: count_workload(parted, "bf16", sequences=rows, seq_len=length)
+        parted = counting.counted(CONFIG, mlp_parts=count)
+        return lambda rows: parted.workload(rows, length)
 
     roomy, tight = (
         ask(

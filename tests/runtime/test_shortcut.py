@@ -9,7 +9,8 @@ from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.runtime.forward.boundary import Roots, roots_of
-from outsize.runtime.forward.short_recompute import Needed, Shortcuts, Trial
+from outsize.runtime.forward.short_recompute import Shortcuts, Trial
+from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.trial.live_bytes import LiveBytes
 
 WIDTH = 8

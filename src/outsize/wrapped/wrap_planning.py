@@ -19,9 +19,9 @@ from outsize.model.split import Split
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
-from outsize.runtime.forward.unit_state import SideEffects
+from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.trial.calibrate import calibrate
-from outsize.runtime.trial.measured import Measured
+from outsize.runtime.trial.measured import Flops, Measured
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_with_heap
 from outsize.wrapped.calls.autocast import Autocast
@@ -227,7 +227,7 @@ def _both(one: Measured, other: Measured) -> Measured:
     """The larger of each; what recomputes need is that of ``one``."""
 
     def larger(a: Any, b: Any) -> Any:
-        if isinstance(a, Mapping):
+        if isinstance(a, Mapping | Flops):
             return a
         if isinstance(a, frozenset | SideEffects):
             return a | b

@@ -152,7 +152,10 @@ class PlanFlags:
         WireWeights, typer.Option(help="How weights that have stepped are written between nodes.")
     ] = "raw"
     largest: Annotated[
-        bool, typer.Option("--largest", help="Also find the largest models of this family that fit.")
+        bool,
+        typer.Option(
+            "--largest", help="Also find the largest model that fits with more layers of this one's."
+        ),
     ] = False
     compare: Annotated[
         bool,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from outsize.choices import BlockKernels, Home
 from outsize.cli.plan.model_config import read_config
 from outsize.cli.plan.plan_machine import machine_from, size_of
-from outsize.cli.plan.plan_model import AskedModel, ModelFigures, check_largest
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures, adapted_modules
 from outsize.cli.plan.plan_nodes import check_nodes, net_of, share_of, wire_of
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
@@ -22,6 +22,7 @@ from outsize.hardware.machine_spec import (
     STREAM_BYTES,
     Machine,
 )
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.predict.feasibility import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
@@ -91,11 +92,9 @@ def ask_what_fits(options: PlanFlags) -> Asked:
 
     Raises:
         ConfigError: an option is wrong, or two do not go together.
-        ModelError: no model there, or of a family whose sizes its config does not tell.
+        ModelError: no model there, or none that can be counted.
     """
     model = AskedModel(*read_config(options.model))
-    if options.largest:
-        check_largest(model)
     asked = ask(options, model)
     if options.tokens_per_step is not None:
         return asked
@@ -129,13 +128,13 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
 
     Raises:
         ConfigError: an option is wrong, or two do not go together.
-        ModelError: no model there, or of a family whose sizes its config does not tell.
+        ModelError: no model there, or none that can be counted.
     """
     check_nodes(options)
     machine = machine_from(options)
     model = model or AskedModel(*read_config(options.model))
     seq_len = _seq_len(options.seq_len, model.positions)
-    config = _config(options, model.path, seq_len, model.modules(options.lora_modules))
+    config = _config(options, model.path, seq_len, adapted_modules(options.lora_modules))
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
@@ -166,25 +165,25 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
         question=question,
         config=config,
         tokens=_tokens(options.tokens),
-        method=_method(config),
+        method=_method(config, spec),
         model=model,
         figures=figures,
     )
 
 
-def _method(config: Config) -> str:
+def _method(config: Config, spec: ModelSpec) -> str:
     if config.train.method != "lora":
         return "full training"
-    named = config.lora.target_modules
-    modules = (
-        "the layers that PEFT chooses"
-        if named is None
-        else named
-        if isinstance(named, str)
-        else ", ".join(named)
+    experts = config.lora.target_parameters or ()
+    adapted = (
+        tensor.name.partition(".lora_A")[0]
+        for unit in spec.units
+        for tensor in unit.tensors
+        if ".lora_A" in tensor.name
     )
-    experts = "".join(f", {name}" for name in config.lora.target_parameters or ())
-    return f"LoRA of rank {config.lora.r} on {modules}{experts}"
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in adapted)
+    named = [name for name in modules if not any(name in stack.split(".") for stack in experts)]
+    return f"LoRA of rank {config.lora.r} on {', '.join((*named, *experts))}"
 
 
 def _seq_len(wanted: int | None, limit: int | None) -> int:
@@ -213,7 +212,7 @@ def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[st
         flags |= {"train.method": "lora", "lora.r": options.lora_r}
         if options.lora_parameters is not None:
             flags["lora.target_parameters"] = tuple(options.lora_parameters.replace(" ", "").split(","))
-        if modules is not None:  # always named, as PEFT has no choice of its own for every family
+        if modules is not None:
             flags["lora.target_modules"] = modules
     return load_config(flags=flags, environ={})
 

@@ -194,14 +194,13 @@ def _own_kernels(asked: Asked) -> Iterator[tuple[str, str, str]]:
     source = machine.gpus[0].efficiency.source
     unpriced = "not priced", f"is not priced: no sourced figure of what it gains on {machine.name}"
     if model.kernels == "liger":
-        kept = "counted" if asked.model.tells_sizes else "not counted of this architecture, a run measures it"
         short, long = (
             ("as fused kernels", "has the rate of fused ones") if source.startswith(LIGER) else unpriced
         )
         yield (
             "model.kernels",
             f"liger, {short}",
-            f"liger {long}; what norms and activations keep less is {kept}",
+            f"liger {long}; what norms and activations keep less is counted",
         )
     elif model.kernels == "hub":
         yield "model.kernels", f"hub, {unpriced[0]}", f"hub {unpriced[1]}; what it keeps less a run measures"
@@ -322,10 +321,10 @@ def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
 
 
 def _largest_table(scaled: Sequence[Scaled]) -> Table:
-    table = _table("the largest of this family that fits", "parameters", "layers", "width")
+    table = _table("the largest of this family that fits", "parameters", "layers")
     for model in scaled:
         count = format_count(model.num_parameters)
-        table.add_row(f"  {model.what}", count, str(model.layers), str(model.hidden))
+        table.add_row(f"  {model.what}", count, str(model.layers))
     table.add_row("", "", "", "")
     return table
 

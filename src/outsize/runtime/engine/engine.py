@@ -30,7 +30,7 @@ from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import handlers_of, lane_thread
 from outsize.runtime.engine.step_memory import rule_on, take_step_memory
 from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew, make_single
-from outsize.runtime.forward.short_recompute import Needed
+from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from outsize.compat.dispatch import OperationMode
 from outsize.compat.modules import forward_hooks_of, has_hooks_of_all
 from outsize.compat.operations import operations
 from outsize.model.tiled_mlp import Call
+from outsize.runtime.forward.unit_facts import Needed
 
 T = TypeVar("T")
 # What takes time and has no effect but its result.
@@ -69,20 +70,6 @@ PASSED = operations(
     "alias.default",
 )
 PRODUCTS = operations("mm.default", "addmm.default", "bmm.default") | {Call.joined}
-
-
-class Needed(NamedTuple):
-    """What a unit's backward needs of its forward.
-
-    Attributes:
-        num_saved: tensors that autograd saves.
-        enter_at: of these, how many have been saved before the last operation that saves any.
-        in_parts: whether what an MLP in parts makes is left out.
-    """
-
-    num_saved: int
-    enter_at: int
-    in_parts: bool = False
 
 
 class _UnforeseenError(BaseException):

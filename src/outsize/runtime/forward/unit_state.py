@@ -7,7 +7,6 @@ import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -19,28 +18,6 @@ from outsize.runtime.forward.outline import outline_of
 
 # Of what code names outside of itself, what it may write into; other objects there belong to libraries.
 _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
-
-
-@dataclass(frozen=True, slots=True)
-class SideEffects:
-    """What units do besides returning tensors.
-
-    Attributes:
-        state: units that change their state.
-        outlets: those of them that leave tensors with a history there.
-        stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
-            while other weights come to lie in their place.
-    """
-
-    state: frozenset[int] = frozenset()
-    outlets: frozenset[int] = frozenset()
-    stashes: frozenset[int] = frozenset()
-
-    def __or__(self, other: "SideEffects") -> "SideEffects":
-        """Return what either says."""
-        return SideEffects(
-            self.state | other.state, self.outlets | other.outlets, self.stashes | other.stashes
-        )
 
 
 class UnitState:

@@ -23,8 +23,9 @@ from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
 from outsize.runtime.forward.random_states import Drawing, seed_generators
 from outsize.runtime.forward.selective_recompute import Selected
-from outsize.runtime.forward.short_recompute import Needed, Shortcuts, is_watched
-from outsize.runtime.forward.unit_state import SideEffects, UnitState
+from outsize.runtime.forward.short_recompute import Shortcuts, is_watched
+from outsize.runtime.forward.unit_facts import Needed, SideEffects
+from outsize.runtime.forward.unit_state import UnitState
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.load_ops import WeightOps

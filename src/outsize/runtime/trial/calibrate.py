@@ -17,12 +17,11 @@ from outsize.model.split import Split
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.trial.effects_trial import UnitEffects
+from outsize.runtime.trial.extrapolate import trial_lengths
 from outsize.runtime.trial.measured import Measured, scale
 from outsize.runtime.trial.no_trace import without_trace
 from outsize.runtime.trial.trial_pass import TrialPass
 from outsize.runtime.trial.trial_weights import bind_trial_weights
-
-SHORT_LENGTHS = (64, 128, 256)
 
 
 class Discard:
@@ -99,10 +98,3 @@ def _calibrate(
     finally:
         binder.close()
     return scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
-
-
-def trial_lengths(seq_len: int, num_sequences: int) -> tuple[int, ...]:
-    """Return the lengths to run: the real one where it is short, and more where several sequences are asked for."""
-    if seq_len > SHORT_LENGTHS[-1]:
-        return SHORT_LENGTHS
-    return (seq_len,) if num_sequences == 1 or seq_len < 4 else (seq_len // 4, seq_len // 2, seq_len)

@@ -13,6 +13,15 @@ from math import prod
 Trace = tuple[int, ...]
 """Bytes alive, in the order of the ops that took some."""
 
+SHORT_LENGTHS = (64, 128, 256)
+
+
+def trial_lengths(seq_len: int, num_sequences: int) -> tuple[int, ...]:
+    """Return the lengths to run: the real one where it is short, and more where several sequences are asked for."""
+    if seq_len > SHORT_LENGTHS[-1]:
+        return SHORT_LENGTHS
+    return (seq_len,) if num_sequences == 1 or seq_len < 4 else (seq_len // 4, seq_len // 2, seq_len)
+
 
 @cache
 def extrapolate(

@@ -1,4 +1,4 @@
-"""What a microbatch needs in device memory, scaled from what trials at short lengths have noted."""
+"""What a microbatch takes, scaled from what trials at short lengths have noted. No torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,10 +6,46 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
-from outsize.runtime.forward.short_recompute import Needed
-from outsize.runtime.forward.unit_state import SideEffects
+from outsize.runtime.forward.unit_facts import Needed, SideEffects, UnitFlops, Yield, Yields
 from outsize.runtime.trial.extrapolate import Trace, extrapolate
-from outsize.runtime.trial.op_outputs import Yield, Yields
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """What units compute for sequences of any length, by what they did for some.
+
+    Attributes:
+        lengths: of the sequences that were run, ascending; none where nothing is known.
+        units: for each of them, what each unit computed for one sequence.
+    """
+
+    lengths: tuple[int, ...] = ()
+    units: tuple[tuple[UnitFlops, ...], ...] = ()
+
+    def forward(self, sequences: int, seq_len: int) -> tuple[float, ...]:
+        """Return the FLOPs of each unit's forward for ``sequences`` sequences of ``seq_len`` tokens."""
+        return self._at([[one.forward for one in row] for row in self.units], sequences, seq_len)
+
+    def needed(self, sequences: int, seq_len: int) -> tuple[float, ...]:
+        """Return the same of as much of it as a backward needs."""
+        return self._at([[one.needed for one in row] for row in self.units], sequences, seq_len)
+
+    def gradient(self, sequences: int, seq_len: int) -> tuple[float, ...]:
+        """Return the same of each unit's backward, without what it recomputes."""
+        return self._at([[one.gradient for one in row] for row in self.units], sequences, seq_len)
+
+    def routed(self, sequences: int, seq_len: int) -> tuple[float, ...]:
+        """Return the same of its forward's products of tokens with the experts that they visit."""
+        return self._at([[one.routed for one in row] for row in self.units], sequences, seq_len)
+
+    def _at(self, rows: Sequence[Sequence[int]], sequences: int, seq_len: int) -> tuple[float, ...]:
+        if len(rows) == 1:
+            tokens = sequences * seq_len / self.lengths[0]
+            return tuple(flops * tokens for flops in rows[0])
+        return tuple(
+            float(extrapolate(self.lengths, tuple((flops,) for flops in unit), seq_len, sequences))
+            for unit in zip(*rows, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +75,7 @@ class Measured:
         num_products: by unit, how many of its products that are; for those where lengths agree on it.
         num_saved: per unit, tensors that its forward saves for its backward.
         effects: what units do besides returning tensors.
+        flops: of units, for any microbatch.
         num_sequences: of the microbatch.
         seq_len: tokens of each.
     """
@@ -62,6 +99,7 @@ class Measured:
     num_products: Mapping[int, int] = field(default_factory=dict)
     num_saved: tuple[int, ...] = ()
     effects: SideEffects = field(default_factory=SideEffects)
+    flops: Flops = Flops()
     num_sequences: int = 1
     seq_len: int = 1
 
@@ -73,6 +111,7 @@ class Kept(NamedTuple):
     needed: Needed | None = None
     yields: Yields = Yields(Yield(0, 0), Yield(0, 0), 0)
     num_saved: int = 0
+    flops: UnitFlops = UnitFlops()
 
 
 @dataclass(slots=True)
@@ -140,6 +179,7 @@ def scale(
         products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept),
         num_products=_same_counts(kept),
         effects=reduce(or_, (row.effects for row in rows)),
+        flops=Flops(lengths, tuple(tuple(one.flops for one in row.kept) for row in rows)),
         num_saved=tuple(max(one.num_saved for one in unit) for unit in kept),
         num_sequences=num_sequences,
         seq_len=seq_len,

@@ -20,15 +20,17 @@ from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial
-from outsize.runtime.forward.unit_state import SideEffects, UnitState, untouched
+from outsize.runtime.forward.unit_facts import SideEffects, UnitFlops
+from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import visit_of
+from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.compiled_trial import measure_compiled
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
 from outsize.runtime.trial.extrapolate import Trace
 from outsize.runtime.trial.live_bytes import LiveBytes
 from outsize.runtime.trial.loss_form import is_plain, is_shifted
 from outsize.runtime.trial.measured import Kept, Row
-from outsize.runtime.trial.op_outputs import YieldTrial
+from outsize.runtime.trial.op_outputs import OpTrial
 from outsize.runtime.trial.outer_parameters import OuterUses, units_that_share
 
 
@@ -54,10 +56,10 @@ class TrialPass:
         self._forwards = tuple(_within(ambient, forward) for forward in forwards)
         self._ambient = ambient
         self._inputs = dict(inputs)
+        self._tracked = tracked_units(split.spec)
         self._chunk_tokens = chunk_tokens
         self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
         self._row = Row([], [], [], [], 0, False, False)
-        self._last_needed = 0
         self._has_cache = False
         self._returned: set[int] = set()
         self._uses = OuterUses(split)
@@ -176,6 +178,8 @@ class TrialPass:
         forward, backward, kept, outputs = self._known[key]
         self._row.forward.append(forward)
         self._row.backward.append(backward)
+        if not self._tracked[unit]:  # it runs no backward
+            kept = kept._replace(flops=kept.flops._replace(gradient=0))
         self._row.kept.append(kept)
         if effects.state or effects.objects:
             return self._passed_on(unit, call, effects, live)
@@ -248,14 +252,21 @@ class TrialPass:
             args, kwargs = _leaves_of(call)
             return self._forwards[unit](*args, **kwargs)
 
+        ran = OpTrial([])
         with live.suspended():
             run()
             taken = measure_compiled(run) if is_compiled(self._bare[unit]) else None
+            if taken is not None:
+                with ran.forward():  # as it is, where operations are seen
+                    run()
         self._note_random(state)
         if taken is None:
             return None
         self._row.graph_matters = True
-        return taken.forward, taken.backward, Kept(taken.saved, num_saved=taken.num_saved), taken.outputs
+        flops = ran.flops()
+        flops = flops._replace(gradient=2 * flops.forward)  # two products for each of the forward's
+        kept = Kept(taken.saved, num_saved=taken.num_saved, flops=flops)
+        return taken.forward, taken.backward, kept, taken.outputs
 
     def _form(self, unit: int, call: UnitCall) -> Any:
         """What units that are measured once have in common."""
@@ -279,8 +290,8 @@ class TrialPass:
         visit.track_inputs()
         trial = Trial([], [])
         live.ops = trial.ops
-        returned = YieldTrial(trial.ops)
-        with trial.hooks(), trial.parts(), returned.watching():
+        ran = OpTrial(trial.ops)
+        with trial.hooks(), trial.parts(), ran.forward():
             outputs = visit.repeat(self._forwards[unit])
         live.ops = None
         given = {_place(tensor) for tensor in visit.leaves}
@@ -292,10 +303,12 @@ class TrialPass:
         same = self._is_same(leaves, others)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if wanted:
-            torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
-        self._last_needed = trial.saved_at[-1] if trial.saved_at else 0
-        yields = returned.yields(self._last_needed, given | made.keys())
-        return same, Kept(saved, trial.needed(), yields, len(trial.saved_at))
+            with ran.backward():
+                torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
+        last, needed = trial.saved_at[-1] if trial.saved_at else 0, trial.needed()
+        yields = ran.yields(last, given | made.keys())
+        flops = ran.flops(None if needed is None else last)
+        return same, Kept(saved, needed, yields, len(trial.saved_at), flops)
 
     def _is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Whether a unit gave the same with a graph and without."""
@@ -312,10 +325,13 @@ class TrialPass:
         effects = self._effects_of(self._form(unit, call), unit, call, live)
         with torch.no_grad():
             state = torch.get_rng_state()
+            ran = OpTrial([])
             if effects.state or effects.objects:
-                outputs = self._passed_on(unit, call, effects, live)
+                with ran.forward():
+                    outputs = self._passed_on(unit, call, effects, live)
             else:
-                made = forward(*call.args, **call.kwargs)
+                with ran.forward():
+                    made = forward(*call.args, **call.kwargs)
                 self._note_random(state)
                 outputs = trees.map_only(Tensor, _like, made)
                 del made
@@ -325,7 +341,7 @@ class TrialPass:
             self._note_loss(outputs, ending.output)
         del outputs
         self._row.forward.append(())
-        self._row.kept.append(Kept())
+        self._row.kept.append(Kept(flops=_of_head(ran, self._split.modules[unit])))
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
@@ -360,6 +376,13 @@ def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]
             return forward(*args, **kwargs)
 
     return run
+
+
+def _of_head(ran: OpTrial, head: nn.Module) -> UnitFlops:
+    """Return the FLOPs of the last unit, of which a trial has seen the forward alone."""
+    flops = ran.flops()
+    trains = any(parameter.requires_grad for parameter in head.parameters())
+    return flops._replace(gradient=(1 + trains) * flops.forward)
 
 
 def _leaves_of(call: UnitCall) -> Any:

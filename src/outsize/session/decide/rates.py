@@ -15,12 +15,10 @@ from pathlib import Path
 import torch
 
 from outsize.accelerators import check_here
-from outsize.errors import ModelError
 from outsize.group.group import Group
 from outsize.group.pace import Pace
 from outsize.hardware.machine_spec import Machine
 from outsize.model.compiled import as_they_are
-from outsize.model.sizes.spec_from_config import forward_flops
 from outsize.model.walk import Boundaries
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.simulate.costs import UnitTimes
@@ -32,7 +30,7 @@ from outsize.session.decide.lane_rates import kept_rates, lane_rates
 from outsize.session.job.machine import home_file
 from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.prepare import Job
-from outsize.session.job.relative_times import recompute_shares, shape_of, spared_flops
+from outsize.session.job.relative_times import forward_flops, recompute_shares, spared_flops
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
 TIMED_TOKENS = {"cpu": 512, "accelerator": 8192}
@@ -200,7 +198,10 @@ def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
             limit=_limit(prepared),
             pace=pace,
         )
-    flops, timed = _flops(prepared, rows, length), _flops(prepared, few_rows, short)
+    flops, timed = (
+        forward_flops(prepared.split, prepared.measured, *size)
+        for size in ((rows, length), (few_rows, short))
+    )
     tokens = rows * length / (few_rows * short)
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
     found = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
@@ -255,14 +256,3 @@ def _spared_s(
 def _timed_size(rows: int, length: int, most: int) -> tuple[int, int]:
     """Return sequences and tokens of each that are timed: fewer sequences before shorter ones."""
     return max(1, min(rows, most // length)), min(length, most)
-
-
-def _flops(prepared: Job, rows: int, length: int) -> tuple[float, ...]:
-    """Return the operations of each unit's forward: from the config, or two for each parameter and token."""
-    spec = prepared.split.spec
-    with contextlib.suppress(ModelError):
-        flops = forward_flops(shape_of(prepared.split), rows, length)
-        if len(flops) == spec.num_streamed:
-            return flops
-    numel = [0 if unit.kind == "embedding" else unit.numel for unit in spec.units[: spec.num_streamed]]
-    return tuple(2.0 * rows * length * size for size in numel)

@@ -1,7 +1,6 @@
 """A model that is not there, in the numbers that a plan needs: of any architecture that a run can train."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,70 +8,54 @@ from outsize.config import Config
 from outsize.errors import ModelError
 from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton, unquantised
-from outsize.model.sizes.model_spec import ModelSpec, Workload
+from outsize.model.liger import save_as_liger
+from outsize.model.sizes.positions import num_positions
 from outsize.model.tiled_mlp import can_take_in_parts, take_in_parts
 from outsize.runtime.trial.counted import count
+from outsize.runtime.trial.counts import Counts
+from outsize.session.job.known_models import Described
 from outsize.session.job.model_inputs import made_up_inputs
 from outsize.session.job.prepare import lora_of, split_model
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A model in transformers' words.
-
-    Attributes:
-        config: of the model, or of its text part.
-        part: the model type of that text part; None where it is the whole model.
-    """
-
-    config: Any
-    part: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CountedModel:
-    """A model that was counted.
-
-    Attributes:
-        spec: its units.
-        workload_of: what a microbatch of so many sequences of so many tokens takes.
-        can_part: whether its MLPs could take their tokens in parts, and do not.
-    """
-
-    spec: ModelSpec
-    workload_of: Callable[[int, int], Workload]
-    can_part: bool
-
-
-def count_model(described: Any, config: Config) -> CountedModel:
-    """Count the model that ``described`` builds, as a run with ``config`` would train it.
+def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
+    """Count the model that a ``config.json`` describes, as a run with ``config`` would train it.
 
     Raises:
         ModelError: none that a run can train, or one that cannot be counted without its weights.
         ConfigError: adapters for layers that it does not have.
     """
+    described, _ = _text_part(hf_config)
     dtype, frozen = config.model.dtype, config.train.method == "lora"
     model = build_skeleton(described, dtype, config.model.attention, frozen=frozen)
     adapters = put_in(model, lora_of(config, model), config.train.seed) if frozen else None
     parts = split_model(model, dtype, config, adapters)
     can_part = config.train.mlp_parts == 1 and can_take_in_parts(parts)
     take_in_parts(parts, config.train.mlp_parts)
-    counts = count(
+    if config.model.kernels == "liger":
+        save_as_liger(parts.modules)
+    lengths, rows = count(
         parts,
         partial(made_up_inputs, config, described),
         seq_len=config.data.seq_len,
         chunk_tokens=config.train.head_chunk_tokens,
         shifted=not type(model).__name__.endswith("ForMaskedLM"),
     )
-    return CountedModel(parts.spec, counts.workload, can_part)
+    return Counts.of(parts.spec, can_part, config.train.head_chunk_tokens, lengths, rows)
 
 
 def describe(hf_config: Mapping[str, Any]) -> Described:
-    """Return the model that a ``config.json`` describes; of one of several parts, its text part.
+    """Return what transformers makes of a ``config.json``.
 
     Raises:
         ModelError: transformers does not know the architecture, or not with such values.
     """
+    config, part = _text_part(hf_config)
+    return Described(str(config.model_type), num_positions(config.to_dict()), part)
+
+
+def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """Return the config of a model, or of its text part, and the model type of that where it is one of several."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
@@ -89,7 +72,15 @@ def describe(hf_config: Mapping[str, Any]) -> Described:
         raise ModelError(
             f"the config of this {kind} model cannot be read: {error}; take the one that lies beside its weights"
         ) from error
+    encodes = getattr(config, "is_encoder_decoder", False)  # refused as what it is when it is built
+    for size in () if encodes else ("hidden_size", "num_hidden_layers", "vocab_size"):
+        named = type(config).attribute_map.get(size, size)
+        if hasattr(config, size) and named not in hf_config and size not in hf_config:
+            raise ModelError(
+                f"the config of this {kind} model lacks a size, {named!r}; give the config.json that lies beside its "
+                "weights"
+            )
     text = config.get_text_config()
-    if text is config or getattr(config, "is_encoder_decoder", False):
-        return Described(config)
-    return Described(text, str(text.model_type))
+    if text is config or encodes:
+        return config, None
+    return text, str(text.model_type)

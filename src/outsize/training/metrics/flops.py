@@ -8,9 +8,7 @@ from functools import cache
 import torch
 
 from outsize.accelerators import Devices
-from outsize.errors import ModelError
 from outsize.hardware.streaming import slower_than_fp32
-from outsize.model.sizes.spec_from_config import forward_flops, read_shape
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.device_presets import preset_of
 from outsize.session.job.prepare import Job
@@ -41,7 +39,7 @@ class Peak:
 def step_flops(prepared: Job) -> float | None:
     """Return the FLOPs of forward and backward of a step, without recompute; None where they are not counted.
 
-    That is for some architectures, and where steps differ in length.
+    That is where a trial sees no operations, and where steps differ in length.
 
     A backward computes the gradients of inputs, as many FLOPs as the forward, and those of trained weights, as many
     again: three forwards where all weights train, two where nearly all are frozen.
@@ -49,10 +47,8 @@ def step_flops(prepared: Job) -> float | None:
     config, spec = prepared.config, prepared.split.spec
     if config.data.is_grouped:
         return None
-    try:
-        shape = read_shape(prepared.hf_config.to_dict())
-        forward = sum(forward_flops(shape, prepared.num_sequences, config.data.seq_len))
-    except ModelError:
+    forward = sum(prepared.measured.flops.forward(prepared.num_sequences, config.data.seq_len))
+    if not forward:
         return None
     return (2 + spec.num_trainable / spec.num_parameters) * forward
 

@@ -1,0 +1,82 @@
+"""What trials find out about units. No torch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Needed(NamedTuple):
+    """What a unit's backward needs of its forward.
+
+    Attributes:
+        num_saved: tensors that autograd saves.
+        enter_at: of these, how many have been saved before the last operation that saves any.
+        in_parts: whether what an MLP in parts makes is left out.
+    """
+
+    num_saved: int
+    enter_at: int
+    in_parts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SideEffects:
+    """What units do besides returning tensors.
+
+    Attributes:
+        state: units that change their state.
+        outlets: those of them that leave tensors with a history there.
+        stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
+            while other weights come to lie in their place.
+    """
+
+    state: frozenset[int] = frozenset()
+    outlets: frozenset[int] = frozenset()
+    stashes: frozenset[int] = frozenset()
+
+    def __or__(self, other: "SideEffects") -> "SideEffects":
+        """Return what either says."""
+        return SideEffects(
+            self.state | other.state, self.outlets | other.outlets, self.stashes | other.stashes
+        )
+
+
+class Yield(NamedTuple):
+    """What operations of a unit return, in one forward.
+
+    Attributes:
+        num_bytes: of the memory that they return.
+        flops: that computing them takes, a multiply-add counting two.
+    """
+
+    num_bytes: int
+    flops: int
+
+
+class Yields(NamedTuple):
+    """What may be kept of a unit's forward.
+
+    Attributes:
+        attention: of its attention.
+        products: of its attention and of those products that its backward needs.
+        num_products: how many these products are, the first ones.
+    """
+
+    attention: Yield
+    products: Yield
+    num_products: int
+
+
+class UnitFlops(NamedTuple):
+    """FLOPs of a unit for one sequence, a multiply-add counting two.
+
+    Attributes:
+        forward: of its forward.
+        needed: of as much of it as its backward needs.
+        gradient: of its backward.
+        routed: of its forward, those of tokens with the experts that they visit.
+    """
+
+    forward: int = 0
+    needed: int = 0
+    gradient: int = 0
+    routed: int = 0

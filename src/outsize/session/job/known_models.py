@@ -1,0 +1,95 @@
+"""Models that are not there, in the numbers that a plan needs: counted once, and remembered for the user.
+
+What is counted depends on the config of the model, on settings of the run, on the versions of torch, transformers and
+PEFT, and on our source: all of them make the name of an entry. So a question about a model that has been asked about
+needs no torch.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from outsize import user_cache
+from outsize.config import Config
+from outsize.runtime.trial.counts import Counts, dump, parse
+from outsize.runtime.trial.extrapolate import trial_lengths
+
+_KIND = "counts"
+# Folders of what decides a count.
+_ROOMS = ("compat", "checkpoint/files", "codecs", "config", "model", "optim", "runtime", "session/job")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model in transformers' words.
+
+    Attributes:
+        kind: its model type, or that of its text part.
+        positions: tokens of the longest sequence; None for no limit.
+        part: the model type of its text part, where that is what is meant; None where it is the whole model.
+    """
+
+    kind: str
+    positions: int | None
+    part: str | None
+
+
+def described(hf_config: Mapping[str, Any]) -> Described:
+    """Return what transformers makes of a ``config.json``.
+
+    Raises:
+        ModelError: it does not know the architecture, or not with such values.
+    """
+    name = user_cache.digest_of(["described", hf_config, _here()])
+    content = user_cache.load(_KIND, name)
+    if content is not None:
+        try:
+            return Described(**json.loads(content))
+        except (TypeError, ValueError):
+            pass  # broken: asked again
+    from outsize.session.job.counted_model import describe  # torch and transformers take seconds to import
+
+    found = describe(hf_config)
+    user_cache.store(_KIND, name, json.dumps(asdict(found)).encode())
+    return found
+
+
+def counted(hf_config: Mapping[str, Any], config: Config) -> Counts:
+    """Return what a model takes as a run with ``config`` would train it.
+
+    Raises:
+        ModelError: none that a run can train, or one that cannot be counted without its weights.
+        ConfigError: adapters for layers that it does not have.
+    """
+    name = user_cache.digest_of(["counted", hf_config, _settings(config), _here()])
+    content = user_cache.load(_KIND, name)
+    if content is not None:
+        try:
+            return parse(content)
+        except ValueError:
+            pass  # broken: counted again
+    from outsize.session.job.counted_model import count_model
+
+    found = count_model(hf_config, config)
+    user_cache.store(_KIND, name, dump(found))
+    return found
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a run that what a model takes may depend on."""
+    model, train, optimizer = config.model, config.train, config.optimizer
+    return {
+        "model": model.model_dump(mode="json", exclude={"path"}),
+        "data": [trial_lengths(config.data.seq_len, 2), config.data.pack],
+        "train": [train.method, train.mlp_parts, train.head_chunk_tokens],
+        "lora": config.lora.model_dump(mode="json") if train.method == "lora" else None,
+        "rates": [optimizer.layer_decay, [group.model_dump(mode="json") for group in optimizer.groups]],
+    }
+
+
+@cache
+def _here() -> list[Any]:
+    packages = user_cache.versions_of("torch", "transformers", "peft")
+    return [dict(packages), user_cache.source_digest(*_ROOMS)]
