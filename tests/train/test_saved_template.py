@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.data.chat import CHATML_TEMPLATE, FALLBACK_TEMPLATE, ChatTemplate
+from outsize.errors import CheckpointError, DataError
 from outsize.training.run import train
 from support import make_run
 
@@ -115,3 +116,23 @@ def test_what_lies_beside_a_model_is_saved_as_it_was_when_the_run_began(tmp_path
     assert {path.name: path.read_bytes() for path in saved.glob("tokenizer*")} == before
     assert template_of(saved) == tokenizer.chat_template
     assert json.loads((saved / "generation_config.json").read_text()) == {"temperature": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("generation_config.json", "[]"),
+        ("generation_config.json", "{"),
+        ("generation_config.json", '{"early_stopping": "x"}'),
+        ("generation_config.json", '{"cache_implementation": "nonsense"}'),
+        ("tokenizer_config.json", '{"model_max_length": "x"}'),
+    ],
+)
+def test_files_that_nothing_would_read_beside_what_is_saved_are_refused_before_a_step(tmp_path, name, text):
+    config = make_run(tmp_path)
+    path = Path(str(config.model.path)) / name
+    held = json.loads(path.read_text()) if name == "tokenizer_config.json" else {}
+    path.write_text(json.dumps({**held, **json.loads(text)}) if held else text)
+    with pytest.raises((CheckpointError, DataError), match=name):
+        train(config)
+    assert latest(tmp_path / "run") is None

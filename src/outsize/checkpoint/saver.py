@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outsize.checkpoint.checkpoint_dir import name_of
-from outsize.checkpoint.files.beside_weights import Beside, read_beside
+from outsize.checkpoint.files.beside_weights import Beside, read_beside, read_generation_config
 from outsize.checkpoint.saving import Saving
 from outsize.config import TrainConfig
 from outsize.errors import OutsizeError, StalledError
@@ -224,5 +224,6 @@ class Saver:
 
 def _beside(prepared: Job) -> Beside:
     """Return the files beside the weights of a run's model, as they are when the run begins."""
+    read_generation_config(prepared.directory)  # or nothing reads what is saved with a copy of it
     with_code = prepared.adapters is None and bool(getattr(prepared.hf_config, "auto_map", None))
     return read_beside(prepared.directory, with_code=with_code, template=prepared.template)

@@ -45,6 +45,9 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
     except Exception as error:
         error.args = tuple(_said_of(directory, place, each) for each in error.args)
         raise
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, (int, float)):
+        raise ValueError(f"model_max_length of tokenizer_config.json is {longest!r}, which is no number")
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from outsize.checkpoint.files.beside_weights import read_generation_config
 from outsize.compat import trees
-from outsize.errors import CheckpointError
 from outsize.inference.forward_extent import Growth
 
 if TYPE_CHECKING:
@@ -63,15 +63,8 @@ def take_generation_config(model: nn.Module, directory: Path) -> None:
     Raises:
         CheckpointError: what it says cannot be read.
     """
-    path = directory / "generation_config.json"
-    if not hasattr(model, "generation_config") or not path.is_file():
-        return
-    from transformers import GenerationConfig
-
-    try:
-        cast(Any, model).generation_config = GenerationConfig.from_pretrained(str(directory))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
+    if hasattr(model, "generation_config") and (given := read_generation_config(directory)) is not None:
+        cast(Any, model).generation_config = given
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from outsize import files
 from outsize.checkpoint.files.checkpoint_files import (
@@ -36,6 +37,23 @@ NAMED_TEMPLATES = "additional_chat_templates"
 
 # Contents of files by their path in the directory of a model, compressed: vocabularies are text of tens of megabytes.
 Beside = Mapping[str, bytes]
+
+
+def read_generation_config(directory: Path) -> Any:
+    """Return what a model directory says of how text is written, as transformers reads it; None where it says nothing.
+
+    Raises:
+        CheckpointError: transformers cannot read it, and would load no model beside it.
+    """
+    path = directory / _GENERATION
+    if not path.is_file():
+        return None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(str(directory))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
 
 
 def read_beside(
