@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 
 VOCAB_SIZE = 97
 FIRST_WORD = 3  # ids below are padding, begin and end
@@ -222,6 +228,15 @@ def build(name: str, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = t
                 if buffer_name in stored and buffer.is_floating_point() and not buffer.any():
                     buffer.add_(torch.randn_like(buffer), alpha=0.05)  # router corrections begin at zero
     return model.train()
+
+
+def small_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """Return a Llama of two layers, for tests of many steps; ``changes`` are those of its config."""
+    config = make_config("llama")
+    config.update({"num_hidden_layers": 2, **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).to(dtype).train()
 
 
 def batch(name: str, seed: int = 0, num_sequences: int = 2, seq_len: int = 12) -> dict[str, Tensor]:

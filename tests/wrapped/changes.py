@@ -621,6 +621,27 @@ def _(loop: Loop) -> Any:
     return found
 
 
+def _called_with(loop: Loop, given: dict[str, Tensor]) -> list[Tensor]:
+    for value in given.values():
+        value.requires_grad_()
+    loss: Tensor = torch.func.functional_call(loop.model, given, (), dict(loop.batch)).loss
+    loss.backward()
+    return [loss, *(value.grad for value in given.values() if value.grad is not None)]
+
+
+@row("torch.func.functional_call", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    return _called_with(loop, {n: p.detach() * 0.5 for n, p in loop.model.named_parameters()})
+
+
+@row("torch.func.functional_call with some weights", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    found = _called_with(loop, {"lm_head.weight": loop.head.detach() * 0.5})
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return found
+
+
 @row("register_hook", kind="gradients", all="hooks on parameters are not called")
 def _(loop: Loop) -> Any:
     loop.head.register_hook(lambda g: g * 2)

@@ -12,7 +12,6 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 import outsize
 import zoo
@@ -28,14 +27,6 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 ALONE = [row for row in ROWS if "alone" in row.refused]
 EQUAL = [row for row in ROWS if not {"all", "alone"} & row.refused.keys()]
 CHUNKS, ROWS_OF_A_PROGRAM = 4, 6
-
-
-def small(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A Llama of two layers: each row is two steps of it at the least."""
-    config = zoo.make_config("llama")
-    config.num_hidden_layers = 2
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(dtype).train()
 
 
 def run(program: Sequence[Row], loop: Loop) -> tuple[list[Any], dict[str, Tensor]]:
@@ -81,7 +72,7 @@ def begin(model: nn.Module, weights: dict[str, Tensor], make: Callable[[], torch
 @cache
 def run_plain(program: tuple[Row, ...]) -> tuple[list[Any], dict[str, Tensor]]:
     """What a program does to a model that nobody wrapped."""
-    plain = small()
+    plain = zoo.small_llama()
     make = lambda: torch.optim.AdamW(plain.parameters(), **SETTINGS, fused=True)  # noqa: E731
     return run(program, Loop(plain, make(), make, BATCH))
 
@@ -102,9 +93,9 @@ def assert_as_plain(program: tuple[Row, ...], loop: Loop) -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_changes_have_the_plain_model_s_bits(chunk: int, home: str):
     """Programs of a few rows, each from the same weights and a fresh optimizer."""
-    weights = copy.deepcopy(small().state_dict())
+    weights = copy.deepcopy(zoo.small_llama().state_dict())
     rows = [row for row in EQUAL[chunk::CHUNKS] if home not in row.refused]
-    with wrapped(small(), **HOMES[home]) as model:
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         again = lambda: outsize.AdamW(model, **SETTINGS)  # noqa: E731
         for start in range(0, len(rows), ROWS_OF_A_PROGRAM):
             program = tuple(rows[start : start + ROWS_OF_A_PROGRAM])
@@ -114,7 +105,7 @@ def test_changes_have_the_plain_model_s_bits(chunk: int, home: str):
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("row", ALONE, ids=lambda row: row.name)
 def test_what_cannot_be_undone_has_the_plain_model_s_bits(row: Row, home: str):
-    with wrapped(small(), **HOMES[home]) as model:
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         again = lambda: outsize.AdamW(model, **SETTINGS)  # noqa: E731
         assert_as_plain((row,), Loop(model, again(), again, BATCH))
 
@@ -127,7 +118,7 @@ def test_what_cannot_be_is_refused_with_the_way(row: Row):
         words = row.refused.get(home, row.refused.get("all"))
         if words is None:
             continue
-        with wrapped(small(), **settings) as model:
+        with wrapped(zoo.small_llama(), **settings) as model:
             again = lambda model=model: outsize.AdamW(model, **SETTINGS)  # noqa: E731
             with pytest.raises((OutsizeError, RuntimeError, ValueError), match=words):
                 run((row,), Loop(model, again(), again, BATCH))
@@ -149,7 +140,7 @@ def test_the_page_on_tests_counts_them():
 
 @pytest.mark.parametrize("home", HOMES)
 def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
-    with wrapped(small(), **HOMES[home]) as model:
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)
         loop.step()
         loop.backward()
@@ -171,7 +162,7 @@ def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_step_returns_at_once_where_nobody_holds_what_it_changes(home: str):
-    with wrapped(small(), **HOMES[home]) as model:
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)
         handed_out = runner_of(model).parameters.handed_out
         for _ in range(2):
@@ -207,7 +198,7 @@ def test_half_precision_weights_that_are_changed_are_what_the_next_step_begins_f
             model.lm_head.load_state_dict({"weight": weight.detach() * 0.5})
 
     def train(late: bool) -> dict[str, Tensor]:
-        plain = small(torch.bfloat16)
+        plain = zoo.small_llama(torch.bfloat16)
         with torch.no_grad():
             if not late:
                 halve(plain)
@@ -270,7 +261,7 @@ def test_parameters_of_odd_forms_are_trained_as_any_other(home: str):
 def adapted() -> nn.Module:
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(small(), config)
+    return peft.get_peft_model(zoo.small_llama(), config)
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])

@@ -328,3 +328,17 @@ def test_a_half_precision_run_goes_on_from_its_masters(home: str, order: str):
     assert_equal(resumed, whole)
     for number, values in state["state"].items():
         assert torch.equal(its_state["state"][number]["master"], values["master"])
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_state_of_what_is_frozen_is_refused_by_name(home: str):
+    model = zoo.build("llama")
+    model.model.layers[0].requires_grad_(False)
+    with wrapped(model, home=home) as model:
+        optimizer = outsize.AdamW(model)
+        frozen = model.model.layers[0].mlp.up_proj.weight
+        moments = {name: torch.zeros(tuple(frozen.shape)) for name in ("exp_avg", "exp_avg_sq")}
+        with pytest.raises(ConfigError, match=r"up_proj.weight is frozen, and has no state"):
+            optimizer.state[frozen] = {"step": torch.tensor(1.0), **moments}
+        optimizer.state.pop(frozen, None)
+        assert not optimizer.state[frozen]

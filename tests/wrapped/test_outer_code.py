@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaForCausalLM
 
 import outsize
 import zoo
@@ -270,10 +269,8 @@ def train_llama(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 @pytest.mark.parametrize("of", ["model.layers.0.mlp.up_proj", "lm_head", "model.embed_tokens"])
 def test_weights_made_of_others_by_hooks_train_as_in_the_plain_model(of: str, change: str, way: str):
     def make() -> nn.Module:
-        config = zoo.make_config("llama")
-        config.num_hidden_layers, config.pad_token_id = 2, None  # a row of zeros has no direction
+        model = zoo.small_llama(pad_token_id=None)  # a row of zeros has no direction
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config).train()
         MADE_OF_OTHERS[change](model.get_submodule(of))
         return model
 

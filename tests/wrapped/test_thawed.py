@@ -12,7 +12,7 @@ from wrapped.loops import assert_equal, wrapped
 
 peft = pytest.importorskip("peft")
 CONFIG = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-BATCH = zoo.batch("llama", num_sequences=2)
+BATCH = zoo.batch("llama", num_sequences=2, seq_len=6)
 HOMES = {
     "host": {"home": "host"},
     "disk": {"home": "disk"},
@@ -36,7 +36,7 @@ def of_outsize(model: nn.Module) -> torch.optim.Optimizer:
 
 def adapted(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(1)
-    return peft.get_peft_model(zoo.build("llama").to(dtype), CONFIG, autocast_adapter_dtype=False)
+    return peft.get_peft_model(zoo.small_llama().to(dtype), CONFIG, autocast_adapter_dtype=False)
 
 
 def add(model: nn.Module, name: str) -> None:
@@ -160,7 +160,7 @@ def thawed(model: nn.Module, make: Make) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_are_thawed_after_steps(dtype: torch.dtype, home: str):
     def build(*, frozen: bool) -> nn.Module:
-        model = zoo.build("llama").to(dtype).requires_grad_(not frozen)
+        model = zoo.small_llama().to(dtype).requires_grad_(not frozen)
         model.lm_head.requires_grad_(True)
         return model
 
@@ -194,8 +194,8 @@ def frozen_with_gradients(model: nn.Module, make: Make) -> tuple[list[float], Te
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_gradients_of_what_was_frozen_since_are_clipped_and_stepped_as_torch_does(home: str):
-    want = frozen_with_gradients(zoo.build("llama"), of_torch)
-    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+    want = frozen_with_gradients(zoo.small_llama(), of_torch)
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         assert frozen_with_gradients(model, of_outsize) == want
 
 
@@ -216,8 +216,8 @@ def with_late_adapters(model: nn.Module, make: Make) -> tuple[list[float], list[
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_an_optimizer_goes_on_where_parameters_have_got_other_names(home: str):
-    want = with_late_adapters(zoo.build("llama"), of_torch)
-    with wrapped(zoo.build("llama"), **HOMES[home]) as model:
+    want = with_late_adapters(zoo.small_llama(), of_torch)
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         assert with_late_adapters(model, of_outsize) == want
 
 
@@ -228,10 +228,10 @@ def test_adapters_in_fp32_are_put_around_a_bf16_model_that_was_wrapped_to_train(
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
         return train(model, optimizer) + train(model, optimizer)
 
-    want = losses(zoo.build("llama").to(torch.bfloat16))
-    with wrapped(zoo.build("llama").to(torch.bfloat16), home="host") as model:
+    want = losses(zoo.small_llama().to(torch.bfloat16))
+    with wrapped(zoo.small_llama().to(torch.bfloat16), home="host") as model:
         assert losses(model) == want
-    with wrapped(zoo.build("llama").to(torch.bfloat16), home="host") as model:
+    with wrapped(zoo.small_llama().to(torch.bfloat16), home="host") as model:
         train(model, of_outsize(model))
         with pytest.raises(outsize.errors.ModelError, match="autocast_adapter_dtype=False"):
             losses(model)
@@ -248,7 +248,7 @@ def test_what_a_codec_has_written_is_thawed_as_it_was_read(home: str):
         return seen + train(model, optimizer) + train(model, optimizer)
 
     def build() -> nn.Module:
-        model = zoo.build("llama").requires_grad_(False)
+        model = zoo.small_llama().requires_grad_(False)
         model.lm_head.requires_grad_(True)
         return model
 

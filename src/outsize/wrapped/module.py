@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
-from outsize.compat.modules import dtype_to_move_to
+from outsize.compat.modules import dtype_to_move_to, parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.wrapped.at_home.home_parameter import plainly
@@ -137,8 +137,10 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_walking():
             return kind.forward(self, *args, **kwargs)
-        inputs = _named(signature, self, args, kwargs)
         runner = runner_of(self)
+        if _has_other_weights(runner):
+            return kind.forward(self, *args, **kwargs)
+        inputs = _named(signature, self, args, kwargs)
         if runner.infers(self) and not inputs.get(FUSED):  # that is not the forward of its class
             with runner.inferring():
                 return kind.forward(self, **on_device(inputs, runner.device))
@@ -192,6 +194,14 @@ def runner_of(model: nn.Module) -> Runner:
     if not is_wrapped(model):
         raise ConfigError(f"{type(model).__name__} is not wrapped; call outsize.wrap(model) first")
     return cast(Runner, vars(model)[_RUNNER])
+
+
+def _has_other_weights(runner: Runner) -> bool:
+    """Whether tensors stand where parameters were, as `torch.func.functional_call` has it: they are not streamed."""
+    found = (
+        parameters_of(module).get(name) for places in runner.split.owners.values() for module, name in places
+    )
+    return any(value is not None and not isinstance(value, nn.Parameter) for value in found)
 
 
 def _named(

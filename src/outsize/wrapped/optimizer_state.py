@@ -146,6 +146,10 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
             self._split = self._runner.split
             units = self._runner.split.spec.units
             self._places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.tensors}
+        if name not in self._places or self._places[name][0].index not in self._runner.parameters.with_state:
+            raise ConfigError(
+                f"{name} is frozen, and has no state at home; requires_grad_(True) gives it room from the next call on"
+            )
         return self._places[name]
 
     def _follow(self, name: str) -> None:
