@@ -220,14 +220,17 @@ class MicrobatchRun:
             self._reseed(unit, False)
             returned = visit.run(forward, graph=True)
             self._set_waiting(unit, visit, returned)
-            loss = loss_of(self.finish(unit)) / divisor
+            loss = loss_of(self.finish(unit))
         if math.isinf(divisor):  # no target: the mean over nothing is NaN, and weighs nothing
             return torch.zeros_like(loss)
         with self._gate.opened():
             if loss.requires_grad:
-                leave_last([(get_gradient_edge(loss), torch.ones_like(loss))], self._visits.values())
+                given = (
+                    torch.ones_like(loss) / divisor
+                )  # no node of this thread: those of outer code are counted
+                leave_last([(get_gradient_edge(loss), given)], self._visits.values())
             self._descend(unit, roots_of(returned.leaves))
-        return loss.detach()
+        return loss.detach() / divisor
 
     def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Go backward from what the model returned, up to its units; see `leave_last`."""
