@@ -1,7 +1,9 @@
 """Directories of adapters as PEFT writes them: every kind that it has, every way to begin LoRA, every way of saving."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,11 @@ def _more_rows(model: Any) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model.resize_token_embeddings(280, mean_resizing=False)
+
+
+@cache
+def _read(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Member:
 
     def plain(self, base: Path) -> Any:
         """The model, changed as its user changes it."""
-        model = AutoModelForCausalLM.from_pretrained(base)
+        model = copy.deepcopy(_read(base))
         self.change(model)
         return model
 
@@ -170,7 +177,7 @@ SETTINGS: dict[str, Member] = {
     ),
     "one layer": Member(settings={"layers_to_transform": [1]}),
     "modules left out": Member(settings={"target_modules": "all-linear", "exclude_modules": ["up_proj"]}),
-    "layers again": Member(settings={"layer_replication": [(0, 2), (1, 3)]}),
+    "layers again": Member(settings={"layer_replication": [(0, 2), (1, 2)]}),
     "all biases": Member(settings={"bias": "all"}, model="qwen2"),
     "biases of adapted layers": Member(settings={"bias": "lora_only"}, model="gpt2"),
     "experts": Member(settings=_EXPERTS, model="qwen3_moe"),

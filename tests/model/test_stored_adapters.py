@@ -36,7 +36,9 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("models")
 
     def made(name: str) -> Path:
-        return root / name if (root / name).exists() else make_model_dir(root / name, name)
+        if (root / name).exists():
+            return root / name
+        return make_model_dir(root / name, name, **({"num_hidden_layers": 2} if name == "llama" else {}))
 
     return made
 
