@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from outsize.planner.program.lanes import lane_named
 from outsize.planner.simulate.timeline import Timeline
 
 _ORDER = ("compute", "up", "down", "host", "read", "write", "commit", "store")
@@ -43,5 +44,5 @@ def _trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def lane_order(lane: str) -> tuple[int, str]:
     """Order rows as work flows: compute first, then the links, the host and the disk; unknown lanes last."""
-    kind = lane.split(":", 1)[0]
+    kind = lane_named(lane).family
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER)), lane

@@ -19,6 +19,7 @@ import torch
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.program.lanes import Lane, lane_named
 from outsize.planner.program.ops import COMPUTE_KINDS
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
@@ -89,7 +90,7 @@ class Forecast:
 
     def slowed_s(self, busy_s: Mapping[str, float]) -> float:
         """Return by how many seconds compute lanes, busy for ``busy_s``, took longer than their units took alone."""
-        computed_s = sum(seconds for lane, seconds in busy_s.items() if lane.startswith("compute:"))
+        computed_s = sum(seconds for lane, seconds in busy_s.items() if lane_named(lane).kind == "compute")
         return max(0.0, computed_s - self.alone_s)
 
     def step_ended(self, window: Window, timeline: Timeline) -> bool:
@@ -166,8 +167,8 @@ def with_rates(machine: Machine, trace: Trace) -> Machine:
     links = tuple(
         replace(
             link,
-            up_bytes_per_s=rate(f"up:w{worker}", link.up_bytes_per_s),
-            down_bytes_per_s=rate(f"down:w{worker}", link.down_bytes_per_s),
+            up_bytes_per_s=rate(Lane("up", worker), link.up_bytes_per_s),
+            down_bytes_per_s=rate(Lane("down", worker), link.down_bytes_per_s),
         )
         for worker, link in enumerate(machine.links)
     )
@@ -176,7 +177,7 @@ def with_rates(machine: Machine, trace: Trace) -> Machine:
         for gpu in machine.gpus
     )
     peers = tuple(
-        replace(peer, bytes_per_s=rate(f"peer:w{peer.source}-w{peer.target}", peer.bytes_per_s))
+        replace(peer, bytes_per_s=rate(Lane("peer", peer.source, peer.target), peer.bytes_per_s))
         for peer in machine.peers
     )
     host = machine.host

@@ -20,6 +20,7 @@ from outsize.accelerators import Devices, new_event
 from outsize.checkpoint.saving import Saving
 from outsize.errors import ExecutionError
 from outsize.group.gloo import GlooGroup
+from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.device import open_device
@@ -32,7 +33,7 @@ from outsize.training.replica import Replica
 if TYPE_CHECKING:
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-COMPUTE, NET = "compute:w0", "net:reduce"
+COMPUTE, NET = Lane("compute", 0), Lane("net:reduce")
 Hook = Callable[[Any, "GradBucket"], torch.futures.Future[Tensor]]
 
 

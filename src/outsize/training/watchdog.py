@@ -34,6 +34,7 @@ from typing import Protocol
 
 from outsize import files
 from outsize.errors import StalledError
+from outsize.planner.program.lanes import lane_named
 from outsize.runtime.engine.executor import Waiting
 from outsize.units import format_seconds
 
@@ -258,7 +259,7 @@ class Watchdog:
         behind = [name for name in waiting if name not in hung]
         if behind:
             told += f"; {_listed(behind)} {'waits' if len(behind) == 1 else 'wait'} for it"
-        kind = lane.partition(":")[0]
+        kind = lane_named(lane).family
         return f"{told}. {_DISK if self._links_are_disk and kind in ('up', 'down') else _ADVICE[kind]}"
 
     def _report(self, path: Path, parts: list[str], announced: str) -> None:

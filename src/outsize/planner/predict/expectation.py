@@ -15,6 +15,7 @@ from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.passes.step_schedule import steps_from
 from outsize.planner.program.activation_policy import KeptBytes
+from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout
@@ -113,7 +114,7 @@ class Simulated:
     @property
     def lanes(self) -> list[str]:
         """The lanes that compute."""
-        return [f"compute:w{worker}" for worker in range(self.num_workers)]
+        return [Lane("compute", worker) for worker in range(self.num_workers)]
 
     @cached_property
     def busy_s(self) -> float:

@@ -53,15 +53,14 @@ class Lane(str):
         return self.kind, self.worker, self.target
 
     @property
+    def family(self) -> str:
+        """The kind of lane, whether for units or tiles, and whatever nodes exchange: e.g. ``read``, ``net``."""
+        return self.kind.partition(":")[0]
+
+    @property
     def of_device(self) -> bool:
-        """Whether it works for one device, and not for the machine."""
-        return self.worker is not None and self.kind in _WORKERS
-
-
-@cache
-def compute_lane(worker: int) -> Lane:
-    """Return the lane on which units of ``worker`` run."""
-    return Lane("compute", worker)
+        """Whether it is one of a device's, and not of the machine."""
+        return self.kind in _WORKERS
 
 
 @cache

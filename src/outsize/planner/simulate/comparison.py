@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from outsize.planner.program.lanes import Lane, lane_named
 from outsize.planner.simulate.timeline import Timeline
 from outsize.planner.simulate.wait_cause import waits_by_cause
 from outsize.units import format_seconds
@@ -169,10 +170,10 @@ def compare(predicted: StepParts, measured: StepParts, expected_s: float) -> Com
     )
 
 
-def compute_lanes(timeline: Timeline) -> list[str]:
+def compute_lanes(timeline: Timeline) -> list[Lane]:
     """Return the lanes that compute, one for each worker, in their order."""
-    found = [lane for lane in timeline.lanes if lane.startswith("compute:w")]
-    return sorted(found, key=lambda lane: int(lane.removeprefix("compute:w")))
+    found = (lane_named(lane) for lane in timeline.lanes)
+    return sorted((lane for lane in found if lane.kind == "compute"), key=lambda lane: lane.worker or 0)
 
 
 def _parts(steps: Steps) -> dict[str, float]:

@@ -20,6 +20,7 @@ from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
 from outsize.planner.memory.traffic import OpBytes
 from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes
+from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.program.table import ACTIVATIONS, ROWS, Price
@@ -123,8 +124,8 @@ def cost_model(
     capacity = {
         "host memory": host.bytes_per_s.value,
         "optimizer": host.adamw_params_per_s.value * ADAMW_BYTES,
-        **{f"{way}:w{w}": rate for w in range(len(machine.gpus)) for way, rate in _rates(machine, w)},
-        **{_wire(peer.source, peer.target): peer.bytes_per_s.value for peer in machine.peers},
+        **{Lane(way, w): rate for w in range(len(machine.gpus)) for way, rate in _rates(machine, w)},
+        **{Lane("peer", peer.source, peer.target): peer.bytes_per_s.value for peer in machine.peers},
         **{f"uplink:{name}:{way}": f.value for name, f in machine.uplinks.items() for way in ("up", "down")},
     }
     if disk is not None:
@@ -170,11 +171,6 @@ def step_pace(state: StateLayout) -> float:
     """Return the rate of bytes of a step over that of one over fp32 moments."""
     pace = STEP_PACE[state.moments] if state.num_moments else TORCH_PACE
     return pace * SPLIT24_PACE if state.masters == "split24" else pace
-
-
-def _wire(source: int, target: int) -> str:
-    """Return the name of what carries copies from one GPU to another."""
-    return f"peer:w{source}-w{target}"
 
 
 def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
@@ -328,9 +324,9 @@ class _Pricing(OpBytes):
             raise ConfigError(
                 f"{self.machine.name}: no copies go from GPU {source} to GPU {target} by themselves"
             )
-        through = [_wire(source, target)]
+        through: list[str] = [Lane("peer", source, target)]
         if not peer.own_wire:
-            through += [f"down:w{source}", f"up:w{target}"]
+            through += [Lane("down", source), Lane("up", target)]
             switches = [self.machine.links[gpu].switch for gpu in (source, target)]
             if switches[0] != switches[1]:  # copies behind one switch do not leave it
                 through += [
@@ -343,7 +339,7 @@ class _Pricing(OpBytes):
         """Return the cost of a copy over the worker's link, and through whatever lies at its other end."""
         worker = op.worker or 0
         link = self.machine.links[worker]
-        through = [f"{way}:w{worker}", "host memory"]
+        through: list[str] = [Lane(way, worker), "host memory"]
         if link.switch:
             through.append(f"uplink:{link.switch}:{way}")
         if to_home and self.below == "disk":

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, check_here, module_of, new_event
 from outsize.errors import ExecutionError
+from outsize.planner.program.lanes import lane_named
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.driver import last_calls
 from outsize.storage.arena import Arena
@@ -245,7 +246,7 @@ class Accelerator(Device):
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         """See `Device.lane`."""
-        if not name.startswith(("compute", "up", "down", "peer")):
+        if not lane_named(name).of_device:
             return nullcontext()
         self._torch.set_device(self.torch_device)
         return self.behind(name)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from outsize.accelerators import Devices
+from outsize.planner.program.lanes import Lane, lane_named
 from outsize.runtime.device.device import Device, open_device
 from outsize.storage.ledger import Ledger
 
@@ -37,8 +38,7 @@ class Workers(Device):
 
     def of(self, lane: str) -> Device:
         """The device that a lane works for, or starts from; that of worker 0 for lanes of the machine."""
-        worker = lane.partition(":w")[2].partition("-")[0]
-        return self.devices[int(worker)] if worker.isdigit() else self.devices[0]
+        return self.devices[lane_named(lane).worker or 0]
 
     def explain(self, error: BaseException) -> str:
         """See `Device.explain`; all have the same budget."""
@@ -53,14 +53,14 @@ class Workers(Device):
 
         So may be the gradient of an input that lay on the device of the worker before.
         """
-        if name.startswith("peer"):
+        if lane_named(name).target is not None:
             return self._peer_lane(name)
-        if not name.startswith(("compute", "up", "down")):
+        if not lane_named(name).of_device:
             return self.of(name).lane(name)
         with contextlib.ExitStack() as stack:
             for worker, device in enumerate(self.devices):
                 if device is not self.of(name):
-                    stack.enter_context(device.behind(f"compute:w{worker}"))
+                    stack.enter_context(device.behind(Lane("compute", worker)))
             stack.enter_context(self.of(name).lane(name))
             return stack.pop_all()
 
@@ -72,7 +72,7 @@ class Workers(Device):
         2. torch has the source's stream wait for the target's, copies on it, and has the target's wait for that.
         3. Marks are those of the source's stream, which comes last: a lane that waits for one finds the copy made.
         """
-        target = int(name.rpartition("-w")[2])
+        target = lane_named(name).target or 0
         with self.devices[target].behind(name), self.of(name).lane(name):
             yield
 

@@ -17,7 +17,7 @@ from outsize.model.walk import Boundaries
 from outsize.planner.passes.step_parts import forward_alone
 from outsize.planner.passes.step_schedule import build_store
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.lanes import Lane, lane_of
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
@@ -460,9 +460,9 @@ def _links(
 
     found: dict[str, Callable[[], Moved]] = {}
     for index, worker in enumerate(crew.workers):
-        found |= {f"up:w{index}": partial(up, worker), f"down:w{index}": partial(down, worker)}
+        found |= {Lane("up", index): partial(up, worker), Lane("down", index): partial(down, worker)}
     for source, target in sorted(peers):
-        found[f"peer:w{source}-w{target}"] = partial(across, source, target)
+        found[Lane("peer", source, target)] = partial(across, source, target)
     if optimizer.state.products_on_device:
         found |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
     if exchange is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outsize.planner.program.lanes import lane_named
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
 from outsize.runtime.ops.compute_ops import ComputeOps
@@ -55,7 +56,8 @@ def lane_thread(
     computes: Sequence[weakref.ref[ComputeOps]], num_threads: int | None, lane: str
 ) -> Iterator[None]:
     """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
-    if num_threads is not None and lane.startswith(("compute", "host")):
+    kind, worker = lane_named(lane).kind, lane_named(lane).worker
+    if num_threads is not None and kind in ("compute", "host"):
         torch.set_num_threads(num_threads)
     if lane == STORE_LANE:
         with contextlib.suppress(OSError):  # on Linux a thread has a niceness of its own
@@ -63,7 +65,7 @@ def lane_thread(
     try:
         yield
     finally:
-        if lane.startswith("compute"):
-            compute = computes[int(lane.rpartition(":w")[2])]()
+        if kind == "compute":
+            compute = computes[worker or 0]()
             if compute is not None:
                 compute.close()

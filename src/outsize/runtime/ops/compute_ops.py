@@ -14,6 +14,7 @@ from outsize.compat import trees
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
+from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
@@ -173,7 +174,7 @@ class ComputeOps:
         assert op.microbatch is not None
         # A tensor of four bytes that outlives its round would part the heap, which then grows from round to round.
         context.losses[op.microbatch] = loss if self._device.asynchronous else loss.item()
-        context.loss_marks[op.microbatch] = self._device.record(f"compute:w{op.worker or 0}")
+        context.loss_marks[op.microbatch] = self._device.record(Lane("compute", op.worker or 0))
 
     @handles(Kind.BACKWARD)
     def backward(self, op: Op, context: StepContext) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from outsize.codecs.codec import Codec
 from outsize.planner.program.activation_policy import Extent, Kept
+from outsize.planner.program.lanes import Lane, lane_of
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
@@ -130,7 +131,7 @@ class HandoverOps(OffloadOps):
         So does the gradient of an input, where the backward of the model's own code has put it there.
         """
         assert op.target is not None
-        other, lane = self._devices[op.target], f"peer:w{op.worker}-w{op.target}"
+        other, lane = self._devices[op.target], lane_of(op)
         found = []
         for storage in storages:
             content = bytes_of(storage)
@@ -142,7 +143,7 @@ class HandoverOps(OffloadOps):
                 arrived.copy_(content, non_blocking=True)
             self.across[op.target] = self.across[op.target].and_then(content.nbytes, content.nbytes)
             self._device.hold(content, lane)
-            other.hold(arrived, f"compute:w{op.target}")
+            other.hold(arrived, Lane("compute", op.target))
             found.append(arrived.untyped_storage())
         return found
 
@@ -180,7 +181,7 @@ class HandoverOps(OffloadOps):
                 self._under_way.discard((*place, index))
             unpack(self._codec, parcel, arrived, content)
             self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
-            self._device.hold(content, f"compute:w{op.worker}")
+            self._device.hold(content, Lane("compute", op.worker))
             found.append(content.untyped_storage())
         return found
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from outsize.planner.program.activation_policy import Extent, Kept
+from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.moved_bytes import Moved
@@ -104,7 +105,7 @@ class OffloadOps:
         del self._away[key]  # what fails before this can be forgotten
         self.up = self.up.and_then(sum(sizes), sum(sizes))
         for content in contents:
-            self._device.hold(content, f"compute:w{op.worker}")
+            self._device.hold(content, Lane("compute", op.worker))
         held.put(content.untyped_storage() for content in contents)
 
     def forget(self, number: int) -> None:

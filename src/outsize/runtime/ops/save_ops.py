@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from outsize.codecs.codec import Codec
 from outsize.planner.program.activation_policy import Extent, Kept
+from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.saved_tensors import bytes_of
@@ -73,7 +74,7 @@ class ActivationOps(OffloadOps):
                 self._scratch.take((*key, index), arrived)
             unpack(self._codec, parcel, arrived, content)
             self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
-            self._device.hold(content, f"compute:w{op.worker}")
+            self._device.hold(content, Lane("compute", op.worker))
         del self._sizes[key]  # what fails before this can be forgotten
 
     def forget(self, number: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 
 from outsize.accelerators import Devices, module_of
+from outsize.planner.program.lanes import Lane, lane_named
 from outsize.planner.program.ops import COMPUTE_KINDS, Op
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event, Timeline
@@ -53,7 +54,7 @@ class Accounts:
         self._host = HostSampler()
         self._flops = flops
         self._peak = peak
-        self._lanes = [f"compute:w{worker}" for worker in range(num_workers)]
+        self._lanes = [Lane("compute", worker) for worker in range(num_workers)]
         self._gpus = tuple(dict.fromkeys(devices.names)) if devices.accelerated else ()
         self._crossings = (*links, _READ, _WRITTEN)
         self._cpu_s = time.process_time()
@@ -113,8 +114,8 @@ class Accounts:
         wire = {lane: size.wire for lane, size in moved.items()}
         return replace(
             record,
-            bytes_up=sum(size for lane, size in wire.items() if lane.startswith("up:")),
-            bytes_down=sum(size for lane, size in wire.items() if lane.startswith("down:")),
+            bytes_up=sum(size for lane, size in wire.items() if lane_named(lane).kind == "up"),
+            bytes_down=sum(size for lane, size in wire.items() if lane_named(lane).kind == "down"),
             bytes_read=wire[_READ],
             bytes_written=wire[_WRITTEN],
             wire_bytes=wire,
