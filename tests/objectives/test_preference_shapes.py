@@ -183,6 +183,17 @@ def test_what_a_template_does_not_read_of_a_preference_is_told_or_refused(read, 
         as_read(chat, {**row, "chat_template_kwargs": {"add_generation_prompt": True}}, "f")
 
 
+def test_fields_of_messages_that_a_template_does_not_read_are_told_without_tools_as_well(read, caplog):
+    chat = ChatTemplate(
+        make_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}")
+    )
+    thought = said("good", reasoning_content="so it is")
+    (row,), _ = read("dpo", {**PAIR, "prompt": [{**user("q"), "name": "Ann"}], "chosen": [thought]})
+    assert as_read(chat, row, "f") == row
+    told = ("leaves out the reasoning of replies", "leaves out the field 'name' of messages of the role user")
+    assert [part in line for part, line in zip(told, caplog.messages, strict=True)] == [True, True]
+
+
 def test_calls_and_tools_become_the_tokens_that_trl_makes_of_the_same_records(read):
     tokenizer = make_tokenizer((Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja").read_text())
     call = {"role": "assistant", "content": None, "tool_calls": calls(city="PARIS")}

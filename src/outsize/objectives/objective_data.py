@@ -116,8 +116,8 @@ def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
     """
     messages = {name: value for name, value in row.items() if isinstance(value, list)}
     tools, options = row.get("tools"), row.get("chat_template_kwargs") or {}
-    has_calls = any(message.get("tool_calls") for value in messages.values() for message in value)
-    if not (has_calls or tools or options):
+    says_more = any(message.keys() - {"role", "content"} for value in messages.values() for message in value)
+    if not (says_more or tools or options):
         return row
     prompt = messages.pop("prompt", [])
     changed: Row = {}
