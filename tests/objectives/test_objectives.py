@@ -457,3 +457,29 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
     with pytest.raises(StorageError, match="the run could not save what it trains"):
         train(make_run(tmp_path, "dpo", "full", **sections))
     assert not list((tmp_path / "full").rglob("checkpoint*"))
+
+
+def test_the_first_checkpoint_comes_after_five_minutes_and_then_every_thirty(monkeypatch: pytest.MonkeyPatch):
+    """As of other runs whose home does not commit; one that goes on from a checkpoint has its first."""
+    now = [1000.0]
+    monkeypatch.setattr(objective_trainer.time, "monotonic", lambda: now[0])
+    config = SimpleNamespace(
+        train=SimpleNamespace(save_minutes=None, save_every=0), eval=SimpleNamespace(every=0, on=False)
+    )
+    following: Any = objective_trainer.Following(
+        config, SimpleNamespace(requested=False), print, None, False, _saved_s=1000.0
+    )
+    following.trainer = SimpleNamespace(model=nn.Linear(1, 1))
+
+    def saves_after(minutes: float, step: int) -> bool:
+        now[0], control = 1000.0 + 60 * minutes, SimpleNamespace()
+        following.on_step_end(None, SimpleNamespace(global_step=step, max_steps=99), control)
+        return bool(control.should_save)
+
+    following.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    assert [saves_after(4.9, 1), saves_after(5.1, 2)] == [False, True]
+    following.on_save(None, None, None)
+    assert [saves_after(5.1 + 29, 3), saves_after(5.1 + 31, 4)] == [False, True]
+    following._saved_s = 1000.0
+    following.on_train_begin(None, SimpleNamespace(global_step=7), None)
+    assert not saves_after(5.1, 8)

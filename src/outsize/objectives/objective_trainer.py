@@ -18,6 +18,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from outsize import files
 from outsize.checkpoint.checkpoint_dir import set_best, set_latest
+from outsize.checkpoint.saver import DEFAULT_MINUTES, FIRST_MINUTES
 from outsize.compat.trainers import TrainerSteps
 from outsize.config import Config
 from outsize.errors import NonFiniteError
@@ -181,6 +182,7 @@ class Following(TrainerCallback):  # type: ignore[misc]
     eval_loss: float | None = None
     stopped_early: bool = False
     _saved_s: float = field(default_factory=time.monotonic)
+    _has_saved: bool = False
 
     def complete(self, record: StepRecord) -> StepRecord:
         """Return the record of a step with what the trainer knows of it, and tell of it."""
@@ -200,6 +202,7 @@ class Following(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the first step begin now, and not where the models were opened."""
+        self._has_saved = state.global_step > 0
         if self._records is not None:
             self._records.begin()
 
@@ -211,7 +214,9 @@ class Following(TrainerCallback):  # type: ignore[misc]
             self.announce(f"interrupted after step {step}; saving")
             control.should_training_stop = True
         every, minutes = self.config.eval.every, train.save_minutes
-        due = (30 if minutes is None else minutes) * 60
+        if minutes is None:
+            minutes = DEFAULT_MINUTES if self._has_saved else FIRST_MINUTES
+        due = minutes * 60
         control.should_evaluate = self.config.eval.on and (ends or (every > 0 and step % every == 0))
         control.should_save = (
             ends
@@ -246,7 +251,7 @@ class Following(TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look at the clock again."""
-        self._saved_s = time.monotonic()
+        self._saved_s, self._has_saved = time.monotonic(), True
 
     @property
     def _records(self) -> LoopRecords | None:
