@@ -31,7 +31,7 @@ class Teller:
         home: where its state lies.
         stderr, stdout: ``pipe``, ``full`` (a disk without room), or ``gone`` (a reader that leaves after some lines).
         number: signal that it gets after some steps; 0 for none.
-        removed: whether its directory is removed under it.
+        removed: whether its directory is removed under it: it says what it cannot write, and makes it anew to save.
         status: that it is to end with.
         ends: whether it comes to its last step undisturbed.
     """
@@ -55,7 +55,7 @@ def _tellers() -> Mapping[str, Teller]:
         # Ctrl-\\ ends a process at once, for a core; a home on disk has its last step all the same.
         found[f"{home}: SIGQUIT"] = Teller(home, number=signal.SIGQUIT, status=-signal.SIGQUIT, ends=False)
         found[f"{home}: SIGKILL"] = Teller(home, number=signal.SIGKILL, status=-signal.SIGKILL, ends=False)
-    found["host: its directory is removed"] = Teller("host", removed=True, status=2, ends=False)
+    found["host: its directory is removed"] = Teller("host", removed=True)
     return found
 
 
@@ -81,7 +81,10 @@ class Stage:
         )
         if "Traceback" in words:
             problems.append(f"a traceback: {words[-600:]}")
-        if not problems and not teller.removed:
+        if teller.removed:
+            if "cannot write" not in words or not (run_dir / "checkpoints" / "latest").exists():
+                problems.append(f"says nothing, or saves nothing: {words[-600:]}")
+        elif not problems:
             problems += self._goes_on(teller, file, run_dir)
         return f"{status}: {words.strip().splitlines()[-1] if words.strip() else ''}", problems
 
