@@ -118,11 +118,21 @@ def test_a_directory_that_the_first_home_has_made_is_there_for_what_leaves_the_d
     assert not store_dir.exists()
 
 
-def test_a_parameter_that_was_replaced_is_refused():
+def test_a_parameter_that_was_replaced_counts_and_is_refused_once_an_optimizer_has_the_former_one():
+    def change(model: nn.Module, factor: float) -> nn.Module:
+        model.model.norm.weight = nn.Parameter(factor * torch.ones_like(model.model.norm.weight))
+        return model
+
+    plain = change(zoo.build("llama"), 2.0)
+    plain(**BATCH).loss.backward()
     with wrapped(zoo.build("llama")) as model:
-        model.model.norm.weight = nn.Parameter(torch.ones_like(model.model.norm.weight))
+        change(model, 2.0)(**BATCH).loss.backward()
+        assert_equal(gradients(model), gradients(plain))
+        optimizer = outsize.AdamW(model, lr=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
         with pytest.raises(outsize.ModelError, match="replaced"):
-            model(**BATCH)
+            change(model, 3.0)(**BATCH)
 
 
 class Fused(nn.Module):

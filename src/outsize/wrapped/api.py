@@ -296,6 +296,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         values = {name: value.clone() for name, value in runner.parameters.read(unit).items()}
         for name, value in values.items():
             former = runner.parameters.named[name]
+            if former.shape != value.shape:  # resized since the last forward, and plain already
+                continue
             with plainly():
                 former.grad = None
             if isinstance(former, HomeParameter):

@@ -45,6 +45,7 @@ class Moving:
             if id(parameter) in self._known:
                 self.names.setdefault(self._known[id(parameter)], name)
         self._place = {tensor.name: unit for unit in self._units for tensor in unit.all_tensors}
+        self._resized = {id(former.named[name]) for name in former.resized()}
         self._read: tuple[int, dict[str, Tensor]] = -1, {}  # one unit at a time
         self._stepped = frozenset(stepped)
         self._with_gradient = {
@@ -78,14 +79,18 @@ class Moving:
                 f"{min(map(str, trained))}, and a home holds state of one dtype: let both have the same (PEFT: "
                 "autocast_adapter_dtype=False), or outsize.unwrap the model and wrap it as it is now"
             )
-        off = {key for key, trains in former.items() if trains and dtypes[key] in (trained or {dtypes[key]})}
+        off = {
+            key
+            for key, trains in former.items()
+            if trains and key in dtypes and dtypes[key] in (trained or {dtypes[key]})
+        }
         return {key: trains or key in off or key in holding for key, trains in flags.items()}
 
     def fill(self, tensor: TensorSpec, into: Tensor) -> None:
         """Copy the weights of a tensor for the new home, see `HomeParameters`."""
         parameter = self._present[tensor.name]
         name = self._known.get(id(parameter))
-        if name is None:
+        if name is None or id(parameter) in self._resized:
             into.copy_(parameter.detach().reshape(-1))
             return
         unit = self._place[name]

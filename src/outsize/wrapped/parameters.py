@@ -116,6 +116,11 @@ class HomeParameters(HomeTensors):
                     self._show(unit, tensor)
         return frozenset(found)
 
+    def resized(self) -> list[str]:
+        """Return the names of parameters that were given other sizes than they have at home."""
+        tensors = (tensor for unit in self._spec.units for tensor in unit.all_tensors)
+        return [tensor.name for tensor in tensors if self.named[tensor.name].shape != tensor.shape]
+
     def strayed(self) -> str | None:
         """Return the name of a parameter that shows other bytes than those of its home; None for none."""
         with plainly():

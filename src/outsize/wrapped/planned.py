@@ -7,7 +7,7 @@ through all of it.
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -267,8 +267,8 @@ class Planned:
             raise
         moving.show(self.split, self.parameters)
         names = moving.names
-        self._updates = {names[name]: count for name, count in self._updates.items()}
-        self.owners = {names[name]: owner for name, owner in self.owners.items()}
+        self._updates = {names[name]: count for name, count in self._updates.items() if name in names}
+        self.owners = {names[name]: owner for name, owner in self.owners.items() if name in names}
         if self._decays is not None:
             self._decays = frozenset(names[name] for name in self._decays)
         session.close()
@@ -286,12 +286,19 @@ class Planned:
             id(p) for p in model.parameters()
         }  # in any order: PEFT's experts change it in their forward
         if present != self._flags.keys():
-            if not self._flags.keys() <= present:
+            if self._is_in_use(self._flags.keys() - present):
                 raise ModelError(
-                    "parameters of this model were replaced after outsize.wrap; change the model first (resized "
-                    "embeddings, tied weights), then wrap it"
+                    "parameters of this model were replaced after they had a gradient, or an optimizer of outsize; "
+                    "change the model first (resized embeddings, tied weights), then wrap it"
                 )
-            self._move(model)  # adapters were added
+            self._move(model)  # adapters were added, or a head was resized
+        elif resized := self.parameters.resized():
+            if stepped := [name for name in resized if self.num_updates(name)]:
+                raise ModelError(
+                    f"{stepped[0]} was given other sizes after it had been stepped, and its optimizer state has the "
+                    "former ones: outsize.unwrap the model, resize it, and wrap it again"
+                )
+            self._move(model)
         for name, parameter in self.parameters.named.items():
             for module, attribute in self.split.owners[name]:
                 if parameters_of(module).get(attribute) is not parameter:
@@ -306,6 +313,13 @@ class Planned:
                 "copy_, or by parameter.data ="
             )
         return model
+
+    def _is_in_use(self, gone: Set[int]) -> bool:
+        """Whether any of the parameters that the model has no longer, by `id`, has a gradient or optimizer state."""
+        with plainly():
+            gradients = {id(one) for one in self.parameters.named.values() if one.grad is not None}
+        stepped = {id(self.parameters.named[name]) for name, count in self.updates.items() if count}
+        return bool(gone) and (self.optimizer is not None or bool(gone & (gradients | stepped)))
 
     def _ready(
         self, inputs: Mapping[str, Any], rows: int, shape: wrap_planning.BatchShape, *, keeps: bool

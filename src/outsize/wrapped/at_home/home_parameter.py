@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from outsize.compat import trees
 from outsize.compat.tensors import as_plain_tensors
+from outsize.errors import ConfigError
 from outsize.wrapped.at_home.at_rest import AtRest, assign
 
 Wait = Callable[[nn.Parameter, bool], None]
@@ -47,7 +48,9 @@ class HomeParameter(nn.Parameter):
                 _wait_for(trees.leaves_of((args, kwargs)), gradient=False)
                 if attribute == "data":
                     own = args[0].detach()  # shares the count of changes
-                    return own if name == "__get__" else assign(own, args[1])
+                    if name == "__get__":
+                        return own
+                    return resize(args[0], args[1]) if _is_resized(own, args[1]) else assign(own, args[1])
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -90,6 +93,24 @@ def show_plainly(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.data = value
         vars(parameter).pop(_WAIT, None)
         parameter.__class__ = type(parameter).__mro__[2]
+
+
+def resize(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter at home other sizes, as `resize_token_embeddings` does: it leaves home until the next forward.
+
+    Raises:
+        ConfigError: it has a gradient, which has room for the former sizes.
+    """
+    if parameter.grad is not None:
+        raise ConfigError(
+            f"parameter.data = a tensor of sizes {list(value.shape)} over {list(parameter.shape)}, whose gradient has "
+            "those: optimizer.zero_grad() first"
+        )
+    show_plainly(parameter, value)
+
+
+def _is_resized(own: Tensor, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == own.dtype and value.shape != own.shape
 
 
 @cache
