@@ -13,7 +13,7 @@ from outsize.planner.passes.step_schedule import build_step
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import parse_op
 from outsize.planner.program.stages import Stages
-from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes, cost_model
+from outsize.planner.simulate.costs import DECODE_KERNELS, EXCHANGE_S, LAUNCH_S, UnitTimes, cost_model
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import simulate
 from planner.layouts import make_layout
@@ -267,3 +267,23 @@ def test_weights_that_step_are_encoded_once_when_all_of_them_have_changed():
     nodes = replace(LAYOUT, num_nodes=2, own_elements=(2 * SIZE,) * 4, num_host_buffers=1)
     assert seconds("STEP 2", nodes) == 0.0
     assert seconds("GATHER 2", nodes) == pytest.approx(encode_s + EXCHANGE_S)
+
+
+def test_a_load_is_priced_with_what_decoding_frozen_parts_takes_on_the_device():
+    """Bytes that kernels move in the device's own memory, and launches; nothing of parts that stay, or lie as is."""
+    numel = 3 * 2**24
+    kind = PartKind(plane="nf4", dtype="bf16", codec="nf4", encoded_bytes=lambda numel: 4096)
+    plain = PartKind(plane="plain", dtype="bf16")
+
+    def load(kind, layout=LAYOUT, machine=MACHINE):
+        part = pack_part(kind, [("big", (numel,))])
+        model = replace(MODEL, units=tuple(replace(unit, frozen=(part,)) for unit in UNITS))
+        return cost_model(machine, model, layout, TIMES, (0, 7, 7, 7)).cost_of(parse_op("LOAD 2@w0.0"))
+
+    gpu, latency = MACHINE.gpus[0], MACHINE.links[0].latency_s.value
+    moved_s = numel * 22.5 / gpu.memory_bytes_per_s.value
+    assert load(kind).seconds == pytest.approx(latency + moved_s + 3 * DECODE_KERNELS * LAUNCH_S)
+    assert load(plain).seconds == latency
+    assert load(kind, replace(LAYOUT, stays=frozenset({2}))).seconds == latency
+    host = replace(MACHINE, gpus=(replace(gpu, is_host=True),))
+    assert load(kind, machine=host).seconds == latency

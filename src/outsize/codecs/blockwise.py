@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outsize.codecs import blockwise_native, hadamard
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
 
 # 262,144 elements are 1 MiB of fp32: smaller pieces fit caches better and cost more in calls.
@@ -99,8 +99,9 @@ class BlockwiseCodec(Codec):
         if blockwise_native.serves(source, into):
             blockwise_native.encode(self.grid, self._scale_of_spread, sections, source, self._places(source))
             return sections.num_bytes
-        values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=source.device)
-        for piece, (first, last) in enumerate(sections.pieces()):
+        step = pieces_on(source.device, PIECE_ELEMENTS)
+        values = torch.empty(min(step, sections.padded), dtype=torch.float32, device=source.device)
+        for first, last in sections.pieces(step):
             elements = source[first * group : last * group]
             y = values[: (last - first) * group].view(last - first, group)
             x = self._in_fp32(elements, y)
@@ -112,9 +113,9 @@ class BlockwiseCodec(Codec):
                 sections.zeros[first:last] = zeros
                 x = torch.sub(x, zeros[:, None], out=y)
             torch.mul(x, scales.float().reciprocal_()[:, None], out=y)
-            if scales.isnan().any():
+            if y.device.type != "cpu" or scales.isnan().any():  # a look would wait for the device
                 y.nan_to_num_(0.0, 0.0, 0.0)
-            sections.write_codes(first, last, self._round(y, piece))
+            sections.write_codes(first, last, self._round(y, first * group // PIECE_ELEMENTS))
         return sections.num_bytes
 
     @property
@@ -146,13 +147,13 @@ class BlockwiseCodec(Codec):
             # With + 0, no zero point is a negative zero, which of several zeros amin may hand out or not.
             zeros = smallest.sub_(smallest.abs() * 2**-8).add_(0.0).to(torch.bfloat16)
             spread = largest.sub_(zeros)
-        finite = math.isfinite(spread.max().item())  # amax hands NaN on
+        finite = spread.device.type == "cpu" and math.isfinite(spread.max().item())  # amax hands NaN on
         scales = spread.mul_(self._scale_of_spread).clamp_min_(LEAST_SCALE).to(torch.bfloat16)
         if not finite:
             bad = ~scales.isfinite()
-            scales[bad] = torch.nan
+            scales.masked_fill_(bad, torch.nan)
             if zeros is not None:
-                zeros[bad] = 0.0
+                zeros.masked_fill_(bad, 0.0)
         return scales, zeros
 
     def _round(self, y: Tensor, piece: int) -> Tensor:
@@ -163,7 +164,14 @@ class BlockwiseCodec(Codec):
         return y.round_()  # scales are rounded up: nothing lies beyond the grid
 
     def _chances(self, piece: int, numel: int, device: torch.device) -> Tensor:
-        """Return ``numel`` numbers in [0, 1): a table, read from a place that follows from the seed and the piece."""
+        """Return ``numel`` numbers in [0, 1): a table, read from a place that follows from the seed and the piece.
+
+        More than a piece holds are those of the pieces that follow.
+        """
+        if numel > PIECE_ELEMENTS:
+            whole, rest = divmod(numel, PIECE_ELEMENTS)
+            sizes = [PIECE_ELEMENTS] * whole + [rest] * bool(rest)
+            return torch.cat([self._chances(piece + i, size, device) for i, size in enumerate(sizes)])
         if device not in self._noise:
             generator = torch.Generator().manual_seed(0)
             self._noise[device] = torch.rand(2 * PIECE_ELEMENTS, generator=generator).to(device)
@@ -182,8 +190,9 @@ class BlockwiseCodec(Codec):
         if blockwise_native.serves(into, encoded):
             blockwise_native.decode(self.grid, sections, into)
             return
-        values = torch.empty(min(PIECE_ELEMENTS, sections.padded), dtype=torch.float32, device=into.device)
-        for first, last in sections.pieces():
+        step = pieces_on(into.device, PIECE_ELEMENTS)
+        values = torch.empty(min(step, sections.padded), dtype=torch.float32, device=into.device)
+        for first, last in sections.pieces(step):
             y = values[: (last - first) * self.grid.group].view(-1, self.grid.group)
             sections.read_codes(first, last, y)
             y *= sections.scales[first:last].float()[:, None]
@@ -223,9 +232,9 @@ class Sections:
             self.zeros = encoded[self.num_bytes : self.num_bytes + 2 * groups].view(torch.bfloat16)
             self.num_bytes += 2 * groups
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """First group and last plus one of each piece."""
-        step = PIECE_ELEMENTS // self._grid.group
+    def pieces(self, num_elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
+        """First group and last plus one of each piece of so many elements."""
+        step = num_elements // self._grid.group
         groups = len(self.codes)
         yield from ((first, min(first + step, groups)) for first in range(0, groups, step))
 

@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec_spec import CodecSpec
+from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS
 from outsize.errors import CodecError
 
 DTYPE_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def pieces_on(device: torch.device, on_host: int) -> int:
+    """Return the elements of a piece: so many on the host, where one stays in a cache, and more elsewhere."""
+    return on_host if device.type == "cpu" else DEVICE_PIECE_ELEMENTS
 
 
 class Codec(ABC):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.codecs import nf4_native
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
 
 # 131,072 elements are 512 KiB of fp32: a piece and what is made of it stay in a cache.
@@ -70,8 +70,9 @@ class NF4Codec(Codec):
             return
         pairs = self._pairs.to(into.device)
         half = NF4_BLOCK // 2
-        for first in range(0, blocks, _PIECE_BLOCKS):
-            last = min(first + _PIECE_BLOCKS, blocks)
+        step = pieces_on(into.device, _PIECE_BLOCKS * NF4_BLOCK) // NF4_BLOCK
+        for first in range(0, blocks, step):
+            last = min(first + step, blocks)
             values = pairs.index_select(0, codes[first * half : last * half].int()).view(torch.float32)
             blocked = values.view(last - first, NF4_BLOCK).mul_(scales[first:last, None])
             piece = into[first * NF4_BLOCK : last * NF4_BLOCK]

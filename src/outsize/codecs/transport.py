@@ -9,6 +9,9 @@ from outsize.units import align_up
 
 # What is sent is encoded in pieces of so many elements: one is decoded while the next one is under way.
 PIECE_ELEMENTS: Final = 2**20
+# What a codec works on at once off the host, where a piece costs a few launches whatever its size; it holds 4 to 6
+# bytes per element meanwhile.
+DEVICE_PIECE_ELEMENTS: Final = 2**24
 # Their encodings begin at multiples of so many bytes.
 PIECE_ALIGN: Final = 64
 # Room for an encoding at home, beyond what weights are expected to take: a share, and bytes, for small planes are

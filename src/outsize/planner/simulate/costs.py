@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
+from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS, PIECE_ELEMENTS, CodecRates, Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
@@ -43,6 +43,13 @@ TORCH_PACE = 0.25
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
 EXCHANGE_S = 1e-4
+# Bytes of a device's memory that decoding an element moves there, by the kernels of codecs (tests/codecs counts them),
+# each of which reads and writes: nf4 widens codes (2.5), looks up pairs (6), scales (8), rounds (6); int8 widens (5),
+# scales (8) and rounds (6); fp8 widens to bf16 (3) and scales (4).
+DECODE_BYTES = {"nf4": 22.5, "nf4-double": 22.5, "int8": 19.0, "fp8": 7.0}
+_MOST_DECODE_BYTES = 22.5
+# For a piece, and what a launch takes of the thread that asks for it: torch's own 5 to 10 microseconds, not measured.
+DECODE_KERNELS, LAUNCH_S = 4, 6e-6
 
 
 NO_RATES: Mapping[str, CodecRates] = MappingProxyType({})
@@ -221,7 +228,7 @@ class _Pricing(OpBytes):
             sent_bytes = self.boundary_bytes[unit]
             coding_s = self._coding_s("activations", sent_bytes, encode=saves, decode=not saves)
         elif row.carries == "weights":
-            coding_s = self._decode_s(op, size)
+            coding_s = self._decode_s(op, size) + self._parts_s(op)
         elif row.carries == "gradient" and op.tile is None:
             coding_s = self._coding_s("gradients", self.layout.gradient_bytes[unit], encode=True, decode=True)
         # A sum comes up from its home itself, through no host buffer.
@@ -289,6 +296,22 @@ class _Pricing(OpBytes):
         decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
         link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value
         return max(0.0, decode_s - link_s) * (pieces - 1) / pieces + decode_s / pieces
+
+    def _parts_s(self, op: Op) -> float:
+        """Return what decoding frozen parts adds to a LOAD: a device makes their values behind the copy.
+
+        What its kernels move of its own memory, and their launches. A host's cores are not priced.
+        """
+        gpu, unit = self.machine.gpus[op.worker or 0], op.unit or 0
+        if gpu.is_host or unit in self.layout.stays:
+            return 0.0
+        seconds = 0.0
+        for part in self.model.units[unit].frozen:
+            if part.codec is not None:
+                moved = part.numel * DECODE_BYTES.get(part.codec, _MOST_DECODE_BYTES)
+                launches = DECODE_KERNELS * -(-part.numel // DEVICE_PIECE_ELEMENTS)
+                seconds += moved / gpu.memory_bytes_per_s.value + launches * LAUNCH_S
+        return seconds
 
     def _coding_s(self, crossing: str, num_bytes: int, *, encode: bool, decode: bool) -> float:
         """Return what a lane spends on encoding and decoding so many bytes of a crossing before and behind its copy."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outsize.codecs.codec import pieces_on
 from outsize.errors import NonFiniteError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.clip import clip_coefficient, gradient_norms
@@ -317,7 +318,8 @@ def count_times_home(program: Program) -> Counter[int]:
 def _narrowed(plane: Tensor, dtype: torch.dtype) -> Tensor:
     """Round ``plane`` to a narrower ``dtype`` in the memory that it lies in, piece by piece from its start."""
     narrow = plane.view(dtype)[: plane.numel()]
-    for start in range(0, plane.numel(), PIECE_ELEMENTS):
-        piece = plane[start : start + PIECE_ELEMENTS].to(dtype)
-        narrow[start : start + PIECE_ELEMENTS] = piece
+    step = pieces_on(plane.device, PIECE_ELEMENTS)
+    for start in range(0, plane.numel(), step):
+        piece = plane[start : start + step].to(dtype)
+        narrow[start : start + step] = piece
     return narrow

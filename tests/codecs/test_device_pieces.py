@@ -1,0 +1,91 @@
+"""Off the host a piece costs launches, whatever its size: few large ones there, with the bits of many small ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outsize.codecs import blockwise, blockwise_native, nf4, nf4_native
+from outsize.codecs.open import open_codec
+from outsize.runtime.ops import gradient_ops
+from outsize.testing.codec_contract import encode, normal
+
+# Of one block of an 8B model, its largest matrix, and that of a 70B one.
+LARGEST = (4096 * 14336, 8192 * 28672)
+PIECED = ("nf4", "nf4-double", "int8", "int8-asymmetric", "int4", "int4-asymmetric", "int8-stochastic")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that are a kernel each, and knows those for which a lane would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(
+            returned.alias_info is not None and not returned.alias_info.is_write
+            for returned in func._schema.returns
+        )
+        made = func._schema.name in ("aten::empty.memory_format", "aten::empty")
+        self.count += not (views or made)
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            self.waits.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("numel", LARGEST)
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8", "fp8"])
+def test_a_matrix_is_decoded_in_a_few_tens_of_kernels(name: str, numel: int):
+    """6,656 for a block of 8B in nf4 where pieces were those of the host: ten times what the link takes."""
+    codec = open_codec(name)
+    into = torch.empty(numel, dtype=torch.bfloat16, device="meta")
+    encoded = torch.empty(codec.spec.max_bytes(numel, "bf16"), dtype=torch.uint8, device="meta")
+    with Kernels() as kernels:
+        codec._decode(encoded, into)
+    assert 0 < kernels.count <= 12 + 5 * -(-numel // 2**24)
+    assert kernels.waits == []
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-asymmetric", "int8-stochastic"])
+def test_gradients_are_encoded_without_a_wait(name: str):
+    numel = 2**20
+    codec = open_codec(name)
+    source = torch.empty(numel, dtype=torch.float32, device="meta")
+    with Kernels() as kernels:
+        codec._encode(
+            source, torch.empty(codec.spec.max_bytes(numel, "fp32"), dtype=torch.uint8, device="meta")
+        )
+    assert kernels.count <= 28
+    assert kernels.waits == []
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("name", PIECED)
+def test_large_pieces_have_the_bits_of_small_ones(name: str, finite: bool, monkeypatch: pytest.MonkeyPatch):
+    source = normal(3 * 2**18 + 4097, torch.float32)
+    if not finite:
+        source[[5, 2**18 + 9, 3 * 2**18 + 4000]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    for native in (nf4_native, blockwise_native):
+        monkeypatch.setattr(native, "serves", lambda *_: False)
+    found = []
+    for large in (False, True):
+        if large:
+            for module in (nf4, blockwise):
+                monkeypatch.setattr(module, "pieces_on", lambda device, on_host: 2**24)
+        codec = open_codec(name)
+        encoded = encode(codec, source)
+        into = torch.empty(source.numel(), dtype=torch.bfloat16)
+        codec.decode(encoded, into)
+        found.append((encoded, into.view(torch.int16)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_gradients_are_rounded_alike_in_large_pieces(monkeypatch: pytest.MonkeyPatch):
+    plane = normal(2**20 + 5, torch.float32)
+    small = gradient_ops._narrowed(plane.clone(), torch.bfloat16).clone()
+    monkeypatch.setattr(gradient_ops, "pieces_on", lambda device, on_host: 2**24)
+    assert torch.equal(gradient_ops._narrowed(plane.clone(), torch.bfloat16), small)
