@@ -23,8 +23,9 @@ from outsize.runtime.device.heap import set_thresholds, trim
 # Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Its holes were
 # 0.1 to 0.2 GiB where tensors fit again where they have lain, and 0.5 GiB and more where they do not (docs/log.md).
 HEAP_WORKSPACES = 0.5
-# Pages of the libraries' own code that are touched by and by: some 20 MiB were seen.
-TOLERANCE_BYTES = 16 * 2**20
+# Pages of the libraries' own code that are touched by and by: some 20 MiB were seen. And holes, as far as the promise
+# of 48 MiB has room for them: with 16 MiB in all, free pages were handed back four times as often (docs/log.md).
+TOLERANCE_BYTES = 32 * 2**20
 # After a trim what is left is alive; to trim again pays once more than this was taken.
 AGAIN_BYTES = 8 * 2**20
 # Between two looks at the limit. Kernels zero fresh pages at some 10 GB/s, so what comes meanwhile is within the

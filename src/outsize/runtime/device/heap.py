@@ -1,31 +1,23 @@
-"""The heaps of a process: that of tensors on a CPU (``tensor_heap.c``), and that of the C library, for all else.
+"""The heap of the C library, in which tensors on a CPU lie as everything else does.
 
-What is freed stays in either until it is handed back. Where there are no kernels, or torch takes memory by other
-functions, tensors lie in the C library's heap. That has one arena, so that what one lane frees another one can take.
-glibc gives the first thread beside the main one an arena of its own, so the number of arenas is set before a run starts
-any thread.
+What is freed stays there until it is handed back. The heap has one arena, so that what one lane frees another one can
+take. glibc gives the first thread beside the main one an arena of its own, so the number of arenas is set before a run
+starts any thread.
 """
 
 import ctypes
 import logging
 from functools import cache
 
-from outsize import native
-
 # Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-# With a heap: the most that glibc allows. Without: below 1 MiB a mapping costs more than it frees.
+# With room for holes: the most that glibc allows. Without: below 1 MiB a mapping costs more than it frees.
 HEAP_THRESHOLD_BYTES = 2**25
 TIGHT_THRESHOLD_BYTES = 2**20
 # Trimming is done here, not by free().
 TRIM_THRESHOLD_BYTES = 2**30
-
-_WITHOUT_HEAP = {
-    0: "torch takes no memory by posix_memalign: its tensors lie where its own allocator puts them",
-    -1: "no addresses for a heap of tensors (ulimit -v?): they lie in that of the C library, which grows further",
-}
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +30,6 @@ def use_one_arena() -> None:
 def set_thresholds(*, heap: bool) -> bool:
     """Set glibc's thresholds for this process: keep what is freed in one heap, or give it back at once.
 
-    Tensors of 64 KiB and more that are no mappings of their own lie in a heap of theirs from now on.
-
     Returns:
         Whether they were set; other C libraries have none.
     """
@@ -48,17 +38,11 @@ def set_thresholds(*, heap: bool) -> bool:
     done = _set(_M_MMAP_THRESHOLD, threshold) and _set(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     if not done:
         _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
-    elif native.available():
-        redirected = native.call("use_tensor_heap", ctypes.c_size_t(threshold))
-        if redirected <= 0:
-            _log.info(_WITHOUT_HEAP[redirected])
     return done
 
 
 def trim() -> None:
-    """Hand every free page of the heaps back, e.g. after tokenising and before the first step."""
-    if native.available():
-        native.call("trim_tensor_heap")
+    """Hand every free page of the heap back, e.g. after tokenising and before the first step."""
     malloc_trim = getattr(_libc(), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
