@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 import zoo
-from outsize.errors import ModelError
+from outsize.errors import ConfigError, ModelError
 from wrapped.loops import assert_equal, wrapped
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -233,6 +233,14 @@ def test_a_unit_within_inference_mode_of_the_model_is_refused_by_name():
         return (model.outward(model.blocks[2](model.blocks[1](hidden.clone()))),)
 
     with wrapped(Layers(within)) as model, pytest.raises(ModelError, match=r"write torch.no_grad\(\)"):
+        model(INPUTS)
+
+
+def test_units_without_a_graph_are_refused_on_several_workers():
+    with (
+        wrapped(Layers(_each_without_a_graph), device="emulated:2") as model,
+        pytest.raises(ConfigError, match="one device"),
+    ):
         model(INPUTS)
 
 
