@@ -16,7 +16,8 @@ import re
 from functools import cache
 from typing import Final
 
-from outsize.planner.program.ops import Op
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.table import ROW_OF
 
 _WORKERS: Final = frozenset({"compute", "up", "down", "peer"})
 _TEXT: Final = re.compile(r"(?P<kind>.*?)(?::w(?P<worker>[0-9]+)(?:-w(?P<target>[0-9]+))?)?")
@@ -72,10 +73,12 @@ def lane_named(text: str) -> Lane:
     return Lane(match["kind"], worker, target)
 
 
-_lane = cache(Lane)
-
-
 def lane_of(op: Op) -> Lane:
     """Return the lane that runs ``op``, e.g. ``up:w0``."""
-    kind = op.row.lane
-    return _lane(kind, op.worker if kind in _WORKERS else None, op.target)
+    return _lane(op.kind, op.tile is not None, op.buffer is not None, op.worker, op.target)
+
+
+@cache
+def _lane(kind: Kind, tile: bool, buffer: bool, worker: int | None, target: int | None) -> Lane:
+    lane = ROW_OF[kind, tile, buffer].lane
+    return Lane(lane, worker if lane in _WORKERS else None, target)

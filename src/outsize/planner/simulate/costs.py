@@ -158,12 +158,18 @@ def cost_model(
     return CostModel(cost_of=_remembered(pricing.cost_of, layout), capacity=capacity)
 
 
+# Ops whose price depends on what becomes of what their forward has kept.
+_BY_CHOICE = frozenset(
+    row.kind for row in ROWS if row.price in ("recompute", "backward") or row.carries == "kept"
+)
+
+
 def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
     """Return ``price``, asked once for all microbatches of a unit: they cost the same, but for a B of what was kept."""
     known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice, int | None], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
-        depends = op.row.price in ("recompute", "backward") or op.row.carries == "kept"
+        depends = op.kind in _BY_CHOICE
         choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
         key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice, op.target)
         cost = known.get(key)
