@@ -10,6 +10,7 @@ EQUALITY = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup 
 	$(addprefix tests/,codecs inference model optim runtime train wrapped)
 LATE = $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadgroup --accelerator=late
 SEEDS ?= 1 2
+TRANSFORMERS ?= 5.18.0 5.24.0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help environment test accelerator check explore elsewhere lint format docs models demo package clean
@@ -41,16 +42,20 @@ check: $(STAMP) ## run the tests of what the change touches, or the fast ones: u
 explore: $(STAMP) ## run the tests of properties on examples that have not been tried, over and over until one fails
 	while $(BIN)/python -m pytest -q --hypothesis-profile=explore -m hypothesis; do :; done
 
-elsewhere: $(STAMP) ## run the tests of equality on processors that compute otherwise, made up (tests/processors.py) and older
+elsewhere: $(STAMP) ## run the tests of equality on other processors, made up (tests/processors.py) and older, and of other versions
 	$(EQUALITY) --products=by-shape
 	$(EQUALITY) --products=exact
 	ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2 $(EQUALITY)
 	OMP_NUM_THREADS=2 MKL_NUM_THREADS=2 $(EQUALITY)
+	for version in $(TRANSFORMERS); do \
+		$(BIN)/python -m pip install --quiet --no-deps --target .venv/transformers-$$version transformers==$$version && \
+		PYTHONPATH=.venv/transformers-$$version $(BIN)/python -m pytest -q tests/compat tests/objectives || exit 1; done
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini --cache-dir .mypy_cache/tests
 	$(BIN)/python scripts/house.py
 
 format: $(STAMP) ## rewrite the files in the style that `make lint` asks for

@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, runs: dict[str, list[dict[str, object]]]) -> None:
-    spreads = {v: common.Spread.of(s for run in rows for s in run["seconds"]) for v, rows in runs.items()}
+    spreads = {v: common.Spread.of(s for run in rows for s in run["seconds"]) for v, rows in runs.items()}  # type: ignore[attr-defined]
     rows, result = [], {}
     for variant, spread in spreads.items():
         kind, _, budget = variant.partition(":")

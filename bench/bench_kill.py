@@ -156,7 +156,7 @@ def mark_phases(phase: mmap.mmap) -> None:
     run_checkpoint.restore = marking(1, run_checkpoint.restore)
     CommittedHome.commit = marking(3, CommittedHome.commit)  # type: ignore[method-assign]
     Saving.__call__ = marking(4, Saving.__call__)  # type: ignore[method-assign]
-    outsize.training.run.remove_home = marking(5, outsize.checkpoint.home_file.remove_home, None)
+    outsize.training.loop.remove_home = marking(5, outsize.checkpoint.home_file.remove_home, None)
 
 
 def reference_child(config: Config, phase: mmap.mmap, times: Path) -> None:

@@ -202,8 +202,7 @@ class Rank:
             "rate": rate,
             "measured_rate": measured.net_bytes_per_s,
             "predicted_s": predicted.step_s,
-            "predicted_compute_s": predicted.predicted.timeline.busy_s("compute:w0")
-            / predicted.predicted.count,
+            "predicted_compute_s": predicted.predicted.lanes["compute:w0"],
         }
 
     def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:

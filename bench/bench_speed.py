@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, runs: dict[str, list[dict[str, object]]]) -> None:
-    spreads = {v: common.Spread.of(s for run in rows for s in run["seconds"]) for v, rows in runs.items()}
+    spreads = {v: common.Spread.of(s for run in rows for s in run["seconds"]) for v, rows in runs.items()}  # type: ignore[attr-defined]
     checkpointed = spreads["resident-checkpointed"].median
     rows = [
         (v, str(spread), spread.median / checkpointed, spread.median / spreads["resident"].median)

@@ -14,8 +14,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import bench_state_quality as quality
+import bench_state_quality
 import common
+import quality
 import torch
 from torch import Tensor
 
@@ -29,9 +30,9 @@ SIZES = (16, 32, 64, 128, 256, 1024, 4096)
 
 def trained(steps: int, seed: int) -> StatePlanes:
     """Return the planes of the model after so many steps."""
-    corpus = quality.text()
+    corpus = torch.frombuffer(quality.text(), dtype=torch.uint8).long()
     model = quality.fresh_model(seed)
-    unit, weights, gradient = quality.flattened(model)
+    unit, weights, gradient = bench_state_quality.flattened(model)
     planes = StatePlanes(weights=weights, exp_avg=torch.zeros(unit.numel), exp_avg_sq=torch.zeros(unit.numel))
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, steps + 1):
@@ -39,7 +40,7 @@ def trained(steps: int, seed: int) -> StatePlanes:
         batch = torch.stack([corpus[place : place + quality.SEQ_LEN] for place in places.tolist()])
         gradient.zero_()
         model(input_ids=batch, labels=batch).loss.backward()
-        lr = quality.LR * min(1.0, step / quality.WARMUP)
+        lr = bench_state_quality.LR * min(1.0, step / bench_state_quality.WARMUP)
         step_state(PlaneAdamW(), unit, planes, gradient, start=0, step=step, lr=lr)
     return planes
 

@@ -122,7 +122,7 @@ def run_ranks(
     """
     port = free_port()
     network = namespaces(size) if apart else contextlib.nullcontext([[]] * size)
-    with network as prefixes, contextlib.ExitStack() as stack:
+    with network as prefixes, contextlib.ExitStack() as stack:  # type: ignore[attr-defined]
         processes = []
         for rank, prefix in enumerate(prefixes):
             variables = {**os.environ, **rank_variables(rank, size, port), "OMP_NUM_THREADS": "1"}

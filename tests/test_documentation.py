@@ -90,7 +90,7 @@ def test_commands_are_ones_that_the_command_line_takes(page):
         name, *arguments = words
         if name.startswith("-"):
             continue
-        given = root.commands[name].make_context(name, arguments).params
+        given = root.commands[name].make_context(name, arguments).params  # type: ignore[attr-defined]
         for override in given.get("overrides") or ():
             assert override.partition("=")[0] in all_keys(), override
 
@@ -113,7 +113,7 @@ def test_python_names_what_is_there_and_passes_what_it_takes(page):
                 module = importlib.import_module(node.module)
                 assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("outsize."):
-                assert_takes(getattr(outsize, node.func.attr), node)
+                assert_takes(getattr(outsize, node.func.attr), node)  # type: ignore[attr-defined]
 
 
 def assert_takes(called: Any, call: ast.Call) -> None:

@@ -65,11 +65,11 @@ def differences(got: Trace, want: Trace, tolerance: float = 0.0) -> list[str]:
         for i, pair in enumerate(zip(got.gradients, want.gradients, strict=True))
     ]
     for what, ours, theirs in [*tables, ("weight", got.weights, want.weights)]:
-        if ours.keys() != theirs.keys():
-            found.append(f"{what}: only one side has {sorted(ours.keys() ^ theirs.keys())}")
+        if ours.keys() != theirs.keys():  # type: ignore[attr-defined]
+            found.append(f"{what}: only one side has {sorted(ours.keys() ^ theirs.keys())}")  # type: ignore[attr-defined]
         found += [
             f"{what} {name} differs by {float((ours[name] - theirs[name]).abs().max()):.2g}"
-            for name in ours.keys() & theirs.keys()
+            for name in ours.keys() & theirs.keys()  # type: ignore[attr-defined]
             if not within(ours[name], theirs[name], tolerance)
         ]
     return found

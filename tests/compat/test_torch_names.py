@@ -204,7 +204,7 @@ def test_the_fused_kernel_steps_as_adamw_does():
     torch.manual_seed(0)
     weights, gradient = torch.randn(2, 64)
     stepped = weights.clone()
-    optimizers.fused_adamw(
+    optimizers.fused_adamw(  # type: ignore[call-arg]
         stepped, gradient, *torch.zeros(2, 64), 1, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8
     )
     parameter = nn.Parameter(weights.clone())

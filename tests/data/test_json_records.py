@@ -114,7 +114,7 @@ def test_a_line_that_is_no_record_has_file_and_line_and_is_counted(tmp_path, kin
     line, message = BAD[kind]
     path = tmp_path / "a.jsonl"
     path.write_bytes(
-        b'{"text": "good"}\n' + (line if isinstance(line, bytes) else line.encode()) + b'\n{"text": "too"}\n'
+        b'{"text": "good"}\n' + (line if isinstance(line, bytes) else line.encode()) + b'\n{"text": "too"}\n'  # type: ignore[attr-defined]
     )
     with pytest.raises(DataError, match=rf"a.jsonl:2: .*{message}"):
         list(reader_of(path, 0).documents())
@@ -129,7 +129,7 @@ def test_an_element_of_an_array_that_is_no_record_has_file_and_line(tmp_path, ki
     path = tmp_path / "a.json"
     path.write_bytes(
         b'[{"text": "good"},\n'
-        + (line if isinstance(line, bytes) else line.encode())
+        + (line if isinstance(line, bytes) else line.encode())  # type: ignore[attr-defined]
         + b',\n{"text": "too"}]\n'
     )
     message = message.replace("not UTF-8 text", "") if kind == "half a character in bytes" else message

@@ -138,7 +138,7 @@ def test_containers_and_compression_give_the_same_tokens(tmp_path, tokenizer, ca
 
 
 def test_a_format_can_be_forced(tmp_path, tokenizer, cache_dir):
-    records = [{**record, "text": "plain words"} for record in RECORDS["messages"]]
+    records = [{**record, "text": "plain words"} for record in RECORDS["messages"]]  # type: ignore[attr-defined]
     path = write_jsonl(tmp_path / "data.strange", records)
     with open_small(path, tokenizer, cache_dir, format="messages") as dataset:
         assert (dataset.detected.format, dataset.detected.forced) == ("messages", True)

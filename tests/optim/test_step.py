@@ -182,7 +182,7 @@ def test_fewer_bits_are_the_same_bits_in_every_form(moments, masters, dtype, use
         gradient = (random(unit.numel, number) * 10.0 ** (number % 3 - 2)).to(dtype)
         gradient[::7] = 0.0
         for planes, form in zip(forms, (torch_ops(), nullcontext()), strict=True):
-            with form:
+            with form:  # type: ignore[attr-defined]
                 step_state(
                     PlaneAdamW(weight_decay=0.1), unit, planes, gradient, start=0, step=number, lr=1e-2,
                     clip_coefficient=torch.tensor(0.7), seed=3,

@@ -33,7 +33,7 @@ def _run_pieces(work, capacity):
         waiting = True
         while waiting:  # what takes no time lets others start at the same moment
             waiting = [i for i in range(count) if may_start(i)]
-            for index in waiting:
+            for index in waiting:  # type: ignore[attr-defined]
                 start[index] = now
                 if work[index].cost.amount:
                     flowing[index] = work[index].cost.amount

@@ -99,17 +99,17 @@ def test_only_what_the_unit_before_made_moves(world: World):
     world.forward(0)
     world.run.arrive(1)
     (storage,) = world.run.input_storages(1)
-    assert storage.nbytes() == 2 * 5 * 8 * 4  # the hidden state, and not the ids
+    assert storage.nbytes() == 2 * 5 * 8 * 4  # type: ignore[attr-defined]  # the hidden state, and not the ids
 
 
 def test_an_input_with_a_copy_below_leaves_the_worker(world: World):
     world.forward(0)
     world.run.arrive(1)
     world.run.leave_below(1)
-    assert all(storage.nbytes() for storage in world.run.input_storages(1))
+    assert all(storage.nbytes() for storage in world.run.input_storages(1))  # type: ignore[attr-defined]
     world.run.below.add(1)
     world.run.leave_below(1)
-    assert not any(storage.nbytes() for storage in world.run.input_storages(1))
+    assert not any(storage.nbytes() for storage in world.run.input_storages(1))  # type: ignore[attr-defined]
 
 
 def test_what_all_units_share_crosses_once_for_each_worker(world: World):

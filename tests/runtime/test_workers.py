@@ -94,7 +94,7 @@ def test_a_lane_between_two_devices_is_that_of_the_first_in_order_with_the_other
 def test_copies_between_emulated_devices_take_their_time():
     device = open_workers(Devices.parse("emulated:2"), peer_bytes_per_s=1000.0).devices[1]
     waits: list[float] = []
-    device._never.wait = waits.append
+    device._never.wait = waits.append  # type: ignore[attr-defined]
     with device.crossing(500):
         pass
     with device.link(500):  # which has no rate

@@ -140,4 +140,4 @@ def test_threads_put_and_take_at_once(make_scratch):
 @pytest.mark.parametrize("sizes", [(0, 10), (10, 0)])
 def test_a_scratch_that_holds_nothing_is_refused(arena, sizes):
     with pytest.raises(ValueError, match="holds nothing"):
-        HostScratch(*sizes, arena)
+        HostScratch(*sizes, arena)  # type: ignore[call-arg]

@@ -32,7 +32,7 @@ def test_gpus_average_by_nccl_and_processors_by_gloo(device, backend, monkeypatc
         raise AskedError
 
     group = ThreadWorld(2).rank(1)
-    group.store, group.timeout_s = None, 1.0
+    group.store, group.timeout_s = None, 1.0  # type: ignore[attr-defined]
     monkeypatch.setattr(ddp.dist, "init_process_group", init_process_group)
     monkeypatch.setattr(ddp.c10d, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(ddp.torch.cuda, "set_device", lambda device: chosen.append(str(device)))

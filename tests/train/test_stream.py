@@ -255,7 +255,7 @@ def test_closing_in_the_middle_of_a_step_leaves_nothing(model_dir: Path, tmp_pat
     next(steps)
     trainer.close()  # its optimizer may still be under way
     trainer.close()
-    steps.close()
+    steps.close()  # type: ignore[attr-defined]
 
 
 # --- microbatches -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks of ``module`` that run behind its forward, and those that run before it."""
+    """Return the forward hooks and the forward pre-hooks of ``module``."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
@@ -28,7 +28,7 @@ def has_hooks_of_all() -> bool:
 
 
 def replace_forward_hooks(module: nn.Module, hooks: Any) -> Any:
-    """Give ``module`` other hooks to run behind its forward, and return those that it had."""
+    """Replace the forward hooks of ``module`` by ``hooks``; returns the former."""
     former, module._forward_hooks = module._forward_hooks, hooks
     return former
 
