@@ -312,3 +312,9 @@ def test_memory_of_a_card_of_its_own_is_beside_the_host_s(tmp_path: Path, monkey
     gpus(monkeypatch, (8, 9), is_integrated=0)
     found = describe_machine(MemoryConfig(device="cuda"), GIB, tmp_path)
     assert (found.is_shared, found.device_bytes) == (False, int(10 * GIB * module.DEVICE_SHARE))
+
+
+def test_what_repeating_bits_costs_on_a_gpu_is_said():
+    assert "train.deterministic=false" in (module.determinism_said(True, Devices.parse("cuda")) or "")
+    for deterministic, device in ((False, "cuda"), (True, "cpu"), (True, "emulated:2")):
+        assert module.determinism_said(deterministic, Devices.parse(device)) is None

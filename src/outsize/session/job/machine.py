@@ -65,6 +65,16 @@ def choose_dtype(name: str, devices: Devices, *, scaled: bool = True) -> Compute
     return "fp16" if devices.accelerated and scaled else "fp32"
 
 
+def determinism_said(deterministic: bool, devices: Devices) -> str | None:
+    """Return what a user is told of algorithms that repeat their bits; None on a host, where they cost nothing."""
+    if not (deterministic and devices.accelerated):
+        return None
+    return (
+        "train.deterministic: attention's backward is slower, and operations that do not repeat their bits are errors; "
+        "train.deterministic=false takes what is fastest"
+    )
+
+
 def unscaled_dtype(config: Config) -> ComputeDtype:
     """Return what a run computes in that scales no losses; fp16 only where it is asked for."""
     return choose_dtype(config.model.dtype, choose_device(config.memory.device), scaled=False)

@@ -48,6 +48,7 @@ from outsize.session.job.machine import (
     check_directory,
     choose_dtype,
     describe_machine,
+    determinism_said,
     dtype_chosen,
     home_file,
 )
@@ -246,8 +247,12 @@ def compiled_so(prepared: Job, run_dir: Path, announce: Announce) -> Job:
 def _dtype_of(config: Config, announce: Announce) -> str:
     devices = choose_device(config.memory.device)
     dtype = choose_dtype(config.model.dtype, devices)
-    if (chosen := dtype_chosen(config.model.dtype, dtype, devices)) is not None:
-        announce(chosen)
+    said = (
+        dtype_chosen(config.model.dtype, dtype, devices),
+        determinism_said(config.train.deterministic, devices),
+    )
+    for line in filter(None, said):
+        announce(line)
     return dtype
 
 
