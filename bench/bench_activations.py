@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import common
@@ -37,7 +39,7 @@ def plan(args: argparse.Namespace, directory: Path, activations: str, budget: in
         f"memory.activations={activations}",
         f"memory.device_memory={budget}",
     ]
-    found = prepare(load_config(None, overrides), directory / "run", lambda _: None).plan
+    found = prepare(RunSpec.of(load_config(None, overrides), directory / "run"), lambda _: None).plan
     layout = found.layout
     choices = [layout.choice(u, m) for u in layout.keepable for m in range(layout.num_microbatches)]
     recomputed = sum(choice is Choice.RECOMPUTE for choice in choices) / len(choices)

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import common
@@ -43,7 +45,7 @@ def cost(args: argparse.Namespace, directory: Path, home: str, dtype: str) -> di
     overrides = [*bench_speed.settings(args, directory), "memory.device_memory=4GiB", "train.save_every=1"]
     overrides += [f"model.dtype={dtype}", f"memory.home={home}", "train.save_total_limit=1"]
     config = load_config(None, overrides)
-    prepared = prepare(config, run_dir, lambda _: None)
+    prepared = prepare(RunSpec.of(config, run_dir), lambda _: None)
     step = 0
     with (
         open_dataset(config, prepared, run_dir, lambda _: None) as dataset,

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 from bench_speed import build
@@ -69,7 +71,7 @@ class Contender:
         config = config_of(args, directory, commits)
         run_dir = Path(config.train.run_dir or "")
         run_dir.mkdir()
-        prepared = prepare(config, run_dir, lambda _: None)
+        prepared = prepare(RunSpec.of(config, run_dir), lambda _: None)
         self._config = config
         self._dataset = stack.enter_context(open_dataset(config, prepared, run_dir, lambda _: None))
         begin_run(heap=prepared.heap)

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outsize.streamed.spec import RunSpec
+
 if TYPE_CHECKING:
     from outsize.config import Config
 
@@ -51,7 +53,7 @@ def child(args: argparse.Namespace) -> dict[str, object]:
     import torch
 
     from outsize.data.batch import Batch
-    from outsize.session.decide.decide import decide
+    from outsize.session.decide.decide import choose_plan
     from outsize.session.job.prepare import prepare
     from outsize.session.stream import StreamedTrainer
     from outsize.session.torch_state import borrowed_torch
@@ -62,7 +64,7 @@ def child(args: argparse.Namespace) -> dict[str, object]:
         trainers, steppers = {}, {}
         for mode in MODES:
             began_s, said = time.perf_counter(), list[str]()
-            prepared = prepare(config_of(args, mode), args.dir / f"run-{mode}", said.append)
+            prepared = prepare(RunSpec.of(config_of(args, mode), args.dir / f"run-{mode}"), said.append)
             found[f"{mode}_prepare_s"] = time.perf_counter() - began_s
             found[f"{mode}_said"] = [line for line in said if line.startswith("compile: ")]
             trainer = stack.enter_context(StreamedTrainer(prepared, args.dir / f"store-{mode}"))
@@ -83,7 +85,7 @@ def child(args: argparse.Namespace) -> dict[str, object]:
                 losses[mode].append(outcome.loss)
         said.clear()
         run_dir = args.dir / "run-auto"
-        decide(prepare(config_of(args, "auto"), run_dir, said.append), run_dir, said.append)
+        choose_plan(prepare(RunSpec.of(config_of(args, "auto"), run_dir), said.append), said.append)
         found["auto_said"] = said[-1]
     return {**found, "seconds": {mode: taken[2:] for mode, taken in seconds.items()}, "losses": losses}
 

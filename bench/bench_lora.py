@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 import shapes
@@ -77,7 +79,7 @@ def adapt(directory: Path, model: Path, base: str, table: str, steps: int) -> di
     config = parse_config(settings(directory, model, train=train, lora=lora))
     run_dir = directory / f"{base}-{table}"
     run_dir.mkdir()
-    prepared = prepare(config, run_dir, lambda _: None)
+    prepared = prepare(RunSpec.of(config, run_dir), lambda _: None)
     with (
         open_dataset(config, prepared, run_dir, lambda _: None) as dataset,
         StreamedTrainer(prepared, run_dir) as trainer,

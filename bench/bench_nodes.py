@@ -41,6 +41,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import common
@@ -101,7 +103,7 @@ class Rank:
         self.own = directory / f"own-{group.rank}"
         self.own.mkdir(exist_ok=True)
         self.config = self._config(directory)
-        self.prepared = prepare(self.config, self.own, lambda _: None, group=self.group)
+        self.prepared = prepare(RunSpec.of(self.config, self.own, self.group), lambda _: None)
 
     def _config(self, directory: Path) -> Any:
         from outsize.config import load_config

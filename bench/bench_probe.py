@@ -35,6 +35,7 @@ from typing import Any
 
 from outsize.accelerators import CPU
 from outsize.spin import SPIN_TURNS
+from outsize.streamed.spec import RunSpec
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
 
@@ -227,7 +228,7 @@ def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[
             "memory.device_memory=2GiB",
         ]
         config = load_config(None, overrides)
-        prepared = prepare(config, home / "run", lambda _: None)
+        prepared = prepare(RunSpec.of(config, home / "run"), lambda _: None)
         with (
             open_dataset(config, prepared, home / "run", lambda _: None) as dataset,
             StreamedTrainer(prepared, home / "store") as trainer,

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from outsize.spin import SPIN_TURNS
+from outsize.streamed.spec import RunSpec
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)  # as `outsize train` does, before torch reads it
 
@@ -97,7 +98,7 @@ def resident(args: argparse.Namespace, directory: Path, checkpointing: bool) -> 
 
     run_dir = Path(tempfile.mkdtemp(dir=directory))
     config = load_config(None, [*settings(args, directory, args.home), "memory.device_memory=8GiB"])
-    prepared = prepare(config, run_dir, lambda _: None)
+    prepared = prepare(RunSpec.of(config, run_dir), lambda _: None)
     with open_dataset(config, prepared, run_dir, lambda _: None) as dataset, materialise(prepared) as masters:
         model = prepared.split.model.train()
         if checkpointing:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import bench_truth
@@ -75,7 +77,7 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Job:
         f"memory.link_gb_per_s={case.link_gb_per_s}",
         *(f"transport.{crossing}={codec}" for crossing, codec in case.transport.items()),
     ]
-    return prepare(load_config(None, settings), directory, lambda _: None)
+    return prepare(RunSpec.of(load_config(None, settings), directory), lambda _: None)
 
 
 def run(

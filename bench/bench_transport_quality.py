@@ -22,6 +22,7 @@ from quality import SEQ_LEN, SEQUENCES
 from outsize.config import load_config
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.run_data import open_dataset
 
 TRANSPORTS: dict[str, dict[str, str]] = {
@@ -66,7 +67,7 @@ def losses(directory: Path, seed: int, steps: int, transport: dict[str, str]) ->
     ]
     config = load_config(None, settings)
     with tempfile.TemporaryDirectory(dir=directory) as store:
-        prepared = prepare(config, Path(store), lambda _: None)
+        prepared = prepare(RunSpec.of(config, Path(store)), lambda _: None)
         with open_dataset(config, prepared, Path(store), lambda _: None) as dataset:
             batches = (dataset.batch(step, config.sequences_per_step) for step in range(steps))
             with StreamedTrainer(prepared, Path(store)) as trainer:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import bench_speed
 import common
@@ -119,7 +121,7 @@ def prepared_for(case: Case, directory: Path, steps: int) -> Job:
 
     def with_memory(device_memory: str) -> Job:
         config = load_config(None, [*settings, f"memory.device_memory={device_memory}"])
-        return prepare(config, directory, lambda _: None)
+        return prepare(RunSpec.of(config, directory), lambda _: None)
 
     roomy = with_memory(case.device_memory)
     return with_memory(str(int(case.tight * roomy.plan.total_bytes("device")))) if case.tight else roomy

@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from outsize.streamed.spec import RunSpec
+
 sys.path.insert(0, str(Path(__file__).parent))
 import common
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace, directory: Path, variant: str) -> dict[str, An
 
     config = load_config(None, settings(args, directory))
     run_dir = Path(config.train.run_dir)
-    prepared = prepare(config, run_dir, lambda _: None)
+    prepared = prepare(RunSpec.of(config, run_dir), lambda _: None)
     with open_dataset(config, prepared, run_dir, lambda _: None) as dataset:
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(args.steps)]
     return (trainer if variant == "trainer" else wrap)(config, prepared, batches, args)

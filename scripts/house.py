@@ -163,7 +163,7 @@ FIGURES = (
     Figure("cycles", "modules in import cycles", modules_in_cycles, 0, 0),
     Figure("private", "private imports outside compat", private_imports, 0, 0),
     Figure("homes", "isinstance checks of homes", lambda: lines_matching(r"isinstance\([^)]*Home\b"), 0, 0),
-    Figure("devices", "calls of choose_device", lambda: lines_matching(r"(?<!def )\bchoose_device\("), 14, 1),
+    Figure("devices", "calls of choose_device", lambda: lines_matching(r"(?<!def )\bchoose_device\("), 1, 1),
     Figure("accelerators", "uses of is_accelerator", lambda: lines_matching(r"\bis_accelerator\("), 11, 15),
     Figure("pronouns", "first lines that are mostly pronouns", pronoun_lines, 0, 0),
     Figure("participles", "bindings named found, told, kept …", participles, 1_012, 200),

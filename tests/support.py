@@ -25,6 +25,7 @@ from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from reference import Recipe, Reseed, Trace, train
 
 SEQ_LEN = 12
@@ -196,7 +197,7 @@ def microbatches(batches: Sequence[Batch], count: int) -> list[list[dict[str, Te
 
 def run_streamed(config: Config, batches: Sequence[Batch], run_dir: Path) -> tuple[Streamed, Job]:
     """Train on ``batches``, streamed; gradients are copied as they leave the device."""
-    prepared = prepare(config, run_dir, lambda _: None)
+    prepared = prepare(RunSpec.of(config, run_dir), lambda _: None)
     trace = Streamed(plan=prepared.plan, chunk_tokens=prepared.chunk_tokens)
     seen: list[dict[str, Tensor]] = [{} for _ in batches]
     counts = dict.fromkeys(range(len(prepared.split.spec.units)), 0)

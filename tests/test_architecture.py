@@ -139,6 +139,7 @@ ARROWS = {
     "doctor": GROUND | {"accelerators", "hardware", "telemetry"},
     "telemetry": GROUND | {"config.yaml_text", "hardware"},
     "reporting": GROUND | {"doctor", "files", "loopback", "planner.program", "planner.simulate", "telemetry"},
+    "streamed": GROUND | {"accelerators", "choices", "config", "group"},
     "session.job": GROUND
     | {
         "accelerators",
@@ -156,6 +157,7 @@ ARROWS = {
         "planner",
         "runtime",
         "storage",
+        "streamed",
         "user_cache",
     },
     "session.decide": GROUND
@@ -173,6 +175,7 @@ ARROWS = {
         "runtime",
         "session.job",
         "storage",
+        "streamed",
     },
     "session": GROUND
     | {
@@ -241,6 +244,7 @@ ARROWS = {
         "runtime",
         "session",
         "storage",
+        "streamed",
         "telemetry",
         "training.metrics",
     },
@@ -276,6 +280,7 @@ ARROWS = {
         "session",
         "spin",
         "storage",
+        "streamed",
         "telemetry",
         "training",
         "wrapped.at_home",
@@ -296,6 +301,7 @@ ARROWS = {
         "runtime.device",
         "session",
         "storage",
+        "streamed",
         "telemetry",
         "training",
         "wrapped",
@@ -540,6 +546,7 @@ def test_only_what_opens_runs_reads_the_configuration():
         "session",
         "session.decide",
         "session.job",
+        "streamed",
         "training",
         "wrapped",
     }

@@ -14,6 +14,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.verify import verify
 from planner.layouts import first_kept
 from reference import Recipe
@@ -136,19 +137,21 @@ def test_dropout_draws_the_same_whatever_is_kept(choice: str, device: str, tmp_p
 def test_several_workers_say_what_cannot_leave_them(tmp_path: Path):
     memory = {"activations": "offload", "device": "emulated:2"}
     with pytest.raises(ConfigError, match="stays with the worker that made it; use offload-products"):
-        prepare(make_run(tmp_path, memory=memory), tmp_path / "run", lambda _: None)
+        prepare(RunSpec.of(make_run(tmp_path, memory=memory), tmp_path / "run"), lambda _: None)
 
 
 def test_by_default_what_has_room_is_kept_and_the_rest_recomputed(tmp_path: Path):
     """Between the least budget and plenty there is one where some microbatches of some units are kept."""
     sections: dict[str, Any] = {"train": {"microbatches": 4, "steps": 2}}
-    plenty = prepare(make_run(tmp_path, **sections), tmp_path / "run", lambda _: None).plan
+    plenty = prepare(RunSpec.of(make_run(tmp_path, **sections), tmp_path / "run"), lambda _: None).plan
     none = {"activations": "recompute"}
-    least = prepare(make_run(tmp_path, memory=none, **sections), tmp_path / "run", lambda _: None).plan
+    least = prepare(
+        RunSpec.of(make_run(tmp_path, memory=none, **sections), tmp_path / "run"), lambda _: None
+    ).plan
     assert plenty.layout.kept == first_kept((4, 4, 4, 4, 0), 4)
     between = (plenty.total_bytes("device") + least.total_bytes("device")) // 2
     config = make_run(tmp_path, memory={"device_memory": between}, **sections)
-    plan = prepare(config, tmp_path / "run", lambda _: None).plan
+    plan = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None).plan
     assert plan.total_bytes("device") <= between
     assert {Kind.FORWARD, Kind.FORWARD_KEEP} <= kinds(plan)
     assert verify(config).equal

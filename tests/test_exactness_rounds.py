@@ -12,6 +12,7 @@ from outsize.errors import ConfigError
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan, train
 from outsize.training.run_dir import as_before
 from outsize.training.verify import verify
@@ -134,7 +135,7 @@ def test_units_with_frozen_weights_that_stay_are_exact(home: str, tmp_path: Path
         own = {"method": "lora", "microbatches": 3, "round_microbatches": 2}
         config = make_run(tmp_path, train=own, memory={**LINK, "home": home, **memory})
         assert "slots" in memory or verify(config).equal
-        found = prepare(config, tmp_path / "run", lambda _: None).plan
+        found = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None).plan
         loads = Counter(op.unit for op in found.program if op.kind is Kind.LOAD)
         assert all(loads[unit] == 1 for unit in found.layout.stays)
         return found
@@ -171,7 +172,7 @@ def test_activations_take_the_memory_of_a_round(tmp_path: Path):
     def taken(count: int, round_size: int, **memory: Any) -> tuple[int, int]:
         own = {"tokens_per_step": None, "microbatches": count, "round_microbatches": round_size}
         config = make_run(tmp_path, train=own, memory={**LINK, "slots": 2, **memory})
-        found = prepare(config, tmp_path / "run", lambda _: None).plan
+        found = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None).plan
         return found.total_bytes("device"), found.total_bytes("host")
 
     for memory in (

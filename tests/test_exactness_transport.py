@@ -12,9 +12,10 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.planner.program.ops import Kind
 from outsize.runtime.ops.link_codecs import EncodedWeights, GradientCarrier
-from outsize.session.decide.decide import decide
+from outsize.session.decide.decide import choose_plan
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from support import make_batches, make_config, run_streamed, save_model
 from test_exactness import compare
 
@@ -69,8 +70,10 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
     roomy = make_config(tmp_path / "model", batches, model=model, memory=on())
     want, prepared = run_streamed(roomy, batches, tmp_path / "roomy")
     packed = prepare(
-        make_config(tmp_path / "model", batches, model=model, memory=on(), transport=transport),
-        tmp_path / "packed",
+        RunSpec.of(
+            make_config(tmp_path / "model", batches, model=model, memory=on(), transport=transport),
+            tmp_path / "packed",
+        ),
         print,
     )
     budget = packed.plan.total_bytes("host")
@@ -78,7 +81,10 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
     tight = {"host_memory": str(budget + 2**16)}
     with pytest.raises(InfeasiblePlanError, match="home"):
         prepare(
-            make_config(tmp_path / "model", batches, model=model, memory=on(**tight)), tmp_path / "raw", print
+            RunSpec.of(
+                make_config(tmp_path / "model", batches, model=model, memory=on(**tight)), tmp_path / "raw"
+            ),
+            print,
         )
     config = make_config(tmp_path / "model", batches, model=model, memory=on(**tight), transport=transport)
     got, _ = run_streamed(config, batches, tmp_path / "run")
@@ -91,14 +97,14 @@ def test_weights_beyond_the_host_budget_run_packed_from_ram(tmp_path: Path):
             memory=on(home="auto", **tight),
             transport={"weights": named},
         )
-        found = prepare(chosen, tmp_path / named, print)
+        found = prepare(RunSpec.of(chosen, tmp_path / named), print)
         codecs = ("lossless4", "lossless3") if named == "auto" else (named,)
         assert found.machine.home == "host"
         assert found.plan.transport.weights in codecs
-        assert decide(found, tmp_path / named, print)[0] == found
+        assert choose_plan(found, print)[0] == found
     raw = make_config(tmp_path / "model", batches, model=model, memory=on(home="auto", **tight))
     with pytest.raises(InfeasiblePlanError):
-        prepare(raw, tmp_path / "disk", print)
+        prepare(RunSpec.of(raw, tmp_path / "disk"), print)
     assert got.losses == want.losses
     assert got.weights.keys() == want.weights.keys()
     assert all(got.weights[name].equal(want.weights[name]) for name in want.weights)
@@ -117,7 +123,7 @@ def test_several_workers_hand_inputs_over_encoded_and_their_gradients_as_they_ar
         batches = make_batches("llama", num_steps=1)
         train = {"microbatches": 4, "loss": "model"}
         config = make_config(directory / "model", batches, memory=memory, train=train, transport=transport)
-        prepared = prepare(config, directory, print)
+        prepared = prepare(RunSpec.of(config, directory), print)
         with StreamedTrainer(prepared, directory) as trainer:
             trainer.fill()
             found.append([outcome.loss for outcome in trainer.steps(batches)])
@@ -188,8 +194,8 @@ def test_wire_and_logical_bytes_are_counted_apart(tmp_path: Path):
     transport = {"weights": "lossless4", "gradients": "int8", "activations": "int8"}
     wanted = {"memory": on(offload=True), "model": {"dtype": "bf16"}}
     config = make_config(tmp_path / "model", batches, transport=transport, **wanted)
-    raw = prepare(make_config(tmp_path / "model", batches, **wanted), tmp_path / "raw", print)
-    prepared = prepare(config, tmp_path / "run", print)
+    raw = prepare(RunSpec.of(make_config(tmp_path / "model", batches, **wanted), tmp_path / "raw"), print)
+    prepared = prepare(RunSpec.of(config, tmp_path / "run"), print)
     with StreamedTrainer(prepared, tmp_path / "run") as trainer:
         trainer.fill()
         list(trainer.steps(batches))
@@ -219,13 +225,13 @@ def test_what_has_no_such_link_is_refused(
     save_model(zoo.build("llama"), tmp_path / "model")
     config = make_config(tmp_path / "model", make_batches("llama"), memory=memory, transport=transport)
     with pytest.raises(ConfigError, match=message):
-        prepare(config, tmp_path / "run", print)
+        prepare(RunSpec.of(config, tmp_path / "run"), print)
 
 
 def test_codecs_are_part_of_the_budget(tmp_path: Path):
     save_model(zoo.build("llama"), tmp_path / "model")
     memory, batches = on(device_memory="6MiB"), make_batches("llama")
-    prepare(make_config(tmp_path / "model", batches, memory=memory), tmp_path / "run", print)
+    prepare(RunSpec.of(make_config(tmp_path / "model", batches, memory=memory), tmp_path / "run"), print)
     config = make_config(tmp_path / "model", batches, memory=memory, transport={"weights": "lossless4"})
     with pytest.raises(InfeasiblePlanError, match="for codecs"):
-        prepare(config, tmp_path / "run", print)
+        prepare(RunSpec.of(config, tmp_path / "run"), print)

@@ -7,6 +7,7 @@ import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
@@ -152,7 +153,7 @@ def test_more_workers_than_stages(tmp_path: Path):
     with pytest.raises(
         ConfigError, match="6 devices, but 3 units make at most 5 stages; use at most 5 devices"
     ):
-        prepare(config, tmp_path / "run", lambda _: None)
+        prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -196,16 +197,16 @@ def test_what_does_not_fit_is_said_before_anything_is_done(
     memory: dict[str, Any], tier: str, advice: str, tmp_path: Path
 ):
     with pytest.raises(InfeasiblePlanError, match=advice) as raised:
-        prepare(make_run(tmp_path, memory=on(2, **memory)), tmp_path / "run", lambda _: None)
+        prepare(RunSpec.of(make_run(tmp_path, memory=on(2, **memory)), tmp_path / "run"), lambda _: None)
     assert raised.value.short_by[tier] > 0
 
 
 def test_budgets_are_those_of_each_worker(tmp_path: Path):
     """Less memory gives smaller stages, and the same bits."""
-    roomy = prepare(make_run(tmp_path, memory=on(2)), tmp_path / "run", lambda _: None)
+    roomy = prepare(RunSpec.of(make_run(tmp_path, memory=on(2)), tmp_path / "run"), lambda _: None)
     needed = roomy.plan.total_bytes("device")
     tight = make_run(tmp_path, memory=on(2, device_memory=needed - 1), train={"microbatches": 4, "steps": 2})
-    prepared = prepare(tight, tmp_path / "run", lambda _: None)
+    prepared = prepare(RunSpec.of(tight, tmp_path / "run"), lambda _: None)
     assert prepared.plan.total_bytes("device") < needed
     assert verify(tight).equal
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.accelerators import Devices
+from outsize.streamed.spec import RunSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -136,7 +137,7 @@ def default_cap(device: str) -> str:
 
 def run(args: argparse.Namespace, config: Config, directory: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    prepared = prepare(config, directory, print, RandomWeights())
+    prepared = prepare(RunSpec.of(RunSpec.of(config, directory), print), RandomWeights())
     print(prepared.plan.table, flush=True)
     prepared_s = time.perf_counter() - began
     with StreamedTrainer(prepared, Path(config.memory.store_dir or directory)) as trainer:

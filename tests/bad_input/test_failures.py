@@ -20,12 +20,12 @@ from outsize.planner.program.ops import Kind
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops import optimizer_ops
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.session.decide import decide as planning
 from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
-from outsize.training import run
 from outsize.training.metrics.heartbeat import Heartbeat
 from outsize.training.run import train
 
@@ -37,7 +37,7 @@ OFFLOAD = {"device": "cpu", "home": "disk", "activations": "offload"}
 # where the failure happens: memory, kind of op, the function that fails, and the lane that must be named
 LANES: dict[str, tuple[dict[str, Any], Kind, Any, str, str]] = {
     "load from disk": (DIRECT, Kind.LOAD, DiskHome, "read", r"LOAD \d@w0\.\d failed on lane up:w0"),
-    "load from host": (HOST, Kind.LOAD, HostHome, "view", r"LOAD \d@w0\.\d failed on lane up:w0"),
+    "load from host": (HOST, Kind.LOAD, HostHome, "lend", r"LOAD \d@w0\.\d failed on lane up:w0"),
     "read of a unit": (STAGED, Kind.READ, DiskHome, "read", r"READ \d>h\d failed on lane read:units"),
     "save": (DIRECT, Kind.SAVE, DiskScratch, "put", r"SAVE \d\.\d@w0 failed on lane down:w0"),
     "save to host": (HOST, Kind.SAVE, HostScratch, "put", r"SAVE \d\.\d@w0 failed on lane down:w0"),
@@ -252,13 +252,13 @@ def remember_outputs(patched: pytest.MonkeyPatch, alive: list[weakref.ref[Any]])
 
 def remember_prepared(patched: pytest.MonkeyPatch, found: list[Job]) -> None:
     """Keep what the run was made from."""
-    prepare = run.prepare
+    prepare = planning.prepare
 
     def noted(*args: Any, **kwargs: Any) -> Job:
         found.append(prepare(*args, **kwargs))
         return found[-1]
 
-    patched.setattr(run, "prepare", noted)
+    patched.setattr(planning, "prepare", noted)
 
 
 def test_an_error_does_not_hold_the_run_in_a_cycle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

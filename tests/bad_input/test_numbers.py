@@ -24,6 +24,7 @@ from outsize.session.job.prepare import prepare
 from outsize.session.steps import StepOutcome
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 
 NAN = float("nan")
@@ -107,7 +108,7 @@ def steps_of(
 ) -> tuple[list[StepOutcome], dict[str, str]]:
     """Train on ``batches``; returns what happened and the state after it."""
     with borrowed_torch(deterministic=True):
-        prepared = prepare(config, world.root, lambda _: None)
+        prepared = prepare(RunSpec.of(config, world.root), lambda _: None)
         with StreamedTrainer(prepared, world.root / "store") as trainer:
             trainer.fill()
             outcomes = list(trainer.steps(batches))
@@ -122,7 +123,7 @@ def test_raising_leaves_the_state_of_the_step_before(world: World, home: str, ma
     config = poisoned_config(world, memory={"home": home}, optimizer=optimizer)
     _, after_one = steps_of(world, config, [GOOD])
     with borrowed_torch(deterministic=True):
-        prepared = prepare(config, world.root, lambda _: None)
+        prepared = prepare(RunSpec.of(config, world.root), lambda _: None)
         with StreamedTrainer(prepared, world.root / "store") as trainer:
             trainer.fill()
             steps = trainer.steps([GOOD, BAD, OTHER])

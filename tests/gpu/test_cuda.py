@@ -16,6 +16,7 @@ from outsize.errors import ConfigError
 from outsize.planner.program.activation_policy import Choice
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
@@ -131,7 +132,7 @@ def test_two_runs_give_the_same_bits(tmp_path: Path):
 
 
 def test_host_memory_is_pinned_and_buffers_lie_on_the_device(tmp_path: Path):
-    prepared = prepare(run_on_device(tmp_path, "gpt2"), tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(run_on_device(tmp_path, "gpt2"), tmp_path), lambda _: None)
     model = prepared.split.model
     with StreamedTrainer(prepared, tmp_path) as trainer:
         held = trainer.session.host.statistics()

@@ -17,6 +17,7 @@ from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from support import make_model_dir, make_run
 
@@ -195,7 +196,7 @@ def test_adapters_train_beside_it_as_beside_the_decoded_one(name: str, codec: st
         found.append(train(run).loss)
     assert found[0] == found[1]
     with pytest.raises(ModelError, match="--method lora"):
-        prepare(make_run(tmp_path, train={"method": "full"}), tmp_path / "run", lambda _: None)
+        prepare(RunSpec.of(make_run(tmp_path, train={"method": "full"}), tmp_path / "run"), lambda _: None)
 
 
 @pytest.mark.parametrize(

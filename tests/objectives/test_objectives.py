@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from outsize.accelerators import CPU
 from outsize.checkpoint import saving_room
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.cli.app import app
@@ -416,7 +417,9 @@ def test_other_commands_send_to_outsize_train(tmp_path: Path):
 def test_two_models_share_what_a_run_may_hold(tmp_path: Path):
     config = make_run(tmp_path, "dpo")
     budgets = config.memory
-    trained, frozen = objective_models._shared(config, "AutoModelForCausalLM", config.model.path, tmp_path)
+    trained, frozen = objective_models._shared(
+        config, CPU, "AutoModelForCausalLM", config.model.path, tmp_path
+    )
     assert trained.device_memory + frozen.device_memory == budgets.device_memory
     assert 0.99 < (trained.host_memory + frozen.host_memory) / budgets.host_memory <= 1
     assert trained.host_memory == pytest.approx(4 * frozen.host_memory, rel=1e-6)  # 16 bytes beside 4

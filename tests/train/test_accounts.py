@@ -10,6 +10,7 @@ import pytest
 
 from outsize.accelerators import CPU
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.telemetry.heartbeat_schema import Line
 from outsize.training.metrics import flops
 from outsize.training.metrics.run_info import about
@@ -113,7 +114,7 @@ def test_a_run_says_what_it_is(tmp_path: Path):
 
 def test_a_rank_says_what_its_own_microbatches_hold(tmp_path: Path):
     config = make_run(tmp_path, train={"microbatches": 2})
-    alone = prepare(config, tmp_path, lambda _: None)
+    alone = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     nobody = flops.Peak(flops_per_s=None, source="nobody")
 
     def tokens(size: int) -> int:

@@ -16,6 +16,7 @@ from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import Job, prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import TrainResult, foresee, train
 from support import make_run
 
@@ -53,9 +54,9 @@ def tight(tmp_path: Path, **memory: Any) -> Config:
     sections: dict[str, Any] = {"train": {"microbatches": 4, "steps": 2}}
     kept = {name: {**LINKED, "activations": name} for name in ("recompute", "keep")}
     sizes = [
-        prepare(make_run(tmp_path, memory=each, **sections), tmp_path, lambda _: None).plan.total_bytes(
-            "device"
-        )
+        prepare(
+            RunSpec.of(make_run(tmp_path, memory=each, **sections), tmp_path), lambda _: None
+        ).plan.total_bytes("device")
         for each in kept.values()
     ]
     budget = sizes[0] + (sizes[1] - sizes[0]) // 4
@@ -64,8 +65,8 @@ def tight(tmp_path: Path, **memory: Any) -> Config:
 
 def chosen(tmp_path: Path, **memory: Any) -> tuple[set[Kind], list[str]]:
     said: list[str] = []
-    prepared = prepare(tight(tmp_path, **memory), tmp_path, lambda _: None)
-    found, _ = module.decide(prepared, tmp_path, said.append)
+    prepared = prepare(RunSpec.of(tight(tmp_path, **memory), tmp_path), lambda _: None)
+    found, _ = module.choose_plan(prepared, said.append)
     return {op.kind for op in found.plan.program}, said
 
 
@@ -156,4 +157,4 @@ def losses(result: TrainResult) -> list[float]:
 )
 def test_a_choice_that_cannot_be_had_is_refused(sections: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
-        prepare(make_run(tmp_path, **sections), tmp_path, lambda _: None)
+        prepare(RunSpec.of(make_run(tmp_path, **sections), tmp_path), lambda _: None)

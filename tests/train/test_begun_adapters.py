@@ -21,6 +21,7 @@ from outsize.config import Config, load_config
 from outsize.data.chat import CHATML_TEMPLATE
 from outsize.errors import CheckpointError, ConfigError, OutsizeError
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from outsize.training.run_data import open_dataset, preview
 from outsize.training.verify import verify
@@ -60,7 +61,7 @@ def run_of(directory: Path, name: str = "llama", lora: dict[str, Any] | None = N
 def rows_of(config: Config, directory: Path) -> list[dict[str, Tensor]]:
     """The sequences of a run, in its order."""
     full = config.model_copy(update={"train": config.train.model_copy(update={"method": "full"})})
-    prepared = prepare(full, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(full, directory), lambda _: None)
     with open_dataset(full, prepared, directory, lambda _: None) as dataset:
         batches = [dataset.batch(step, SEQUENCES) for step in range(STEPS)]
     return [

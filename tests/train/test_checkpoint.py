@@ -18,6 +18,7 @@ from outsize.errors import CheckpointError, ConfigError
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from support import make_run, read_weights, save
 
@@ -143,7 +144,7 @@ def test_a_run_at_its_end_has_nothing_left_to_do(tmp_path: Path):
 
 
 def trainer_of(config: Config, directory: Path) -> StreamedTrainer:
-    return StreamedTrainer(prepare(config, directory, lambda _: None), directory / "store")
+    return StreamedTrainer(prepare(RunSpec.of(config, directory), lambda _: None), directory / "store")
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])

@@ -13,6 +13,7 @@ from outsize.session.decide import decide as module
 from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import foresee, train
 from support import make_run
 
@@ -50,9 +51,9 @@ def on_a_link(monkeypatch, bytes_per_s, decode_bytes_per_s=1e12, down_bytes_per_
 def chosen(tmp_path, device="emulated", **sections):
     said: list[str] = []
     config = make_run(tmp_path, memory={"device": device}, transport=AUTO, **sections)
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     assert prepared.plan.transport.weights == "raw"
-    found, _ = module.decide(prepared, tmp_path, said.append)
+    found, _ = module.choose_plan(prepared, said.append)
     return found.plan.transport.weights, said
 
 
@@ -74,15 +75,16 @@ def test_every_crossing_is_searched_by_itself(device, tmp_path: Path, monkeypatc
     said: list[str] = []
     sections = {"model": {"dtype": "bf16"}, "train": {"microbatches": 2}}
     prepared = prepare(
-        make_run(tmp_path, memory={"device": device}, transport=ALL, **sections), tmp_path, lambda _: None
+        RunSpec.of(make_run(tmp_path, memory={"device": device}, transport=ALL, **sections), tmp_path),
+        lambda _: None,
     )
-    found, _ = module.decide(prepared, tmp_path, said.append)
+    found, _ = module.choose_plan(prepared, said.append)
     assert found.plan.transport.weights == "raw"
     assert found.plan.transport.gradients == "lossless4"
     assert found.plan.transport.exact
     assert [line.partition(":")[0] for line in said] == [f"transport.{name}" for name in ALL]
     on_a_link(monkeypatch, 1e11, decode_bytes_per_s=1e5, down_bytes_per_s=1e6)
-    slow, _ = module.decide(prepared, tmp_path, said.append)
+    slow, _ = module.choose_plan(prepared, said.append)
     assert slow.plan.transport.gradients == "raw"
 
 
@@ -90,10 +92,10 @@ def test_what_gpus_and_rings_do_not_encode(tmp_path: Path):
     def refused(crossing, **sections):
         said: list[str] = []
         config = make_run(tmp_path, memory=EMULATED, transport={crossing: "auto"}, **sections)
-        prepared = prepare(config, tmp_path, lambda _: None)
+        prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
         if crossing == "activations":
             prepared = replace(prepared, machine=replace(prepared.machine, devices=Devices.parse("cuda:0")))
-        assert module.decide(prepared, tmp_path, said.append) == (prepared, None)
+        assert module.choose_plan(prepared, said.append) == (prepared, None)
         return said
 
     assert refused("activations") == [
@@ -124,17 +126,21 @@ def test_a_device_that_decodes_no_faster_than_its_link_is_sent_nothing_encoded(t
 def test_a_plan_without_room_for_a_codec_goes_without(tmp_path: Path, monkeypatch):
     on_a_link(monkeypatch, 1e6)
     config = make_run(tmp_path, memory=EMULATED, transport=AUTO)
-    least = prepare(config, tmp_path, lambda _: None).plan.total_bytes("host")
+    least = prepare(RunSpec.of(config, tmp_path), lambda _: None).plan.total_bytes("host")
     memory = {**EMULATED, "host_memory": least}
-    prepared = prepare(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path, lambda _: None)
-    assert module.decide(prepared, tmp_path, lambda _: None)[0].plan.transport.weights == "raw"
+    prepared = prepare(
+        RunSpec.of(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path), lambda _: None
+    )
+    assert module.choose_plan(prepared, lambda _: None)[0].plan.transport.weights == "raw"
 
 
 @pytest.mark.parametrize("memory", [{"device": "cpu"}, {"device": "emulated", "home": "disk"}])
 def test_where_there_is_no_link_auto_is_raw(memory, tmp_path: Path):
     said: list[str] = []
-    prepared = prepare(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path, lambda _: None)
-    found, rates = module.decide(prepared, tmp_path, said.append)
+    prepared = prepare(
+        RunSpec.of(make_run(tmp_path, memory=memory, transport=AUTO), tmp_path), lambda _: None
+    )
+    found, rates = module.choose_plan(prepared, said.append)
     assert (found, rates) == (prepared, None)
     assert "there is no link" in said[0]
 
@@ -150,8 +156,8 @@ def test_without_a_prediction_auto_is_raw_and_says_why(tmp_path: Path, monkeypat
 
 def test_a_named_codec_is_not_chosen_again(tmp_path: Path):
     config = make_run(tmp_path, memory=EMULATED, transport={"weights": "lossless3"})
-    prepared = prepare(config, tmp_path, lambda _: None)
-    assert module.decide(prepared, tmp_path, print) == (prepared, None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
+    assert module.choose_plan(prepared, print) == (prepared, None)
 
 
 def test_a_run_computes_the_same_whatever_auto_comes_to(tmp_path: Path, monkeypatch):
@@ -175,7 +181,7 @@ def test_a_dry_run_says_what_auto_would_come_to(tmp_path: Path, monkeypatch):
 
 def test_codecs_are_timed_here(tmp_path: Path):
     config = make_run(tmp_path, memory=EMULATED, transport={"weights": "lossless4"})
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     found = codec_rates(prepared, prepared.plan.transport)
     assert found is not None
     assert min(found.encode_bytes_per_s, found.decode_bytes_per_s) > 1e6
@@ -194,10 +200,12 @@ def test_what_is_encoded_since_nothing_else_fits_is_not_said_to_be_raw(tmp_path:
 
     monkeypatch.setattr(module, "measure_rates", fail)
     said: list[str] = []
-    prepared = prepare(make_run(tmp_path, memory=EMULATED, transport=AUTO), tmp_path, lambda _: None)
+    prepared = prepare(
+        RunSpec.of(make_run(tmp_path, memory=EMULATED, transport=AUTO), tmp_path), lambda _: None
+    )
     encoded = replace(prepared, plan=replace(prepared.plan, transport=Transport(weights="lossless3")))
-    module.decide(encoded, tmp_path, said.append)
+    module.choose_plan(encoded, said.append)
     assert said == ["transport.weights: auto is lossless3: nothing could be predicted: no clock"]
     monkeypatch.setattr(module, "_why_raw", lambda *_: " where several ranks share each step")
-    assert module.decide(encoded, tmp_path, said.append) == (encoded, None)
+    assert module.choose_plan(encoded, said.append) == (encoded, None)
     assert len(said) == 1

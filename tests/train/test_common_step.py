@@ -16,6 +16,7 @@ from outsize.session.stream import StreamedTrainer
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_records
 from outsize.storage.pool import IOPool
+from outsize.streamed.spec import RunSpec
 from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import make_batches, make_config, read_weights, save_model
 
@@ -38,7 +39,7 @@ def ranks_of(size, model_dir, directory, home="disk", **sections):
     )
     world = ThreadWorld(size)
     return world, [
-        prepare(config, directory / str(r), lambda _: None, group=world.rank(r)) for r in range(size)
+        prepare(RunSpec.of(config, directory / str(r), world.rank(r)), lambda _: None) for r in range(size)
     ]
 
 

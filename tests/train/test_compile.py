@@ -18,6 +18,7 @@ from outsize.model import compiled
 from outsize.session.decide import decide as decide_module
 from outsize.session.decide.rates import measure_rates
 from outsize.session.job.prepare import Job, prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_run
@@ -167,7 +168,7 @@ def test_what_is_timed_is_what_steps_run(tmp_path: Path, monkeypatch: pytest.Mon
         graphs.add(torch.is_grad_enabled())
         return run(kind, *args, **kwargs)
 
-    prepared = prepare(compile_run(tmp_path, **ONE_FORM), tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(compile_run(tmp_path, **ONE_FORM), tmp_path), lambda _: None)
     monkeypatch.setattr(compiled.CompiledKind, "__call__", note)
     measure_rates(prepared, tmp_path)
     assert graphs == {True}
@@ -253,7 +254,9 @@ def test_without_a_compiler_blocks_run_as_they_are(tmp_path: Path, monkeypatch: 
 def test_the_memory_of_a_compiled_block_is_measured(tmp_path: Path) -> None:
     """Its forward makes what a backward needs, and nothing within can be kept by itself or left out."""
     plain, compiled_one = (
-        prepare(make_run(tmp_path / mode, model={"compile": mode}), tmp_path, lambda _: None).measured
+        prepare(
+            RunSpec.of(make_run(tmp_path / mode, model={"compile": mode}), tmp_path), lambda _: None
+        ).measured
         for mode in ("off", "blocks")
     )
     assert 0 < compiled_one.saved_bytes[1] < plain.saved_bytes[1]

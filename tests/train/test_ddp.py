@@ -10,6 +10,7 @@ from torch import nn
 from outsize.data.batch import Batch
 from outsize.optim.optimizer_spec import EXP_AVG
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.testing.group_contract import ThreadWorld
 from outsize.training import ddp, replica_engine
 from outsize.training.replica import opened
@@ -60,7 +61,7 @@ class Alone(nn.Module):
 
 def moments_after_a_step(directory, **optimizer):
     config = tiny_run(directory, optimizer=optimizer, parallel={"mode": "ddp"})
-    prepared = prepare(config, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(config, directory), lambda _: None)
     ids = torch.randint(0, 200, (4, 16), generator=torch.Generator().manual_seed(0))
     cpu = torch.device("cpu")
     with opened(prepared, cpu) as replica:

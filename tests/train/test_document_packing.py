@@ -12,6 +12,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import check_same_run
+from outsize.streamed.spec import RunSpec
 from outsize.training.evaluation import read_evaluations
 from outsize.training.run import train
 from outsize.training.verify import verify
@@ -53,7 +54,7 @@ def test_a_model_that_lets_tokens_see_other_documents_is_refused_by_name(
     with pytest.raises(
         ModelError, match=rf"apart: tokens see another document in {where}.*; with data.pack=none each"
     ) as raised:
-        prepare(config, tmp_path, lambda _: None)
+        prepare(RunSpec.of(config, tmp_path), lambda _: None)
     assert type(raised.value) is ModelError
     assert name in str(raised.value).lower()
 
@@ -68,7 +69,7 @@ def test_a_model_whose_positions_go_on_is_refused(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", forward)
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel .*: positions go on over the border in "):
-        prepare(run_over_documents(tmp_path, "gpt2"), tmp_path, lambda _: None)
+        prepare(RunSpec.of(run_over_documents(tmp_path, "gpt2"), tmp_path), lambda _: None)
 
 
 def test_flash_attention_takes_no_mask():

@@ -13,6 +13,7 @@ from outsize.errors import ConfigError, DataError
 from outsize.session.job.prepare import prepare
 from outsize.session.steps import Measure, microbatches_of
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.evaluation import read_evaluations
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.resident import materialise
@@ -37,7 +38,7 @@ def run_of(directory: Path, name: str = "llama", **sections: Any) -> Config:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loss_is_that_of_a_resident_forward_of_the_same_microbatches(way: str, tmp_path: Path) -> None:
     config = run_of(tmp_path, **WAYS[way])
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     with open_dataset(config, prepared, tmp_path, lambda _: None, measured=True) as held:
         with StreamedTrainer(prepared, tmp_path / "store") as trainer:
             trainer.fill()
@@ -72,7 +73,7 @@ def test_the_loss_is_that_of_a_resident_forward_of_the_same_microbatches(way: st
 def test_the_loss_of_a_batch_is_to_the_bit_the_one_that_its_step_has(tmp_path: Path) -> None:
     """A step and an evaluation take the same chunks of the same microbatches; there is no dropout here."""
     config = make_run(tmp_path)
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     with (
         open_dataset(config, prepared, tmp_path, lambda _: None) as dataset,
         StreamedTrainer(prepared, tmp_path / "store") as trainer,
@@ -161,7 +162,7 @@ def test_data_of_its_own_and_a_limit(tmp_path: Path) -> None:
 
 def test_what_is_held_out_is_not_trained(tmp_path: Path) -> None:
     config = run_of(tmp_path, eval={"split": 0.3})
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     rows = []
     for measured in (False, True):
         with open_dataset(config, prepared, tmp_path, lambda _: None, measured=measured) as part:

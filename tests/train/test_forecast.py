@@ -16,6 +16,7 @@ from outsize.session.decide import rates
 from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
 from outsize.session.job.prepare import prepare
 from outsize.session.job.relative_times import recompute_shares
+from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.training import forecast as module
 from outsize.training.run import foresee, train
@@ -50,7 +51,7 @@ def test_a_run_says_once_what_was_predicted_and_what_came_of_it(finished):
 def test_the_rates_of_a_run_are_a_machine_for_the_next_one_and_for_plan(finished):
     config, result, _ = finished
     machine = read_machine(Path(result.run_dir) / "machine.json")
-    prepared = prepare(config, Path(result.run_dir), lambda _: None)
+    prepared = prepare(RunSpec.of(config, Path(result.run_dir)), lambda _: None)
     assert kept_rates(Path(result.run_dir), prepared) == machine
     assert machine.host.adamw_params_per_s.source == "the first steps of a run"
     assert machine.gpus[0].peak_flops_per_s["fp32"].measured
@@ -60,9 +61,9 @@ def test_rates_of_another_device_do_not_serve(finished, tmp_path):
     config, result, _ = finished
     other = "emulated:1" if config.memory.device != "emulated:1" else "cpu"
     run = make_run(tmp_path, memory={"device": other})
-    assert kept_rates(Path(result.run_dir), prepare(run, tmp_path, lambda _: None)) is None
+    assert kept_rates(Path(result.run_dir), prepare(RunSpec.of(run, tmp_path), lambda _: None)) is None
     (tmp_path / "machine.json").write_text("{")
-    assert kept_rates(tmp_path, prepare(config, tmp_path, lambda _: None)) is None
+    assert kept_rates(tmp_path, prepare(RunSpec.of(config, tmp_path), lambda _: None)) is None
 
 
 def test_copies_between_devices_go_by_the_trace_and_by_what_throttles_them(finished, tmp_path):
@@ -74,7 +75,7 @@ def test_copies_between_devices_go_by_the_trace_and_by_what_throttles_them(finis
     traced = module.with_rates(machine, Trace(rates={"peer:w1-w0": 5.0}))
     assert [peer.bytes_per_s.value for peer in traced.peers] == [figure.value, 5.0]
     throttled = make_run(tmp_path, memory=config.memory.model_dump() | {"peer_gb_per_s": 2.0})
-    assert kept_rates(Path(result.run_dir), prepare(throttled, tmp_path, lambda _: None)) is None
+    assert kept_rates(Path(result.run_dir), prepare(RunSpec.of(throttled, tmp_path), lambda _: None)) is None
 
 
 def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):
@@ -111,19 +112,19 @@ def test_compute_is_slowed_by_what_it_takes_longer_than_its_units_alone(tmp_path
 
 def test_products_are_timed_for_an_optimizer_that_has_some(tmp_path):
     """On a matrix of the model, and so in its prediction; read back as it was written."""
-    prepared = prepare(make_run(tmp_path, optimizer={"name": "muon"}), tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(make_run(tmp_path, optimizer={"name": "muon"}), tmp_path), lambda _: None)
     times, flops = rates._times(prepared, ALONE)
     machine = lane_rates(prepared, tmp_path / "store", times, flops, ALONE)
     assert machine.host.products.measured
     assert "5 iterations on 32 x 48" in machine.host.products.source
     assert from_json(machine.to_json()) == machine
-    prepared = prepare(make_run(tmp_path), tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(make_run(tmp_path), tmp_path), lambda _: None)
     assert lane_rates(prepared, tmp_path / "store", times, flops, ALONE).host.flops_per_s is None
 
 
 def test_a_large_state_has_its_disk_timed_and_nothing_stays_there(tmp_path, monkeypatch):
     config = make_run(tmp_path, memory={"home": "disk"})
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     before = sorted(tmp_path.rglob("*"))
     times, flops = rates._times(prepared, ALONE)
     assert not lane_rates(prepared, tmp_path / "store", times, flops, ALONE).disk.read_bytes_per_s.measured
@@ -153,7 +154,7 @@ def test_recomputes_that_end_early_are_predicted_shorter():
 
 
 def test_the_recompute_of_a_block_leaves_out_its_last_product(tmp_path):
-    prepared = prepare(make_run(tmp_path), tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(make_run(tmp_path), tmp_path), lambda _: None)
     embedding, *blocks, head = recompute_shares(prepared.split, prepared.measured)
     assert embedding == head == 1.0
     assert all(0.5 < share < 1.0 for share in blocks)

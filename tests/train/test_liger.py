@@ -21,6 +21,7 @@ from outsize.errors import ConfigError, ModelError
 from outsize.model import liger
 from outsize.model.liger import take_liger, take_plain
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.verify import verify
 from support import make_run
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
@@ -141,7 +142,7 @@ def test_the_model_runs_its_own_code_where_triton_does_not_compute() -> None:
 
 
 def measured_in(directory: Path, config: Config) -> tuple[Any, Any]:
-    found = prepare(config, directory, lambda _: None).measured
+    found = prepare(RunSpec.of(config, directory), lambda _: None).measured
     return found.saved_bytes[1], found.needed[1]
 
 
@@ -173,7 +174,7 @@ def test_what_does_not_go_with_them(changes: dict[str, Any], wanted: str, tmp_pa
 
 def test_a_model_that_liger_does_not_know_is_refused_with_those_that_it_does(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a model of type gpt2, but for llama, mixtral, qwen3; set none"):
-        prepare(liger_run(tmp_path, "gpt2"), tmp_path, lambda _: None)
+        prepare(RunSpec.of(liger_run(tmp_path, "gpt2"), tmp_path), lambda _: None)
 
 
 def test_a_model_that_liger_fails_at_is_refused_and_nothing_is_left() -> None:
@@ -190,7 +191,7 @@ def test_a_model_that_liger_fails_at_is_refused_and_nothing_is_left() -> None:
 def test_a_cpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="computes on accelerators, not on cpu"):
-        prepare(liger_run(tmp_path), tmp_path, lambda _: None)
+        prepare(RunSpec.of(liger_run(tmp_path), tmp_path), lambda _: None)
 
 
 def test_the_package_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from outsize.model.adapters import AdapterSource, base_name
 from outsize.planner.memory.link_bytes import load_bytes
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan, train
 from outsize.training.run_data import open_dataset
 from outsize.training.verify import verify
@@ -117,7 +118,7 @@ def peft_loop(
     run: Config, directory: Path, dtype: torch.dtype, lora: dict[str, Any]
 ) -> tuple[list[float], Any]:
     """What a user of PEFT writes: one microbatch per step, clipping, torch's AdamW."""
-    prepared = prepare(run, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(run, directory), lambda _: None)
     with open_dataset(run, prepared, directory, lambda _: None) as dataset:
         batches = [dataset.batch(step, run.sequences_per_step) for step in range(run.train.steps)]
     torch.manual_seed(run.train.seed)
@@ -298,7 +299,7 @@ def bytes_per_step(run: Config, directory: Path) -> tuple[Job, int, int]:
 
 def bytes_of_steps(run: Config, directory: Path) -> tuple[Job, dict[str, int]]:
     """What three steps move, by lane."""
-    prepared = prepare(run, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(run, directory), lambda _: None)
     with (
         open_dataset(run, prepared, directory, lambda _: None) as dataset,
         StreamedTrainer(prepared, directory) as trainer,

@@ -12,7 +12,8 @@ from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, StorageError
 from outsize.hardware.host_memory import read_host_memory
 from outsize.session.job import machine as module
-from outsize.session.job.machine import available_ram_bytes, choose_dtype, describe_machine
+from outsize.session.job.machine import RunMachine, available_ram_bytes, describe_machine
+from outsize.streamed.spec import choose_dtype, devices_of, dtype_chosen
 
 GIB = 2**30
 
@@ -36,6 +37,10 @@ def eight_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SimpleNamespace(free=100 * GIB, total=200 * GIB)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: disk)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def described(memory: MemoryConfig, state_bytes: int, store_dir: Path) -> RunMachine:
+    return describe_machine(memory, devices_of(memory), state_bytes, store_dir)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_the_limit_of_the_control_groups_counts(case: str, tmp_path: Path, monke
     machine_of(tmp_path / "machine", monkeypatch, groups)
     assert available_ram_bytes() == expected_gib * GIB
     if expected_gib:
-        budgets = describe_machine(MemoryConfig(device="cpu"), 1, tmp_path)
+        budgets = described(MemoryConfig(device="cpu"), 1, tmp_path)
         assert budgets.host_bytes == int(expected_gib * GIB * module.HOST_SHARE)
 
 
@@ -155,7 +160,7 @@ def test_the_limit_of_the_control_groups_counts(case: str, tmp_path: Path, monke
 )
 def test_a_budget_beyond_the_machine_is_refused(memory: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
-        describe_machine(MemoryConfig(**{"device": "cpu", **memory}), GIB, tmp_path)
+        described(MemoryConfig(**{"device": "cpu", **memory}), GIB, tmp_path)
 
 
 def test_a_budget_beyond_the_control_group_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,16 +168,16 @@ def test_a_budget_beyond_the_control_group_is_refused(tmp_path: Path, monkeypatc
     with pytest.raises(
         ConfigError, match=r"1.00 GiB of memory, the limit of the control group .*/jobs; give"
     ):
-        describe_machine(MemoryConfig(device="cpu", host_memory="2GiB"), GIB, tmp_path)
+        described(MemoryConfig(device="cpu", host_memory="2GiB"), GIB, tmp_path)
 
 
 def test_a_budget_beyond_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gpus(monkeypatch, (8, 9), (8, 9))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (10 * GIB, (24 >> index) * GIB))
-    describe_machine(MemoryConfig(device="cuda:0", device_memory="24GiB"), GIB, tmp_path)
+    described(MemoryConfig(device="cuda:0", device_memory="24GiB"), GIB, tmp_path)
     for device, there in (("cuda:0,1", "12.00 GiB of memory on"), ("cuda:0,0", "12.00 GiB of memory on")):
         with pytest.raises(ConfigError, match=there):
-            describe_machine(MemoryConfig(device=device, device_memory="20GiB"), GIB, tmp_path)
+            described(MemoryConfig(device=device, device_memory="20GiB"), GIB, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -186,31 +191,31 @@ def test_a_budget_beyond_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_the_tier_below_the_device(memory: dict, home: str, below: str, tmp_path: Path):
-    found = describe_machine(MemoryConfig(**memory), GIB, tmp_path)
+    found = described(MemoryConfig(**memory), GIB, tmp_path)
     assert (found.home, found.below) == (home, below)
 
 
 def test_a_gpu_that_is_not_there_is_an_error_with_advice(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cuda:0, but torch .* sees 0 CUDA devices; use --device cpu, or "):
-        describe_machine(MemoryConfig(device="cuda"), GIB, tmp_path)
+        described(MemoryConfig(device="cuda"), GIB, tmp_path)
 
 
 @pytest.mark.parametrize(("state_gib", "home"), [(1, "host"), (6, "host"), (7, "disk")])
 def test_auto_takes_the_disk_when_the_state_does_not_fit_the_host(state_gib: int, home: str, tmp_path: Path):
-    assert describe_machine(MemoryConfig(device="cpu"), state_gib * GIB, tmp_path).home == home
+    assert described(MemoryConfig(device="cpu"), state_gib * GIB, tmp_path).home == home
 
 
 def test_the_host_budget_decides_where_it_is_given(tmp_path: Path):
     small = MemoryConfig(device="cpu", host_memory="512MiB")
-    assert describe_machine(small, GIB, tmp_path).home == "disk"
+    assert described(small, GIB, tmp_path).home == "disk"
 
 
 def test_budgets_are_shares_of_what_is_free_unless_given(tmp_path: Path):
-    free = describe_machine(MemoryConfig(device="cpu"), GIB, tmp_path / "not" / "yet" / "there")
+    free = described(MemoryConfig(device="cpu"), GIB, tmp_path / "not" / "yet" / "there")
     assert free.device_bytes + free.host_bytes <= 1.2 * 8 * GIB
     assert free.disk_bytes == int(100 * GIB * module.DISK_SHARE)
     given = MemoryConfig(device="cpu", device_memory="1GiB", host_memory="2GiB", disk_memory="3GiB")
-    found = describe_machine(given, GIB, tmp_path)
+    found = described(given, GIB, tmp_path)
     assert (found.device_bytes, found.host_bytes, found.disk_bytes) == (GIB, 2 * GIB, 3 * GIB)
 
 
@@ -219,7 +224,7 @@ def test_a_gpu_s_budget_is_a_share_of_its_free_memory(tmp_path: Path, monkeypatc
     answer: Callable[[int], tuple[int, int]] = lambda index: (asked.append(index), (10 * GIB, 24 * GIB))[1]  # noqa: E731
     gpus(monkeypatch, *[(8, 9)] * 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
-    found = describe_machine(MemoryConfig(device="cuda:2"), GIB, tmp_path)
+    found = described(MemoryConfig(device="cuda:2"), GIB, tmp_path)
     assert found.device_bytes == int(10 * GIB * module.DEVICE_SHARE)
     assert asked == [2]
 
@@ -228,7 +233,7 @@ def test_a_home_is_no_zram_device():
     """On this machine there is no such device; others are in tests/storage/test_zram.py."""
     for place in (Path("/dev/zram98765"), Path("/dev/zram98765/home.bin")):
         with pytest.raises(StorageError, match="there is no zram98765 on this machine"):
-            describe_machine(MemoryConfig(device="cpu", home="disk"), GIB, place)
+            described(MemoryConfig(device="cpu", home="disk"), GIB, place)
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], **properties: Any) -> None:
@@ -257,7 +262,7 @@ def test_auto_is_bf16_only_where_it_is_multiplied(
     devices = Devices.parse(device)
     assert choose_dtype("auto", devices, scaled=scaled) == expected
     assert choose_dtype("bf16", devices, scaled=scaled) == "bf16"
-    said = module.dtype_chosen("auto", expected, devices)
+    said = dtype_chosen("auto", expected, devices)
     assert (said is None) == (expected != "fp16")
 
 
@@ -284,10 +289,10 @@ def test_a_device_that_does_not_tell_what_is_free_has_what_the_process_left(
     monkeypatch.setattr(
         torch.xpu, "get_device_properties", lambda index: SimpleNamespace(total_memory=12 * GIB)
     )
-    found = describe_machine(MemoryConfig(device="xpu"), GIB, tmp_path)
+    found = described(MemoryConfig(device="xpu"), GIB, tmp_path)
     assert found.device_bytes == int(10 * GIB * module.DEVICE_SHARE)
     with pytest.raises(ConfigError, match=r"12.00 GiB of memory on xpu:0"):
-        describe_machine(MemoryConfig(device="xpu", device_memory="13GiB"), GIB, tmp_path)
+        described(MemoryConfig(device="xpu", device_memory="13GiB"), GIB, tmp_path)
 
 
 @pytest.mark.parametrize("word", ["is_integrated", "is_integrated_gpu"])
@@ -298,19 +303,19 @@ def test_memory_that_host_and_device_share_is_given_once(
     """GB10, MI300A and graphics within a CPU: 8 of 10 GiB of RAM are free, and all budgets are parts of them."""
     gpus(monkeypatch, (12, 1), **{word: True})
     pool = int(8 * GIB * module.DEVICE_SHARE)
-    found = describe_machine(MemoryConfig(device="cuda", **given), GIB, tmp_path)
+    found = described(MemoryConfig(device="cuda", **given), GIB, tmp_path)
     assert found.is_shared
     assert found.device_bytes > 0
     assert pool - 1 <= found.device_bytes + found.host_bytes <= pool
     for key, text in given.items():
         assert getattr(found, f"{key[:-7]}_bytes") == int(text[0]) * GIB
     with pytest.raises(ConfigError, match=r"5.00 GiB of RAM, which cuda:0 shares with host_memory"):
-        describe_machine(MemoryConfig(device="cuda", host_memory="5GiB", device_memory="6GiB"), GIB, tmp_path)
+        described(MemoryConfig(device="cuda", host_memory="5GiB", device_memory="6GiB"), GIB, tmp_path)
 
 
 def test_memory_of_a_card_of_its_own_is_beside_the_host_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gpus(monkeypatch, (8, 9), is_integrated=0)
-    found = describe_machine(MemoryConfig(device="cuda"), GIB, tmp_path)
+    found = described(MemoryConfig(device="cuda"), GIB, tmp_path)
     assert (found.is_shared, found.device_bytes) == (False, int(10 * GIB * module.DEVICE_SHARE))
 
 

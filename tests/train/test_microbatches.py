@@ -12,6 +12,7 @@ from outsize.hardware.cards.presets import parse_gpus
 from outsize.session.job.device_presets import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan, train
 from outsize.training.run_dir import as_before
 from outsize.training.verify import verify
@@ -25,7 +26,7 @@ TWO = {"device": "emulated:2"}
 
 def prepared(tmp_path: Path, **sections) -> Job:
     config = make_run(tmp_path, data=DATA, **{"train": CUT, **sections})
-    return prepare(config, tmp_path / "run", lambda _: None)
+    return prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
 
 
 def test_one_microbatch_where_it_fits_and_otherwise_as_few_as_fit(tmp_path):
@@ -55,7 +56,7 @@ def test_several_workers_have_microbatches_to_hand_on(tmp_path):
 def test_a_step_of_no_said_size_is_one_sequence(tmp_path):
     config = make_run(tmp_path, data=DATA, train={"microbatches": None, "tokens_per_step": None})
     assert (config.tokens_per_step, config.microbatches) == (SEQ_LEN, 1)
-    assert prepare(config, tmp_path / "run", lambda _: None).config.microbatches == 1
+    assert prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None).config.microbatches == 1
 
 
 def test_what_was_chosen_is_what_runs_and_what_is_written(tmp_path):

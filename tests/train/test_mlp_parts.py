@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outsize.errors import InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
@@ -78,7 +79,9 @@ def test_both_runs_compute_in_as_many_parts(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_block_s_backward_needs_less_memory(tmp_path: Path) -> None:
     whole, parted = (
-        prepare(make_run(tmp_path / str(n), train={"mlp_parts": n}), tmp_path, lambda _: None).measured
+        prepare(
+            RunSpec.of(make_run(tmp_path / str(n), train={"mlp_parts": n}), tmp_path), lambda _: None
+        ).measured
         for n in (1, 4)
     )
     assert parted.backward_bytes[1] < whole.backward_bytes[1]
@@ -88,7 +91,7 @@ def test_a_block_s_backward_needs_less_memory(tmp_path: Path) -> None:
 def test_a_recompute_ends_before_the_mlp(name: str, tmp_path: Path) -> None:
     """Whatever it is made of: an activation in one operation, a tanh of powers, a square, or a router and experts."""
     whole, parted = (
-        prepare(make_run(tmp_path / str(n), name, train={"mlp_parts": n}), tmp_path, str).measured
+        prepare(RunSpec.of(make_run(tmp_path / str(n), name, train={"mlp_parts": n}), tmp_path), str).measured
         for n in (1, 3)
     )
     assert parted.needed[1].in_parts

@@ -13,6 +13,7 @@ from outsize.errors import ConfigError
 from outsize.optim.factors import muon_matrices
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import foresee, plan, train
 from outsize.training.verify import verify
 from support import assert_same_end, end_of, in_dir, make_run
@@ -150,7 +151,7 @@ def test_what_it_cannot_step_is_refused_by_name(changed: dict[str, Any], words: 
 
 def test_ranks_are_refused_by_name(tmp_path: Path) -> None:
     config = make_run(tmp_path, optimizer=NAME)
-    spec = prepare(config, tmp_path, str).split.spec
+    spec = prepare(RunSpec.of(config, tmp_path), str).split.spec
     with pytest.raises(ConfigError, match=r"optimizer.name: muon steps whole parameters, and ranks"):
         layout_for(config, spec, num_ranks=2)
 
@@ -172,7 +173,7 @@ def test_a_momentum_of_fewer_bits_is_the_same_wherever_products_are(state: str, 
 def test_what_products_take_of_a_device_and_a_link_is_what_the_plan_says(device: str, tmp_path: Path) -> None:
     """Two rooms for the largest matrix and the square of its shorter side, in bf16; a device has no byte more."""
     asked = {"model": BF16, "train": {"microbatches": 4}}
-    spec = prepare(make_run(tmp_path, **asked), tmp_path, str).split.spec
+    spec = prepare(RunSpec.of(make_run(tmp_path, **asked), tmp_path), str).split.spec
     matrices = [tensor for unit in spec.units for tensor in muon_matrices(unit)]
     room = max(2 * (tensor.numel + min(tensor.shape) ** 2) for tensor in matrices)
     found = plan(make_run(tmp_path, **asked, optimizer=THERE, memory={"device": device}))
@@ -217,6 +218,6 @@ def test_the_processor_of_a_machine_without_another_multiplies(tmp_path: Path) -
 def test_scratches_of_the_largest_matrix_are_in_the_plan(tmp_path: Path) -> None:
     """One where a master is joined, one for products; of no embedding, however large."""
     found = plan(make_run(tmp_path, model=BF16, optimizer=SPLIT))
-    spec = prepare(make_run(tmp_path), tmp_path, str).split.spec
+    spec = prepare(RunSpec.of(make_run(tmp_path), tmp_path), str).split.spec
     largest = max(tensor.numel for unit in spec.units for tensor in muon_matrices(unit))
     assert found.memory["host"]["optimizer scratch"] == 2 * 4 * -(-largest // 2048) * 2048

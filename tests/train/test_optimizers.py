@@ -10,6 +10,7 @@ from outsize.checkpoint.checkpoint_state import render_state
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan, train
 from outsize.training.verify import verify
 from outsize.units import align_up
@@ -209,7 +210,7 @@ def test_tiles_smaller_than_a_unit_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_ranks_share_what_steps_by_element_and_nothing_else(tmp_path: Path) -> None:
     config = make_run(tmp_path, optimizer=ADAFACTOR)
-    spec = prepare(config, tmp_path, str).split.spec
+    spec = prepare(RunSpec.of(config, tmp_path), str).split.spec
     with pytest.raises(ConfigError, match=r"optimizer.name: Adafactor steps whole parameters, and ranks"):
         layout_for(config, spec, num_ranks=2)
     assert not layout_for(make_run(tmp_path, optimizer=SGD), spec, num_ranks=2).whole
@@ -226,7 +227,7 @@ def test_state_is_what_a_class_keeps_and_what_it_makes_for_itself_is_in_the_plan
     ours = plan(make_run(tmp_path, model=BF16, optimizer=SPLIT))
     # Of tiny units: each plane is at least 8 KiB.
     assert ours.home_parts["optimizer state"] < adamw / 2
-    spec = prepare(make_run(tmp_path), tmp_path, str).split.spec
+    spec = prepare(RunSpec.of(make_run(tmp_path), tmp_path), str).split.spec
     largest = max(tensor.numel for unit in spec.units for tensor in unit.tensors)
     # A split master that is joined, and three tensors of torch's own.
     assert ours.memory["host"]["optimizer scratch"] == 4 * 4 * align_up(largest, 2048)

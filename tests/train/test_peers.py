@@ -12,6 +12,7 @@ from outsize.session.job import device_peers as module
 from outsize.session.job.device_peers import measured_peers, peers_of
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from support import make_run
 
 RING = frozenset({(0, 1), (1, 2), (2, 0)})
@@ -70,7 +71,9 @@ def test_what_arrives_has_to_have_room_or_goes_by_way_of_host_memory(tmp_path):
         memory: dict[str, Any] = {"device": "emulated:2", "peer_gb_per_s": 1.0}
         memory |= {} if device_bytes is None else {"device_memory": device_bytes}
         sections = {"parallel": {"handover": handover}, "train": {"microbatches": 4}}
-        return prepare(make_run(tmp_path, memory=memory, **sections), tmp_path / "run", lambda _: None)
+        return prepare(
+            RunSpec.of(make_run(tmp_path, memory=memory, **sections), tmp_path / "run"), lambda _: None
+        )
 
     def planned(*arguments: Any) -> Any:
         return prepared(*arguments).plan

@@ -16,6 +16,7 @@ from outsize.session.decide.rates import Rates
 from outsize.session.job.job_options import options_for, question_for
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import foresee, train
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
@@ -103,8 +104,8 @@ def test_what_is_predicted_is_what_is_foreseen(
     options: str, machine: str, tmp_path: Path, model_dir: Path
 ) -> None:
     config = configured(tmp_path, model_dir, options, machine)
-    prepared = prepare(config, tmp_path / "run", lambda _: None)
-    decided, rates = module.decide(prepared, tmp_path / "run", lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
+    decided, rates = module.choose_plan(prepared, lambda _: None)
     plan, _ = foresee(config, predict=False)
     assert plan.plan_id == decided.plan.plan_id == predicted_id(replace(prepared, config=config), rates)
 
@@ -130,7 +131,7 @@ def test_what_is_verified_and_what_runs_is_what_was_foreseen(
 
 def test_an_id_is_of_what_is_done_and_not_of_what_there_would_be_room_for(tmp_path: Path) -> None:
     def plan_of(**memory: Any) -> Any:
-        return prepare(make_run(tmp_path, memory=memory), tmp_path, lambda _: None).plan
+        return prepare(RunSpec.of(make_run(tmp_path, memory=memory), tmp_path), lambda _: None).plan
 
     roomy = plan_of()
     assert plan_of(device_memory="2GiB").plan_id == roomy.plan_id

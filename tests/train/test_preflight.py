@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from outsize.accelerators import Devices
+from outsize.accelerators import CPU, Devices
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.group.launched import launched
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.testing.processes import rank_variables
 from outsize.training import preflight, ranks
@@ -16,13 +17,14 @@ from outsize.training.preflight import check_same_start
 from tiny import tiny_run
 
 
-def starts(tmp_path, size=2, sections=None, variables=None):
+def starts(tmp_path, size=2, sections=None, variables=None, devices=CPU):
     """Return what each rank is told, whose config has the sections of its number."""
     configs = [tiny_run(tmp_path, **(sections or {}).get(rank, {})) for rank in range(size)]
     told = in_ranks(
         size,
         lambda group: check_same_start(
             configs[group.rank],
+            devices,
             group,
             (variables or {}).get(group.rank, {}),
         ),
@@ -66,17 +68,16 @@ def test_variables_are_judged(tmp_path):
 
 
 def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "choose_device", lambda name: Devices("cuda", (0,)))
     monkeypatch.setattr(preflight, "_known_as", lambda name: f"node0 {name} GPU-1")
     assert (
         "ranks 0 and 1 would both use node0 cuda:0 GPU-1: leave memory.device at cuda, or"
-        in starts(tmp_path)[0]
+        in starts(tmp_path, devices=Devices("cuda", (0,)))[0]
     )
 
 
 def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):
     config = tiny_run(tmp_path, parallel={"mode": "ddp"})
-    prepared = prepare(config, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
     check_fits(prepared)
     with pytest.raises(InfeasiblePlanError, match="a replica of the model needs"):
         check_fits(replace(prepared, machine=replace(prepared.machine, device_bytes=2**20)))

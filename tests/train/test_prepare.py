@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from support import make_run
 
 
 def measured(directory: Path, **data: Any) -> Any:
-    return prepare(make_run(directory, data=data), directory, lambda _: None).measured
+    return prepare(RunSpec.of(make_run(directory, data=data), directory), lambda _: None).measured
 
 
 def test_where_sequences_may_be_padded_the_mask_is_measured(tmp_path: Path):

@@ -20,6 +20,7 @@ from outsize.model.build import quiet_torchao
 from outsize.model.products import take_native, take_products
 from outsize.model.split import split
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.verify import verify
 from support import make_run
 from train.test_liger import KEPT
@@ -118,7 +119,7 @@ def test_layers_of_other_widths_and_adapters_stay_as_they_are(
     assert repr(model) == repr(zoo.build("llama"))
     monkeypatch.undo()
     config = fp8_run(tmp_path, train={**PARTS, "method": "lora"}, lora=LORA)
-    block = prepare(config, tmp_path, lambda _: None).split.modules[1]
+    block = prepare(RunSpec.of(config, tmp_path), lambda _: None).split.modules[1]
     kinds = {name: type(module).__name__ for name, module in block.named_modules()}
     assert kinds["self_attn.q_proj.base_layer"] == kinds["self_attn.k_proj"] == "Linear8"
     assert kinds["self_attn.q_proj.lora_A.default"] == kinds["mlp.down_proj.lora_B.default"] == "Linear"
@@ -127,7 +128,7 @@ def test_layers_of_other_widths_and_adapters_stay_as_they_are(
 def test_a_backward_needs_what_it_needs_without(tmp_path: Path) -> None:
     """What casts work in is there for a moment, and a recompute does not end early."""
     fp8, native = (
-        prepare(fp8_run(tmp_path, model={"products": named}), tmp_path, lambda _: None).measured
+        prepare(RunSpec.of(fp8_run(tmp_path, model={"products": named}), tmp_path), lambda _: None).measured
         for named in ("fp8", "native")
     )
     assert fp8.saved_bytes == native.saved_bytes
@@ -164,7 +165,7 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"of 0 linear layers .* in blocks of GPT2LMHeadModel none has widths"
     ):
-        prepare(fp8_run(tmp_path, "gpt2"), tmp_path, lambda _: None)
+        prepare(RunSpec.of(fp8_run(tmp_path, "gpt2"), tmp_path), lambda _: None)
 
 
 @pytest.mark.parametrize(

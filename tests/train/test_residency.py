@@ -7,6 +7,7 @@ import pytest
 
 from outsize.errors import InfeasiblePlanError
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from support import make_model_dir, make_run
 
 MIB = 2**20
@@ -21,7 +22,7 @@ def settled(tmp_path: Path, host_bytes: int | None = None, weights: str = "auto"
     memory = {"device": "emulated", "home": "auto", "disk_memory": "1GiB", **memory}
     memory |= {} if host_bytes is None else {"host_memory": host_bytes}
     config = make_run(tmp_path, memory=memory, transport={"weights": weights}, **LORA)
-    return prepare(config, tmp_path / "run", lambda _: None).plan
+    return prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None).plan
 
 
 def test_what_fits_as_it_is_stays_as_it_is(tmp_path: Path):

@@ -10,6 +10,7 @@ import reference
 import zoo
 from outsize.data.batch import IGNORED, Batch
 from outsize.session.job.prepare import Job, prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.resident import materialise
 from outsize.training.verify import run_resident
 from support import make_batches, make_config, microbatches, recipe_of, reseed_of, save_model, unit_names
@@ -27,7 +28,7 @@ def both(
     save_model(model, directory / "model")
     batches = make_batches(name) if batches is None else batches
     config = make_config(directory / "model", batches, **sections)
-    prepared = prepare(config, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(config, directory), lambda _: None)
     losses, weights = run_resident(prepared, batches)
     recipe = recipe_of(
         config,
@@ -96,7 +97,7 @@ def test_also_with_a_microbatch_without_targets(loss: str, tmp_path: Path):
 def prepared_llama(directory: Path, dtype: str) -> Job:
     save_model(zoo.build("llama"), directory / "model")
     config = make_config(directory / "model", make_batches("llama"), model={"dtype": dtype})
-    return prepare(config, directory, lambda _: None)
+    return prepare(RunSpec.of(config, directory), lambda _: None)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -29,6 +29,7 @@ from outsize.runtime.ops.checkpoint_ops import UnitAtRest
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from patience import PATIENCE_S
 from support import make_batches, make_run, read_weights, save, saver_of
@@ -60,7 +61,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 @contextlib.contextmanager
 def trainer_of(config: Config, directory: Path) -> Iterator[StreamedTrainer]:
-    prepared = prepare(config, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(config, directory), lambda _: None)
     with StreamedTrainer(prepared, directory / "store") as trainer:
         trainer.fill()
         yield trainer
@@ -183,7 +184,7 @@ def test_checkpoints_are_due_by_steps_and_by_the_clock(
 
     class Trainer:
         engine = Engine()
-        prepared = prepare(config, tmp_path, lambda _: None)
+        prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
 
     saver = saver_of(
         Trainer(), tmp_path, config, commits=commits, state_of=lambda _: {"run": "x"}, clock=lambda: now

@@ -11,6 +11,7 @@ from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.saving_room import checkpoint_bytes
 from outsize.errors import StorageError
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from support import make_run
 
@@ -37,7 +38,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_one_written(
     tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     config = make_run(tmp_path, **sections)
-    planned = checkpoint_bytes(prepare(config, tmp_path / "run", lambda _: None))
+    planned = checkpoint_bytes(prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None))
     train(config)
     directory = latest(tmp_path / "run")
     assert directory is not None
@@ -59,7 +60,7 @@ def test_a_second_checkpoint_that_does_not_fit_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_run(tmp_path, train={"save_every": 2})
-    needed = checkpoint_bytes(prepare(config, tmp_path / "run", lambda _: None))
+    needed = checkpoint_bytes(prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None))
     said: list[str] = []
     with_free(monkeypatch, needed + 1)
     train(config, announce=said.append)
@@ -72,7 +73,7 @@ def test_a_home_on_the_same_disk_is_counted_before_the_run_begins(
 ) -> None:
     store = tmp_path if same_disk else Path("/dev/shm")
     config = make_run(tmp_path, memory={"home": "disk", "store_dir": str(store)})
-    prepared = prepare(config, tmp_path / "run", lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
     with_free(monkeypatch, checkpoint_bytes(prepared) + prepared.plan.total_bytes("disk") - 1)
     if same_disk:
         with pytest.raises(
@@ -86,7 +87,7 @@ def test_a_home_on_the_same_disk_is_counted_before_the_run_begins(
 
 def test_a_home_that_is_there_takes_its_room_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_run(tmp_path, memory={"home": "disk"})
-    prepared = prepare(config, tmp_path / "run", lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
     home = tmp_path / "run/store/home.bin"
     home.parent.mkdir(parents=True)
     home.write_bytes(b"x" * prepared.plan.total_bytes("disk"))
@@ -100,7 +101,7 @@ def test_homes_of_ranks_on_one_disk_are_added_up(
 ) -> None:
     """A rank that saves nothing raises what the first one raises, and names of the same disk elsewhere do not count."""
     config = make_run(tmp_path, memory={"home": "disk"})
-    prepared = prepare(config, tmp_path / "run", lambda _: None)
+    prepared = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
     saved, home = checkpoint_bytes(prepared), prepared.plan.total_bytes("disk")
     handed: list[Any] = []
 

@@ -13,6 +13,7 @@ from outsize.planner.memory import exchange_memory
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import SEQ_LEN, make_batches, make_config, read_weights, save_model, saver_of
 
@@ -70,7 +71,7 @@ def run(size, model_dir, directory, batches, *, first=0, resume=None, announce=p
 
 
 def prepared_of(config, directory, group):
-    return prepare(config, directory, lambda _: None, group=group)
+    return prepare(RunSpec.of(config, directory, group), lambda _: None)
 
 
 def group_decides(group):

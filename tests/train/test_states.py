@@ -13,6 +13,7 @@ from outsize.native import library
 from outsize.session.job import optimizer_layout
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan, train
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_run
@@ -296,10 +297,10 @@ def test_a_budget_of_so_many_bytes_per_parameter_holds(
     wide_model(tmp_path / "model")
     train_config = {"steps": 2, "tokens_per_step": 32, "microbatches": 1}
     run = make_run(tmp_path, model=BF16, train=train_config, optimizer=optimizer, memory=EMULATED)
-    prepared = prepare(run, tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(run, tmp_path), lambda _: None)
     budget = int(bytes_per_parameter * prepared.split.spec.num_parameters)
     memory = run.memory.model_copy(update={"host_memory": budget})
-    prepared = prepare(run.model_copy(update={"memory": memory}), tmp_path, lambda _: None)
+    prepared = prepare(RunSpec.of(run.model_copy(update={"memory": memory}), tmp_path), lambda _: None)
     with StreamedTrainer(prepared, tmp_path / "store") as trainer:
         trainer.fill()
         batch = Batch(**zoo.batch("llama", seed=1, num_sequences=2, seq_len=16))

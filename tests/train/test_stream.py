@@ -15,6 +15,7 @@ from outsize.runtime.ops.context import Microbatch
 from outsize.session.job.prepare import prepare
 from outsize.session.steps import microbatches_of, schedule_of
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from support import make_batches, make_config, read_weights, save_model
 
 MIB = 2**20
@@ -42,7 +43,9 @@ def test_a_step_loads_a_unit_at_most_twice_and_returns_its_gradient_once(
     count: int, device: str, home: str, model_dir: Path, tmp_path: Path
 ):
     memory = {"device": device, "home": home, "slots": 2}
-    prepared = prepare(config_of(model_dir, train={"microbatches": count}, memory=memory), tmp_path, silent)
+    prepared = prepare(
+        RunSpec.of(config_of(model_dir, train={"microbatches": count}, memory=memory), tmp_path), silent
+    )
     program = prepared.plan.program
     kinds = Counter((op.kind, op.unit) for op in program if op.tile is None)
     # Without clipping gradients leave in tiles, each of them once.
@@ -69,7 +72,7 @@ def test_disk_and_link_move_exactly_what_the_plan_says(
         optimizer={"max_grad_norm": 1.0},
     )
     batches = make_batches("llama", num_sequences=8)
-    prepared = prepare(config, tmp_path, silent)
+    prepared = prepare(RunSpec.of(config, tmp_path), silent)
     traffic = prepared.plan.traffic
     with StreamedTrainer(prepared, tmp_path) as trainer:
         trainer.fill()
@@ -94,7 +97,7 @@ def test_filling_writes_each_weight_once(model_dir: Path, tmp_path: Path):
     progress: list[tuple[int, int]] = []
     optimizer = {"masters": "separate"}
     config = config_of(model_dir, model={"dtype": "bf16"}, optimizer=optimizer, memory={"home": "disk"})
-    prepared = prepare(config, tmp_path, silent)
+    prepared = prepare(RunSpec.of(config, tmp_path), silent)
     with StreamedTrainer(prepared, tmp_path) as trainer:
         trainer.fill(lambda done, total: progress.append((done, total)))
         total = sum(unit.numel for unit in trainer.spec.units)
@@ -115,7 +118,7 @@ def test_filling_writes_each_weight_once(model_dir: Path, tmp_path: Path):
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_ledger_never_holds_more_than_the_plan(home: str, offload: bool, model_dir: Path, tmp_path: Path):
     memory = {"home": home, "offload": offload, "device_memory": "40MiB"}
-    prepared = prepare(config_of(model_dir, memory=memory), tmp_path, silent)
+    prepared = prepare(RunSpec.of(config_of(model_dir, memory=memory), tmp_path), silent)
     with StreamedTrainer(prepared, tmp_path) as trainer:
         ledger = trainer.ledger
         trainer.fill()
@@ -130,17 +133,17 @@ def test_the_ledger_never_holds_more_than_the_plan(home: str, offload: bool, mod
 
 def test_a_budget_that_is_too_small_says_by_how_much(model_dir: Path, tmp_path: Path):
     with pytest.raises(InfeasiblePlanError) as raised:
-        prepare(config_of(model_dir, memory={"device_memory": 1000}), tmp_path, silent)
+        prepare(RunSpec.of(config_of(model_dir, memory={"device_memory": 1000}), tmp_path), silent)
     short_by = raised.value.short_by["device"]
-    prepare(config_of(model_dir, memory={"device_memory": 1000 + short_by}), tmp_path, silent)
+    prepare(RunSpec.of(config_of(model_dir, memory={"device_memory": 1000 + short_by}), tmp_path), silent)
     with pytest.raises(InfeasiblePlanError):
-        prepare(config_of(model_dir, memory={"device_memory": 999 + short_by}), tmp_path, silent)
+        prepare(RunSpec.of(config_of(model_dir, memory={"device_memory": 999 + short_by}), tmp_path), silent)
 
 
 def test_a_trainer_that_cannot_be_made_gives_everything_back(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    prepared = prepare(config_of(model_dir, memory={"home": "disk"}), tmp_path, silent)
+    prepared = prepare(RunSpec.of(config_of(model_dir, memory={"home": "disk"}), tmp_path), silent)
 
     def full(*_: object, **__: object) -> None:
         raise BudgetExceededError("planted")
@@ -159,7 +162,7 @@ def test_a_trainer_that_cannot_be_made_gives_everything_back(
 def test_outcomes_tell_what_happened(model_dir: Path, tmp_path: Path):
     config = config_of(model_dir, optimizer={"max_grad_norm": 1.0, "warmup_steps": 1, "schedule": "linear"})
     batches = make_batches("llama", num_sequences=8)
-    with StreamedTrainer(prepare(config, tmp_path, silent), tmp_path) as trainer:
+    with StreamedTrainer(prepare(RunSpec.of(config, tmp_path), silent), tmp_path) as trainer:
         trainer.fill()
         outcomes = list(trainer.steps(batches, first=0))
     assert [outcome.number for outcome in outcomes] == [0, 1, 2]
@@ -170,7 +173,7 @@ def test_outcomes_tell_what_happened(model_dir: Path, tmp_path: Path):
 
 
 def test_without_clipping_there_is_no_norm(model_dir: Path, tmp_path: Path):
-    with StreamedTrainer(prepare(config_of(model_dir), tmp_path, silent), tmp_path) as trainer:
+    with StreamedTrainer(prepare(RunSpec.of(config_of(model_dir), tmp_path), silent), tmp_path) as trainer:
         trainer.fill()
         (outcome,) = trainer.steps(make_batches("llama", 1, 8))
     assert math.isnan(outcome.gradient_norm)
@@ -181,7 +184,9 @@ def test_steps_go_on_where_others_stopped(model_dir: Path, tmp_path: Path):
     batches = make_batches("llama", num_sequences=8)
     found = []
     for cuts in ((3,), (2, 1)):
-        with StreamedTrainer(prepare(config_of(model_dir), tmp_path, silent), tmp_path) as trainer:
+        with StreamedTrainer(
+            prepare(RunSpec.of(config_of(model_dir), tmp_path), silent), tmp_path
+        ) as trainer:
             trainer.fill()
             first = 0
             for cut in cuts:
@@ -193,7 +198,7 @@ def test_steps_go_on_where_others_stopped(model_dir: Path, tmp_path: Path):
 
 
 def test_what_is_written_to_a_unit_is_what_it_computes_with(model_dir: Path, tmp_path: Path):
-    with StreamedTrainer(prepare(config_of(model_dir), tmp_path, silent), tmp_path) as trainer:
+    with StreamedTrainer(prepare(RunSpec.of(config_of(model_dir), tmp_path), silent), tmp_path) as trainer:
         trainer.fill()
         unit = trainer.spec.units[1]
         zeros = {name: torch.zeros_like(tensor) for name, tensor in trainer.read_unit(unit).items()}
@@ -208,14 +213,14 @@ def test_a_frozen_unit_that_is_larger_than_any_gradient_can_be_read(
     home: str, model_dir: Path, tmp_path: Path
 ):
     config = config_of(model_dir, model={"freeze": ("model.*",)}, memory={"home": home})
-    with StreamedTrainer(prepare(config, tmp_path, silent), tmp_path) as trainer:
+    with StreamedTrainer(prepare(RunSpec.of(config, tmp_path), silent), tmp_path) as trainer:
         trainer.fill()
         weights = read_weights(trainer)
     assert all(torch.equal(weights[name], p) for name, p in zoo.build("llama").named_parameters())
 
 
 def poison(config, tmp_path: Path) -> StreamedTrainer:
-    trainer = StreamedTrainer(prepare(config, tmp_path, silent), tmp_path)
+    trainer = StreamedTrainer(prepare(RunSpec.of(config, tmp_path), silent), tmp_path)
     trainer.fill()
     unit = trainer.spec.units[2]
     weights = {name: tensor.clone() for name, tensor in trainer.read_unit(unit).items()}
@@ -230,7 +235,7 @@ def test_a_nan_ends_the_run_and_the_next_one_works(max_grad_norm: float, model_d
     config = config_of(model_dir, optimizer={"max_grad_norm": max_grad_norm})
     with poison(config, tmp_path) as trainer, pytest.raises(NonFiniteError, match="step 1: loss nan"):
         list(trainer.steps(make_batches("llama", num_sequences=8)))
-    with StreamedTrainer(prepare(config, tmp_path, silent), tmp_path) as trainer:
+    with StreamedTrainer(prepare(RunSpec.of(config, tmp_path), silent), tmp_path) as trainer:
         trainer.fill()
         assert len(list(trainer.steps(make_batches("llama", num_sequences=8)))) == 3
 
@@ -248,7 +253,7 @@ def test_or_is_counted(model_dir: Path, tmp_path: Path):
 
 def test_closing_in_the_middle_of_a_step_leaves_nothing(model_dir: Path, tmp_path: Path):
     trainer = StreamedTrainer(
-        prepare(config_of(model_dir, memory={"home": "disk"}), tmp_path, silent), tmp_path
+        prepare(RunSpec.of(config_of(model_dir, memory={"home": "disk"}), tmp_path), silent), tmp_path
     )
     trainer.fill()
     steps = trainer.steps(make_batches("llama", num_sequences=8))

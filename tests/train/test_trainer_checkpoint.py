@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.metrics.run_records import StepRecord
 from outsize.training.run import train
 from outsize.training.run_data import open_dataset
@@ -43,7 +44,7 @@ def run_of(directory: Path, name: str = "llama", **train_section: Any) -> Config
 
 def rows_of(config: Config, directory: Path) -> list[dict[str, Tensor]]:
     """The sequences of a run, in its order."""
-    prepared = prepare(config, directory, lambda _: None)
+    prepared = prepare(RunSpec.of(config, directory), lambda _: None)
     with open_dataset(config, prepared, directory, lambda _: None) as dataset:
         batches = [dataset.batch(step, SEQUENCES) for step in range(STEPS)]
     return [

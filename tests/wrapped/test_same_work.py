@@ -20,6 +20,7 @@ from outsize.planner.search.step_plan import Plan
 from outsize.runtime.forward import short_recompute
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
+from outsize.streamed.spec import RunSpec
 from outsize.wrapped.module import runner_of
 from support import make_batches, make_config, save_model
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
@@ -88,7 +89,7 @@ def work_of_trainer(
         train={"microbatches": 2},
         memory={"device": "emulated:1", "slots": 2, "activations": activations},
     )
-    prepared, work = prepare(config, tmp_path, lambda _: None), Work()
+    prepared, work = prepare(RunSpec.of(config, tmp_path), lambda _: None), Work()
     with (
         StreamedTrainer(prepared, tmp_path / "store") as trainer,
         watching(prepared.split.model, work, monkeypatch),

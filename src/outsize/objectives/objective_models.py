@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import nn
 
+from outsize.accelerators import Devices
 from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
 from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.objectives.recipes import Recipe
-from outsize.session.job.machine import describe_machine, home_file, unscaled_dtype
+from outsize.session.job.machine import describe_machine, home_file
+from outsize.streamed.spec import choose_dtype
 from outsize.wrapped.api import Built, open_wrapped
 from outsize.wrapped.arguments import BlockSettings, WrapSettings, transport_of
 from outsize.wrapped.module import is_wrapped, runner_of
@@ -64,6 +66,7 @@ def streamed(model: Any) -> nn.Module:
 def open_models(
     stack: ExitStack,
     config: Config,
+    devices: Devices,
     recipe: Recipe,
     changes: Mapping[str, Any],
     run_dir: Path,
@@ -75,6 +78,7 @@ def open_models(
     Args:
         stack: gives their memory back.
         config: of the run.
+        devices: that compute.
         recipe: of its objective.
         changes: what the config of the trained one says otherwise than its checkpoint's.
         run_dir: see `store_of`.
@@ -88,7 +92,7 @@ def open_models(
     if recipe.compares and not lora:
         other = config.model.path
     memory, frozen_memory = (
-        (config.memory,) * 2 if other is None else _shared(config, recipe.auto, other, run_dir)
+        (config.memory,) * 2 if other is None else _shared(config, devices, recipe.auto, other, run_dir)
     )
     codecs = (config.lora.base_codec, config.lora.table_codec) if lora else ("raw", "raw")
     settings = WrapSettings(
@@ -99,15 +103,11 @@ def open_models(
         head="resident" if recipe.takes_head else "auto",
         transport=transport_of(config.transport.model_dump()),
         moments=config.optimizer.state,
-        blocks=BlockSettings(
-            config.train.mlp_parts,
-            "blocks" if config.model.compile == "blocks" else "off",  # refused where it is auto
-            config.model.kernels,
-            config.model.products,
-        ),
+        blocks=_blocks(config),
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None
-    built = Built(unscaled_dtype(config), model.attention, model.trust_remote_code, recipe.auto, empty=empty)
+    dtype = choose_dtype(model.dtype, devices, scaled=False)
+    built = Built(dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)
     frozen = None
     if other is not None:
         plain = replace(settings, memory=frozen_memory, codecs=("raw", "raw"))
@@ -121,6 +121,16 @@ def open_models(
         may_lack=recipe.task in ("SEQ_CLS", "FEATURE_EXTRACTION"),  # a head, a pooler
     )
     return Models(_opened(stack, model.path, settings, built), frozen, adapters)
+
+
+def _blocks(config: Config) -> BlockSettings:
+    model = config.model
+    return BlockSettings(
+        config.train.mlp_parts,
+        "blocks" if model.compile == "blocks" else "off",  # refused where it is auto
+        model.kernels,
+        model.products,
+    )
 
 
 def _opened(stack: ExitStack, name: str, settings: WrapSettings, built: Built) -> nn.Module:
@@ -137,14 +147,16 @@ def _adapters(config: Config, recipe: Recipe) -> Any:
     return made
 
 
-def _shared(config: Config, auto: str, other: str, run_dir: Path) -> tuple[MemoryConfig, MemoryConfig]:
+def _shared(
+    config: Config, devices: Devices, auto: str, other: str, run_dir: Path
+) -> tuple[MemoryConfig, MemoryConfig]:
     """Return what the trained and the frozen model may hold of a run's memory.
 
     Raises:
         ConfigError: they have other vocabularies.
     """
     memory, trust = config.memory, config.model.trust_remote_code
-    dtype = unscaled_dtype(config)
+    dtype = choose_dtype(config.model.dtype, devices, scaled=False)
     sizes, vocabularies = [], []
     for name in (config.model.path, other):
         found = load_hf_config(name, trust)
@@ -157,7 +169,7 @@ def _shared(config: Config, auto: str, other: str, run_dir: Path) -> tuple[Memor
             f"{vocabularies[0]:,}; predictions can be compared over the same tokens alone"
         )
     states = sizes[0] * _STATE_BYTES[dtype], sizes[1] * _WEIGHT_BYTES[dtype]
-    machine = describe_machine(memory, sum(states), store_of(config, run_dir))
+    machine = describe_machine(memory, devices, sum(states), store_of(config, run_dir))
 
     def part(own: int, device_bytes: int) -> MemoryConfig:
         budgets = {

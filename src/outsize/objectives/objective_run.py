@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outsize import files
-from outsize.accelerators import Devices, choose_device, module_of
+from outsize.accelerators import Devices, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.saving_room import check_saves, state_bytes, weight_bytes
@@ -36,6 +36,7 @@ from outsize.session.run_state import changed_settings, settings_of
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import temporary_directory
 from outsize.storage.prealloc import storage_errors
+from outsize.streamed.spec import devices_of
 from outsize.telemetry.run_reading import step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.interrupt import Interrupt
@@ -149,7 +150,7 @@ def _opened(
     if place is not None and place.size > 1:
         raise ConfigError(f"train.objective={objective} trains in one process; start it without torchrun")
     kinds = imported(recipe.trainer, objective), imported(recipe.arguments, objective)
-    devices = choose_device(config.memory.device)
+    devices = devices_of(config.memory)
     deterministic = config.train.deterministic and known is not None
     stack.enter_context(borrowed_torch(deterministic=deterministic, devices=devices))
     stack.enter_context(_quiet())
@@ -160,7 +161,7 @@ def _opened(
     own_dir = run_dir if known else stack.enter_context(temporary_directory())
     data = prepare_data(config, objective, recipe, model, (stack, own_dir), announce)
     torch.manual_seed(config.train.seed)
-    models = open_models(stack, config, recipe, data.changes, run_dir, empty=known is None)
+    models = open_models(stack, config, devices, recipe, data.changes, run_dir, empty=known is None)
     if known is not None and is_wrapped(streamed(models.trained)):
         runner_of(streamed(models.trained)).record(run_dir, known)
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]

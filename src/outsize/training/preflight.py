@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from outsize.accelerators import Devices, choose_device, uuids_of
+from outsize.accelerators import Devices, uuids_of
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
@@ -36,7 +36,9 @@ _OWN_PATHS = {
 _SAMPLE_BYTES = 2**16
 
 
-def check_same_start(config: Config, group: Group, variables: Mapping[str, str] = os.environ) -> list[str]:
+def check_same_start(
+    config: Config, devices: Devices, group: Group, variables: Mapping[str, str] = os.environ
+) -> list[str]:
     """Compare what ranks know before they read anything; returns notes for people.
 
     Raises:
@@ -50,7 +52,6 @@ def check_same_start(config: Config, group: Group, variables: Mapping[str, str] 
         }
     )
     _compare(told, "use the same configuration and the same packages on all machines")
-    devices = choose_device(config.memory.device)
     _check_devices(group.gather_objects(_known_as(devices)), devices.kind)
     wrong = wrong_interfaces(variables, psutil.net_if_addrs())
     problems = [line for lines in group.gather_objects(wrong) for line in lines]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from outsize.accelerators import VENDORS, count_of, is_accelerator, kind_here, title_of
+from outsize.accelerators import VENDORS, Devices, count_of, is_accelerator, kind_here, title_of
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.group.group import Group
@@ -27,6 +27,7 @@ from outsize.hardware.machine_spec import HOST_SHARE
 from outsize.session.decide.rates import measure_exchange
 from outsize.session.job.machine import CPU_DEVICE_SHARE, available_ram_bytes
 from outsize.storage.directory import needed_directory
+from outsize.streamed.spec import devices_of
 from outsize.training.preflight import check_same_start
 from outsize.training.run_dir import choose_run_dir
 from outsize.units import format_rate
@@ -44,6 +45,7 @@ class Ranks:
         run_dir: of the run, the same for all.
         own_dir: where this one writes what is its own; of rank 0 the same.
         announce: takes lines for people.
+        devices: that this one computes on.
         restarted: whether the launcher has started the ranks again, so that the run goes on from what it has saved.
     """
 
@@ -51,6 +53,7 @@ class Ranks:
     run_dir: Path
     own_dir: Path
     announce: Announce
+    devices: Devices
     restarted: bool = False
 
     @property
@@ -87,11 +90,12 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
 
     Raises:
         LostRankError: not all came.
-        ConfigError: they are not about to run the same; says what differs.
+        ConfigError: they are not about to run the same, which says what differs, or there are no such devices.
     """
+    devices = devices_of(config.memory)
     if place is None or place.size == 1:
         run_dir = choose_run_dir(config)
-        yield Ranks(group=SingleGroup(), run_dir=run_dir, own_dir=run_dir, announce=announce)
+        yield Ranks(group=SingleGroup(), run_dir=run_dir, own_dir=run_dir, announce=announce, devices=devices)
         return
     group = open_group(place, timeout_s=config.parallel.timeout_s)
     with contextlib.ExitStack() as stack:
@@ -102,12 +106,19 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
         say = announce if place.rank == 0 else stack.enter_context(_log(own_dir))
         say(place.describe())
         restarted = any(group.gather_objects(place.restarts))
-        for note in check_same_start(config, group):
+        for note in check_same_start(config, devices, group):
             say(f"note: {note}")
         say(
             f"gloo over TCP: {format_rate(measure_exchange(group).bytes_per_s)} sent by each rank, all at once"
         )
-        yield Ranks(group=group, run_dir=run_dir, own_dir=own_dir, announce=say, restarted=restarted)
+        yield Ranks(
+            group=group,
+            run_dir=run_dir,
+            own_dir=own_dir,
+            announce=say,
+            devices=devices,
+            restarted=restarted,
+        )
 
 
 def own_share(config: Config, place: Launched | None) -> Config:

@@ -55,6 +55,7 @@ class ResidentTrainer:
         chunk_tokens: tokens per chunk of the loss; None for the model's own.
         shifted: whether the model's loss is of the next token.
         round_size: microbatches of a round; None for all of a step.
+        num_workers: devices of the streamed run that this one is compared with.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class ResidentTrainer:
         chunk_tokens: int | None,
         shifted: bool = True,
         round_size: int | None = None,
+        *,
+        num_workers: int = 1,
     ) -> None:
         self._config = config
         self._round_size = round_size or config.microbatches
@@ -86,7 +89,8 @@ class ResidentTrainer:
         self._sums: dict[str, Tensor] = {}
         self._late: dict[str, dict[int, list[Tensor]]] = {}
         self._optimizers = _optimizers_of(config.optimizer, split.spec, masters)
-        self._split24 = layout_for(config, split.spec).masters == "split24"
+        layout = layout_for(config, split.spec, num_workers=num_workers)
+        self._split24, self._rounds = layout.masters == "split24", layout.gradients == "bf16"
         self._places = {
             t.name: (unit, t) for unit in split.spec.units if unit.trainable for t in unit.tensors
         }
@@ -229,8 +233,7 @@ class ResidentTrainer:
 
     def _as_kept(self, gradient: Tensor) -> Tensor:
         """A gradient as it waits for the global norm."""
-        rounded = layout_for(self._config, self._split.spec).gradients == "bf16"
-        return gradient.bfloat16().float() if rounded else gradient
+        return gradient.bfloat16().float() if self._rounds else gradient
 
 
 def _optimizers_of(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from outsize.accelerators import choose_device, uuids_of
+from outsize.accelerators import uuids_of
 from outsize.checkpoint import run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
@@ -22,7 +22,7 @@ from outsize.hardware.numa import Placement
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds, use_one_arena
-from outsize.session.decide.decide import decide
+from outsize.session.decide.decide import plan_run
 from outsize.session.decide.rates import Rates
 from outsize.session.frozen_encoding import summary
 from outsize.session.job.machine import home_file
@@ -33,6 +33,7 @@ from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
+from outsize.streamed.spec import RunSpec
 from outsize.telemetry.nvml import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.aftermath import Aftermath
@@ -83,14 +84,15 @@ def foresee(
         OutsizeError: what would keep the run from starting.
     """
     run_dir = choose_run_dir(config)
-    with borrowed_torch(deterministic=False):
+    run = RunSpec.of(config, run_dir)
+    with borrowed_torch(deterministic=False, devices=run.devices):
         resumed = run_checkpoint.find(config.train.resume, run_dir)
         config = as_before(config, run_dir, resumed, announce=announce)
         config, begun = with_begun_adapters(config, resumed, announce)
-        prepared = prepare(config, run_dir, lambda _: None, adapters_from=begun)
+        run = replace(run, config=config)
+        prepared, rates = plan_run(run, announce, adapters_from=begun, said=lambda _: None)
         for note in notes_of(config, prepared):
             announce(note)
-        prepared, rates = decide(prepared, run_dir, announce)
         return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
@@ -133,9 +135,7 @@ def _train(
 ) -> TrainResult:
     """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
     run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
-    stack.enter_context(
-        borrowed_torch(deterministic=config.train.deterministic, devices=choose_device(config.memory.device))
-    )
+    stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=ranks.devices))
     set_thresholds(heap=False)
     interrupt.doing = "the model was built, measured and planned"
     resumed = run_checkpoint.find(config.train.resume, run_dir)
@@ -186,16 +186,16 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     replicated = _is_replicated(config, ranks)
     if replicated:
         started = one_share(started, ranks.group.size)
-    shared = None if replicated else ranks.group
-    prepared = prepare(started, own_dir, announce, adapters_from=begun, group=shared)
+    run = RunSpec.of(started, own_dir, None if replicated else ranks.group, ranks.devices)
+    rates = None
+    if replicated:
+        prepared = prepare(run, announce, adapters_from=begun)
+        check_fits(prepared)
+    else:
+        prepared, rates = plan_run(run, announce, adapters_from=begun)
     if ranks.is_first:
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)
-    rates = None
-    if replicated:
-        check_fits(prepared)
-    else:
-        prepared, rates = decide(prepared, own_dir, announce)
     config = _as_decided(config, prepared)
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)

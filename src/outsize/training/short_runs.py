@@ -11,21 +11,20 @@ a difference that is smaller than that between turns is none.
 import contextlib
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outsize.accelerators import choose_device
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
-from outsize.session.decide.decide import decide
-from outsize.session.job.prepare import prepare
+from outsize.session.decide.decide import plan_run
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import temporary_directory
+from outsize.streamed.spec import RunSpec
 from outsize.training.run_data import open_dataset
 
 # Steps whose tokens per second lie so near are as good as each other.
@@ -172,17 +171,18 @@ def _short_run(config: Config, steps: int) -> ShortRun:
     near = Path(config.memory.store_dir or Path.cwd())
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(temporary_directory(near))
-        devices = choose_device(config.memory.device)
-        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=devices))
-        return _timed(config, steps, directory, stack)
+        run = RunSpec.of(config, directory)
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
+        return _timed(run, steps, stack)
 
 
-def _timed(config: Config, steps: int, directory: Path, stack: contextlib.ExitStack) -> ShortRun:
-    """Return the same; the home lies in ``directory``."""
+def _timed(run: RunSpec, steps: int, stack: contextlib.ExitStack) -> ShortRun:
+    """Return the same; the home lies in the directory of the run."""
     set_thresholds(heap=False)
+    config, directory = run.config, run.run_dir
     try:
         config, begun = with_begun_adapters(config)
-        prepared, _ = decide(prepare(config, directory, _nothing, adapters_from=begun), directory, _nothing)
+        prepared, _ = plan_run(replace(run, config=config), _nothing, adapters_from=begun)
     except InfeasiblePlanError as error:
         return ShortRun(tokens_per_step=config.tokens_per_step, memory_bytes={}, why_not=str(error))
     dataset = stack.enter_context(open_dataset(config, prepared, directory, _nothing))

@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outsize.accelerators import choose_device
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
-from outsize.session.decide.decide import decide
-from outsize.session.job.prepare import Job, prepare
+from outsize.session.decide.decide import plan_run
+from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import needed_directory, temporary_directory
+from outsize.streamed.spec import RunSpec
 from outsize.training.metrics.run_records import VerifyResult
 from outsize.training.notes import notes_of
 from outsize.training.resident import ResidentTrainer, materialise
@@ -38,15 +38,11 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         run_dir = config.train.run_dir
         directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
         stack.enter_context(needed_directory(directory, "train.run_dir"))
-        stack.enter_context(
-            borrowed_torch(
-                deterministic=config.train.deterministic, devices=choose_device(config.memory.device)
-            )
-        )
+        run = RunSpec.of(config, directory)
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
         set_thresholds(heap=False)
         config, begun = with_begun_adapters(config, None, announce)
-        prepared = prepare(config, directory, announce, adapters_from=begun)
-        prepared, _ = decide(prepared, directory, announce)
+        prepared, _ = plan_run(replace(run, config=config), announce, adapters_from=begun)
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
@@ -90,6 +86,7 @@ def run_resident(prepared: Job, batches: list[Batch]) -> tuple[list[float], dict
             prepared.chunk_tokens,
             prepared.measured.shifted,
             prepared.plan.layout.round_size,
+            num_workers=prepared.machine.num_workers,
         )
         losses = list(trainer.steps(batches))
         parameters = dict(model.named_parameters())

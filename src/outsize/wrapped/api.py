@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from outsize.accelerators import choose_device
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
@@ -27,8 +26,8 @@ from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
 from outsize.model.tiled_mlp import take_in_parts, take_whole
-from outsize.session.job.machine import choose_dtype
 from outsize.spin import late_warning
+from outsize.streamed.spec import choose_dtype
 from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
 from outsize.wrapped.generating import take_generation_config
@@ -217,7 +216,7 @@ def open_wrapped(
     """
     config = load_hf_config(name, built.trust_remote_code)
     config.update(dict(built.changes))
-    dtype = choose_dtype(built.dtype, choose_device(settings.memory.device), scaled=built.frozen)
+    dtype = choose_dtype(built.dtype, settings.devices, scaled=built.frozen)
     model = build_skeleton(config, dtype, built.attention, built.trust_remote_code, built.auto, built.frozen)
     source: WeightSource = _Stored(locate_checkpoint(name), model, may_lack=built.may_lack)
     if adapters is not None:
@@ -348,15 +347,15 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     late = late_warning()
     if late is not None and torch.get_num_threads() > 1:
         _log.warning(late)
-    device, blocks = choose_device(settings.memory.device), settings.blocks
+    devices, blocks = settings.devices, settings.blocks
     try:
         if blocks.mlp_parts > 1:
             take_in_parts(split(model), blocks.mlp_parts)
         if blocks.compile == "blocks":
             compile_blocks(split(model), _log.warning)
-        take_kernels(model, blocks.kernels, device, _log.info)
+        take_kernels(model, blocks.kernels, devices, _log.info)
         if blocks.products != "native":
-            _log.info("products: %s", take_products(split(model), blocks.products, device))
+            _log.info("products: %s", take_products(split(model), blocks.products, devices))
         runner = Runner(model, settings, fill)
         if blocks.products != "native":
             _log.info("products: %s", error_of(runner.split, partial(_read_first, runner)))

@@ -9,11 +9,13 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from outsize.accelerators import Devices
 from outsize.choices import BlockKernels, Compile, FrozenCodec, Home, Moments, Products
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.errors import ConfigError
+from outsize.streamed.spec import devices_of
 
 Head = Literal["auto", "streamed", "resident"]
 _WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
@@ -62,7 +64,8 @@ class WrapSettings:
     """How a model is streamed.
 
     Attributes:
-        memory: device, budgets and home.
+        memory: budgets and home.
+        devices: that compute.
         microbatches: most parts that a batch is cut into.
         store_dir: directory of the disk home; None for one that is gone with the process.
         codecs: how frozen matrices of blocks, and frozen tables, are written.
@@ -76,6 +79,7 @@ class WrapSettings:
     """
 
     memory: MemoryConfig
+    devices: Devices = field(init=False)
     microbatches: int = 1
     store_dir: str | PathLike[str] | None = None
     codecs: tuple[FrozenCodec, FrozenCodec] = ("raw", "raw")
@@ -85,6 +89,7 @@ class WrapSettings:
     blocks: BlockSettings = field(default_factory=BlockSettings)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", devices_of(self.memory))
         if self.head not in get_args(Head):
             raise ConfigError(f"head={self.head!r}: it is {' or '.join(get_args(Head))}")
         unknown = set(self.codecs) - set(get_args(FrozenCodec))

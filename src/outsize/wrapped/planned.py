@@ -114,6 +114,7 @@ class Planned:
         self._model = weakref.ref(model)
         self.records: LoopRecords | None = None
         self._memory, self.microbatches = settings.memory, settings.microbatches
+        self._devices = settings.devices
         # One for each model: a model that was dropped takes its own away at any time.
         self._store_dir = Path(settings.store_dir or directory_of_process() / f"{id(model):x}")
         self._codecs, self._moments = settings.codecs, settings.moments
@@ -207,7 +208,7 @@ class Planned:
         """Return a session of the model, without an engine."""
         memory, store_dir = self._memory, self._store_dir
         state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
-        machine = describe_machine(memory, state_bytes, store_dir)
+        machine = describe_machine(memory, self._devices, state_bytes, store_dir)
         check_transport(self._transport, machine.devices, machine.home)
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(

@@ -1,6 +1,6 @@
 """The decision of a run: what it computes and moves, found once, by the same call wherever a run is told or begun.
 
-`outsize train`, its dry run and `outsize verify` prepare a run and call `decide`. `prepare` has asked the planner with
+`outsize train`, its dry run, `outsize verify` and short runs call `plan_run`. `prepare` has asked the planner with
 data sheets for rates, which say the same whenever a run starts. Where a codec, what leaves a device, or the place where
 Muon multiplies is to be chosen by what links carry, units and lanes are timed, and the planner is asked again
 (`planner.predict.decision_search`).
@@ -19,8 +19,7 @@ from outsize.config.config_rules import contradictions
 from outsize.errors import OutsizeError
 from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
-from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, worth_it
-from outsize.planner.predict.decision_search import decide as planner_decides
+from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, decide, worth_it
 from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import resident_bytes
@@ -29,7 +28,8 @@ from outsize.session.decide.codec_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
 from outsize.session.job.job_options import AUTO, open_crossings, products_open
 from outsize.session.job.planning import is_linked, question_of
-from outsize.session.job.prepare import Job, compiled_so, planned_so
+from outsize.session.job.prepare import Job, compiled_so, planned_so, prepare
+from outsize.streamed.spec import RunSpec
 from outsize.units import format_seconds
 
 Announce = Callable[[str], None]
@@ -37,35 +37,53 @@ OFFLOAD = "memory.activations"
 COMPILE = "model.compile"
 
 
-def decide(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates | None]:
+def plan_run(
+    run: RunSpec,
+    announce: Announce,
+    *,
+    adapters_from: Path | None = None,
+    said: Announce | None = None,
+) -> tuple[Job, Rates | None]:
+    """Prepare a run, and return it with the plan that it follows, and the rates that the plan was found with.
+
+    Args:
+        run: what it is.
+        announce: told what was chosen and why.
+        adapters_from: see `prepare`.
+        said: told of the model while it is prepared; None for ``announce``.
+
+    Raises:
+        OutsizeError: anything that a run could not be started with.
+    """
+    return choose_plan(prepare(run, said or announce, adapters_from=adapters_from), announce)
+
+
+def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     """Return the run with the plan that it follows, and the rates that the plan was found with.
 
     Args:
         prepared: a run, as `prepare` returns it.
-        run_dir: directory of the run, which may hold rates.
         announce: told what was chosen and why.
 
     Returns:
         The run, and rates of its microbatches; None where nothing depended on rates.
     """
-    job, rates = _decided(prepared, run_dir, announce)
+    job, rates = _decided(prepared, announce)
     if prepared.config.model.compile == AUTO:
-        job, rates = _compiled_or_not(job, rates, run_dir, announce)
+        job, rates = _compiled_or_not(job, rates, announce)
     if products_open(job.config):
         place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
         job = replace(job, config=job.config.multiplying(place))
     return job, rates
 
 
-def _compiled_or_not(
-    eager: Job, rates: Rates | None, run_dir: Path, announce: Announce
-) -> tuple[Job, Rates | None]:
+def _compiled_or_not(eager: Job, rates: Rates | None, announce: Announce) -> tuple[Job, Rates | None]:
     """Return a decided run with its blocks compiled where that is predicted to shorten its steps, or as they are."""
     reason = _why_eager(eager)
     if not reason:
         try:
-            compiled, _ = _decided(compiled_so(eager, run_dir, announce), run_dir, announce)
-            timed = rates_by_turns(eager, compiled, run_dir)
+            compiled, _ = _decided(compiled_so(eager, announce), announce)
+            timed = rates_by_turns(eager, compiled, eager.run_dir)
             eager_s, compiled_s = (
                 _step_s(job, found) for job, found in zip((eager, compiled), timed, strict=True)
             )
@@ -99,7 +117,7 @@ def _step_s(prepared: Job, rates: Rates) -> float:
     return Decision(question=question, plan=prepared.plan, microbatch=cost).step_s
 
 
-def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rates | None]:
+def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     """Return a run, compiled or not, with the plan that it follows, and the rates of that."""
     open_keys = [
         f"transport.{name}" for name in open_crossings(prepared.config) if _searched(prepared, name, announce)
@@ -114,7 +132,7 @@ def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rat
     if not open_keys:
         return prepared, None
     try:
-        rates = measure_rates(prepared, run_dir)
+        rates = measure_rates(prepared, prepared.run_dir)
         decision = decision_of(prepared, rates)
         decision.simulated  # noqa: B018  # before anything is said
     except (OutsizeError, RuntimeError) as error:
@@ -129,7 +147,7 @@ def _decided(prepared: Job, run_dir: Path, announce: Announce) -> tuple[Job, Rat
         announce(line)
     timed, count = prepared.config.microbatches, decision.microbatches
     rates = replace(rates, times=decision.microbatch.times, microbatches=count) if count != timed else rates
-    return planned_so(prepared, decision.plan, run_dir), rates
+    return planned_so(prepared, decision.plan), rates
 
 
 def decision_of(prepared: Job, rates: Rates) -> Decision:
@@ -140,7 +158,7 @@ def decision_of(prepared: Job, rates: Rates) -> Decision:
     """
     question = _question(prepared, rates)
     crossings = tuple(name for name in question.auto if not _why_raw(prepared, name))
-    return planner_decides(replace(question, auto=crossings))
+    return decide(replace(question, auto=crossings))
 
 
 def _question(prepared: Job, rates: Rates) -> Question:

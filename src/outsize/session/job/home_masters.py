@@ -14,7 +14,7 @@ from outsize.storage.layout_digest import is_laid_out
 _WAYS: tuple[Literal["split", "separate"], ...] = ("split", "separate")
 
 
-def with_masters_of(path: Path, config: Config, spec: ModelSpec) -> Config:
+def with_masters_of(path: Path, config: Config, spec: ModelSpec, num_workers: int) -> Config:
     """Return ``config`` with ``optimizer.masters`` as they lie in the home at ``path``, where it says ``auto``.
 
     Which of the two is best here may have changed since: by a version of this program, or by kernels that were built.
@@ -27,7 +27,7 @@ def with_masters_of(path: Path, config: Config, spec: ModelSpec) -> Config:
     for masters in _WAYS:
         optimizer = config.optimizer.model_copy(update={"masters": masters})
         given = config.model_copy(update={"optimizer": optimizer})
-        planes = layout_for(given, spec).planes
+        planes = layout_for(given, spec, num_workers=num_workers).planes
         with contextlib.suppress(StorageError):  # whoever goes on from that home says it
             record, _ = find_record(path, spec, planes)
             if record is not None and is_laid_out(record.layout, spec, planes):

@@ -4,11 +4,9 @@ import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from outsize.accelerators import Devices, check_here, choose_device, count_of
-from outsize.choices import ComputeDtype
-from outsize.config import Config, MemoryConfig
+from outsize.accelerators import Devices, check_here, count_of
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.host_memory import HostMemory, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
@@ -50,21 +48,6 @@ class RunMachine:
         return len(self.devices.each)
 
 
-def choose_dtype(name: str, devices: Devices, *, scaled: bool = True) -> ComputeDtype:
-    """Resolve ``auto``: bf16 on accelerators that multiply it, fp16 on others, fp32 elsewhere.
-
-    Args:
-        name: what the user asked for.
-        devices: that compute.
-        scaled: whether losses are scaled, or nothing trains; else fp16 loses gradients, and fp32 takes its place.
-    """
-    if name != "auto":
-        return cast("ComputeDtype", name)
-    if devices.multiply_bf16:
-        return "bf16"
-    return "fp16" if devices.accelerated and scaled else "fp32"
-
-
 def determinism_said(deterministic: bool, devices: Devices) -> str | None:
     """Return what a user is told of algorithms that repeat their bits; None on a host, where they cost nothing."""
     if not (deterministic and devices.accelerated):
@@ -75,31 +58,17 @@ def determinism_said(deterministic: bool, devices: Devices) -> str | None:
     )
 
 
-def unscaled_dtype(config: Config) -> ComputeDtype:
-    """Return what a run computes in that scales no losses; fp16 only where it is asked for."""
-    return choose_dtype(config.model.dtype, choose_device(config.memory.device), scaled=False)
-
-
-def dtype_chosen(name: str, dtype: str, devices: Devices) -> str | None:
-    """Return what a user is told of a dtype that ``auto`` became; None where it is the usual one."""
-    if name != "auto" or dtype != "fp16":
-        return None
-    return (
-        f"{devices} has no cores for bf16 (compute capability 8.0 has): model.dtype=auto computes in fp16, with its "
-        "losses scaled"
-    )
-
-
 def available_ram_bytes() -> int:
     """Return how much RAM the process may still take: what is available, within the limits of its control groups."""
     return read_host_memory(Path("/")).free_bytes() or 0
 
 
-def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) -> RunMachine:
+def describe_machine(memory: MemoryConfig, devices: Devices, state_bytes: int, store_dir: Path) -> RunMachine:
     """Return the machine of a run whose home holds ``state_bytes``.
 
     Args:
-        memory: what the user asked for; null and ``auto`` are resolved here.
+        memory: what the user asked for; budgets that are null, and a home that is ``auto``, are resolved here.
+        devices: that compute.
         state_bytes: weights, masters, moments and gradients at rest.
         store_dir: where the disk home would be, its directory or its file.
 
@@ -107,7 +76,6 @@ def describe_machine(memory: MemoryConfig, state_bytes: int, store_dir: Path) ->
         ConfigError: a budget is more than the machine has.
         StorageError: the home would be on disk, and ``store_dir`` is a zram device instead of a directory on one.
     """
-    devices = choose_device(memory.device)
     ram = read_host_memory(Path("/"))
     _check_budgets(memory, devices, ram, store_dir)
     available = ram.free_bytes() or 0

@@ -1,6 +1,5 @@
 """From what a user says of optimizer and clipping to how a trained unit lies at home."""
 
-from outsize.accelerators import choose_device
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.model.sizes.model_spec import ModelSpec
@@ -18,13 +17,12 @@ def max_norm_of(config: Config) -> float:
     return limit if limit and config.optimizer.clip != "none" else float("inf")
 
 
-def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1) -> StateLayout:
+def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1, *, num_workers: int = 1) -> StateLayout:
     """Return how a trained unit of a run lies at home here.
 
     Raises:
         ConfigError: the masters cannot be split, or gradients not be rounded.
     """
-    num_workers = len(choose_device(config.memory.device).each)
     kernels = has_kernel(config.optimizer)
     state = state_layout(config, spec, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels)
     return gradients_at_home(

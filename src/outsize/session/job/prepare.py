@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from outsize.accelerators import choose_device
+from outsize.accelerators import Devices
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.compat.models import attention_of
@@ -46,10 +46,8 @@ from outsize.session.job.job_options import named_transport
 from outsize.session.job.machine import (
     RunMachine,
     check_directory,
-    choose_dtype,
     describe_machine,
     determinism_said,
-    dtype_chosen,
     home_file,
 )
 from outsize.session.job.model_inputs import made_up_inputs
@@ -57,6 +55,7 @@ from outsize.session.job.named_loss import check_loss, take_loss
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.planning import DemandTrial, Tried, question_of
 from outsize.session.job.run_codecs import check_transport
+from outsize.streamed.spec import RunSpec, dtype_chosen
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
@@ -79,6 +78,7 @@ class Job:
         plan: memory sizes and the program of a step.
         before_bytes: resident memory of the process, its imports included, before it did anything.
         tried: what microbatches need, of any number of them.
+        run_dir: directory of the run, or of this rank in it.
         adapters: that train beside a frozen model; None where the model itself trains.
         group: the ranks that share the steps; of one, where none do.
         template: the chat template that it trains with; None for the tokenizer's.
@@ -96,6 +96,7 @@ class Job:
     plan: Plan
     before_bytes: int
     tried: Tried
+    run_dir: Path
     adapters: Adapters | None = None
     group: Group = field(default_factory=SingleGroup)
     template: str | None = None
@@ -125,42 +126,35 @@ class Job:
 
 
 def prepare(
-    config: Config,
-    run_dir: Path,
-    announce: Announce,
-    source: WeightSource | None = None,
-    adapters_from: Path | None = None,
-    group: Group | None = None,
+    run: RunSpec, announce: Announce, source: WeightSource | None = None, adapters_from: Path | None = None
 ) -> Job:
     """Read the model's config, split it, measure it, and plan a step.
 
     Args:
-        config: of the run.
-        run_dir: its directory; nothing is written.
+        run: what it is; nothing is written.
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
         adapters_from: directory that adapters come from, a checkpoint's, say; None for fresh ones.
-        group: the ranks that share the steps; None for a single process.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
     """
-    group = group or SingleGroup()
+    config, group, num_workers = run.config, run.group, len(run.devices.each)
     _check_asked(config, group.size)
-    dtype = _dtype_of(config, announce)
+    _say_of_devices(run, announce)
     hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     check_length(config, hf_config)
-    model = _skeleton(config, hf_config, dtype, announce)
+    model = _skeleton(run, hf_config, announce)
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = _sourced(config, model, source, adapters_from)
-    parts = split_model(model, dtype, config, adapters)
-    _change_blocks(parts, config, source, announce)
-    spec = parts.spec
+    parts = split_model(model, run.dtype, config, adapters)
+    _change_blocks(parts, config, run.devices, source, announce)
+    spec, home = parts.spec, home_file(config.memory, run.run_dir)
     if group.size == 1:
-        config = with_masters_of(home_file(config.memory, run_dir), config, spec)
-    state_bytes = _state_bytes(config, spec, group)
-    machine = describe_machine(config.memory, state_bytes, home_file(config.memory, run_dir))
-    announce(_described(model, spec, adapters, dtype))
+        config = with_masters_of(home, config, spec, num_workers)
+    state_bytes = _state_bytes(config, spec, group, num_workers)
+    machine = describe_machine(config.memory, run.devices, state_bytes, home)
+    announce(_described(model, spec, adapters, run.dtype))
     tried = _tried(config, hf_config, parts, announce, group.size)
     plan = decide(question_of(config, parts, machine, tried, group)).plan
     _check_packing(config, hf_config, parts)
@@ -172,7 +166,7 @@ def prepare(
         machine=machine,
         directory=directory,
         hf_config=hf_config,
-        dtype=dtype,
+        dtype=run.dtype,
         split=parts,
         source=source,
         measured=measured,
@@ -180,10 +174,11 @@ def prepare(
         plan=plan,
         before_bytes=before_bytes,
         tried=tried,
+        run_dir=run.run_dir,
         adapters=adapters,
         group=group,
     )
-    return planned_so(prepared, plan, run_dir)
+    return planned_so(prepared, plan)
 
 
 def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
@@ -199,7 +194,7 @@ def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
         trim()
 
 
-def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
+def planned_so(prepared: Job, plan: Plan) -> Job:
     """Return the run with ``plan``: its microbatches, its home, and what the microbatches need.
 
     Raises:
@@ -210,7 +205,7 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
     for program in plan.programs:
         validate(program, plan.layout)
     if plan.home == "disk":
-        check_directory(home_file(config.memory, run_dir))
+        check_directory(home_file(config.memory, prepared.run_dir))
     measured, chunk_tokens = prepared.tried(config.microbatches)
     chosen = replace(
         prepared,
@@ -230,7 +225,7 @@ def planned_so(prepared: Job, plan: Plan, run_dir: Path) -> Job:
     return replace(chosen, before_bytes=max(chosen.before_bytes, resident_bytes()))
 
 
-def compiled_so(prepared: Job, run_dir: Path, announce: Announce) -> Job:
+def compiled_so(prepared: Job, announce: Announce) -> Job:
     """Return the run with its blocks compiled, which they are from now on; measured and planned anew as it is cut.
 
     Raises:
@@ -241,28 +236,25 @@ def compiled_so(prepared: Job, run_dir: Path, announce: Announce) -> Job:
     compile_blocks(parts, announce)
     tried = _tried(config, prepared.hf_config, parts, lambda _: None, group.size)
     plan = decide(question_of(config, parts, prepared.machine, tried, group)).plan
-    return planned_so(replace(prepared, config=config, tried=tried), plan, run_dir)
+    return planned_so(replace(prepared, config=config, tried=tried), plan)
 
 
-def _dtype_of(config: Config, announce: Announce) -> str:
-    devices = choose_device(config.memory.device)
-    dtype = choose_dtype(config.model.dtype, devices)
+def _say_of_devices(run: RunSpec, announce: Announce) -> None:
     said = (
-        dtype_chosen(config.model.dtype, dtype, devices),
-        determinism_said(config.train.deterministic, devices),
+        dtype_chosen(run.config.model.dtype, run.dtype, run.devices),
+        determinism_said(run.config.train.deterministic, run.devices),
     )
     for line in filter(None, said):
         announce(line)
-    return dtype
 
 
-def _skeleton(config: Config, hf_config: Any, dtype: str, announce: Announce) -> nn.Module:
-    model, frozen = config.model, config.train.method == "lora"
-    built = build_skeleton(hf_config, dtype, model.attention, model.trust_remote_code, frozen=frozen)
+def _skeleton(run: RunSpec, hf_config: Any, announce: Announce) -> nn.Module:
+    config, model, frozen = run.config, run.config.model, run.config.train.method == "lora"
+    built = build_skeleton(hf_config, run.dtype, model.attention, model.trust_remote_code, frozen=frozen)
     trim()  # building a model takes its weights for a moment, one after the other
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
-    take_kernels(built, model.kernels, choose_device(config.memory.device), announce)
+    take_kernels(built, model.kernels, run.devices, announce)
     return built
 
 
@@ -291,21 +283,24 @@ def _noisy(table: nn.Module, ids: Tensor) -> Tensor:
     return cast(Tensor, neftune_post_forward_hook(table, ids, type(table).forward(table, ids)))
 
 
-def _change_blocks(parts: Split, config: Config, source: WeightSource, announce: Announce) -> None:
+def _change_blocks(
+    parts: Split, config: Config, devices: Devices, source: WeightSource, announce: Announce
+) -> None:
     """Have blocks compute as the run asks."""
     take_in_parts(parts, config.train.mlp_parts)
     products = config.model.products
     if products != "native":
-        told = take_products(parts, products, choose_device(config.memory.device))
+        told = take_products(parts, products, devices)
         error = error_of(parts, lambda name, into: source.read(name, 0, into.numel(), into))
         announce(f"products: {told}; {error}")
     if config.model.compile == "blocks":
         compile_blocks(parts, announce)
 
 
-def _state_bytes(config: Config, spec: ModelSpec, group: Group) -> int:
+def _state_bytes(config: Config, spec: ModelSpec, group: Group, num_workers: int) -> int:
     """Return what the training state of this rank takes at home."""
-    own, state = own_elements(spec, group.size, group.rank), layout_for(config, spec, group.size)
+    own = own_elements(spec, group.size, group.rank)
+    state = layout_for(config, spec, group.size, num_workers=num_workers)
     return sum(home_bytes(unit, state, own[unit.index]) for unit in spec.units)
 
 

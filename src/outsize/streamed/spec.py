@@ -1,0 +1,88 @@
+"""What a run is before anything is measured: a configuration, resolved once for this machine.
+
+Every entrance (`train`, its dry run, `verify`, short runs) makes one and passes it on; nothing behind it looks devices
+or ranks up again. `outsize.wrap`, which has arguments instead of a configuration, and objectives resolve their devices
+here, too.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from outsize.accelerators import Devices, choose_device
+from outsize.choices import ComputeDtype
+from outsize.config import Config, MemoryConfig
+from outsize.group.group import Group
+from outsize.group.single import SingleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """A run as it is asked for.
+
+    Attributes:
+        config: that it follows.
+        run_dir: directory of the run; of several ranks, where this one writes its own files.
+        devices: that compute.
+        dtype: in which the model computes; adapters are fp32 in any case.
+        group: the ranks that share each step; of one, where none do.
+    """
+
+    config: Config
+    run_dir: Path
+    devices: Devices
+    dtype: ComputeDtype
+    group: Group = field(default_factory=SingleGroup)
+
+    @classmethod
+    def of(
+        cls, config: Config, run_dir: Path, group: Group | None = None, devices: Devices | None = None
+    ) -> "RunSpec":
+        """Resolve what ``config`` leaves open.
+
+        Args:
+            config: of the run.
+            run_dir: its directory.
+            group: the ranks that share each step; None for a single process.
+            devices: of the run, where somebody has resolved them before; None to resolve them.
+
+        Raises:
+            ConfigError: there are no such devices.
+        """
+        devices = devices_of(config.memory) if devices is None else devices
+        dtype = choose_dtype(config.model.dtype, devices)
+        return cls(config=config, run_dir=run_dir, devices=devices, dtype=dtype, group=group or SingleGroup())
+
+
+def devices_of(memory: MemoryConfig) -> Devices:
+    """Return the devices that ``memory.device`` means on this machine.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    return choose_device(memory.device)
+
+
+def choose_dtype(name: str, devices: Devices, *, scaled: bool = True) -> ComputeDtype:
+    """Resolve ``auto``: bf16 on accelerators that multiply it, fp16 on others, fp32 elsewhere.
+
+    Args:
+        name: what the user asked for.
+        devices: that compute.
+        scaled: whether losses are scaled, or nothing trains; else fp16 loses gradients, and fp32 takes its place.
+    """
+    if name != "auto":
+        return cast("ComputeDtype", name)
+    if devices.multiply_bf16:
+        return "bf16"
+    return "fp16" if devices.accelerated and scaled else "fp32"
+
+
+def dtype_chosen(name: str, dtype: str, devices: Devices) -> str | None:
+    """Return what a user is told of a dtype that ``auto`` became; None where it is the usual one."""
+    if name != "auto" or dtype != "fp16":
+        return None
+    return (
+        f"{devices} has no cores for bf16 (compute capability 8.0 has): model.dtype=auto computes in fp16, with its "
+        "losses scaled"
+    )
