@@ -24,7 +24,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """What one process will write to one file system.
+    """Bytes that a process will write to a file system.
 
     Attributes:
         host: name of the machine.

@@ -16,7 +16,7 @@ _HANDLERS: defaultdict[str, dict[HandlerKey, str]] = defaultdict(dict)
 
 
 def handles(kind: Kind, *, tile: bool = False) -> Callable[[_Method], _Method]:
-    """Mark a method as the one that runs ops of ``kind``; one that overrides it runs them in its place.
+    """Register a method as the handler of ops of ``kind``; an override in a subclass replaces the handler.
 
     Args:
         kind: the verb.
