@@ -114,7 +114,7 @@ def test_a_small_disk_takes_the_store_or_says_how_much_is_free(world: World, sma
     """The planner sees what is free; a budget that promises more than there is fails when the file is made."""
     (small_disk / "ballast").write_bytes(bytes(700 * KIB))
     memory = {"store_dir": str(small_disk / "store"), "disk_memory": "1MiB"}
-    world.fails(StorageError, "cannot allocate .*: .* are free; free some space", memory=memory)
+    world.fails(StorageError, r"home and activations take .*, and .* has .* free; free some", memory=memory)
     assert names_below(small_disk) == {"ballast"}
     (small_disk / "ballast").unlink()
     run_well(world, memory=memory)

@@ -43,4 +43,6 @@ def test_wrapping_is_refused(key: str):
 
 
 def test_a_plan_is_for_any_machine(tmp_path: Path):
-    assert status_of("plan", tiny_model(tmp_path), "--gpus", "4090", "--host-memory", BEYOND) == 0
+    asked = ("plan", tiny_model(tmp_path), "--gpus", "4090", "--host-memory", BEYOND)
+    assert status_of(*asked, "--ram", BEYOND) == 0
+    assert status_of(*asked) == 2  # the machine that is asked about has less

@@ -144,11 +144,11 @@ def test_its_moments_are_not_kept_in_fewer_bits(begun: tuple[Config, Path], tmp_
 
 def test_its_moments_are_those_of_no_other_optimizer(begun: tuple[Config, Path], tmp_path: Path) -> None:
     config, checkpoint = begun
-    lion = config.optimizer.model_copy(update={"name": "lion"})
+    sgd = config.optimizer.model_copy(update={"name": "SGD"})
     with pytest.raises(
-        ConfigError, match=r"moments of a Trainer's AdamW, not of lion; resume with optimizer\.name"
+        ConfigError, match=r"moments of a Trainer's AdamW, not of SGD; resume with optimizer\.name"
     ):
-        resume(config.model_copy(update={"optimizer": lion}), checkpoint, tmp_path / "ours")
+        resume(config.model_copy(update={"optimizer": sgd}), checkpoint, tmp_path / "ours")
 
 
 def test_another_learning_rate_is_taken_and_said(begun: tuple[Config, Path], tmp_path: Path) -> None:

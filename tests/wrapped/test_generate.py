@@ -269,12 +269,15 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 
 def test_parameters_replaced_after_wrap_are_noticed():
-    model = frozen()
-    outsize.wrap(model, home="disk", **{**ROOM, "device_memory": TIGHT})
-    model.model.norm.weight = nn.Parameter(torch.ones(32))
-    with pytest.raises(outsize.ModelError, match="replaced"):
-        write(model)
-    runner_of(model).close()
+    def changed(model: nn.Module) -> nn.Module:
+        model.model.norm.weight = nn.Parameter(torch.linspace(-1, 1, 32), requires_grad=False)
+        return model
+
+    want, other = write(plain()), write(changed(plain()))
+    with wrapped(frozen(), home="disk", **{**ROOM, "device_memory": TIGHT}) as model:
+        assert torch.equal(write(model), want)
+        assert torch.equal(write(changed(model)), other)
+    runner_of(outsize.wrap(model, home="disk")).close()
     with pytest.raises(ConfigError):
         write(model)
 

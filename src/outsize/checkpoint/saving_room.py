@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -46,7 +47,10 @@ class _Writing:
     def to(cls, path: Path, *, saved: int = 0, home: int = 0) -> Self:
         """Return what goes to the file system of ``path``, which need not be there yet."""
         place = existing(path)
-        free = shutil.disk_usage(place).free
+        usage = shutil.disk_usage(place)
+        free = (
+            usage.free if usage.total else sys.maxsize
+        )  # /proc and the like: who makes the file says what is wrong
         return cls(os.uname().nodename, place.stat().st_dev, str(place), free, saved, home)
 
 

@@ -9,7 +9,7 @@ from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
-from outsize.wrapped.at_home.home_parameter import plainly
+from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
 from outsize.wrapped.home_tensors import follow
 from outsize.wrapped.parameters import HomeParameters
 
@@ -110,6 +110,14 @@ class Moving:
                 due = own & (self._with_gradient if plane == GRADIENT else self._stepped)
                 self._carry_plane(unit, plane, due, place, parameters)
         parameters.factors.update({self.names[name]: f for name, f in self._former.factors.items()})
+        for (
+            name,
+            parameter,
+        ) in self._former.named.items():  # whoever holds what was replaced has bytes of its own
+            if name not in self.names and isinstance(parameter, HomeParameter):
+                with plainly():
+                    value = parameter.detach().clone()
+                show_plainly(parameter, value)
         self._former.leave()
 
     def _carry_plane(

@@ -248,7 +248,13 @@ class Planned:
         Raises:
             BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
+        shown = [(parameters_of(module), dict(parameters_of(module))) for module in model.modules()]
         self.stop()
+        for (
+            own,
+            parameters,
+        ) in shown:  # lanes give modules back what these had before: not what was put in since
+            own.update(parameters)
         session = self.session
         moving = Moving(
             model, self.split, self.parameters, self.state, [n for n, k in self._updates.items() if k]

@@ -114,8 +114,8 @@ class Accounts:
         wire = {lane: size.wire for lane, size in moved.items()}
         return replace(
             record,
-            bytes_up=sum(size for lane, size in wire.items() if lane_named(lane).kind == "up"),
-            bytes_down=sum(size for lane, size in wire.items() if lane_named(lane).kind == "down"),
+            bytes_up=sum(size for lane, size in wire.items() if lane_named(lane).family == "up"),
+            bytes_down=sum(size for lane, size in wire.items() if lane_named(lane).family == "down"),
             bytes_read=wire[_READ],
             bytes_written=wire[_WRITTEN],
             wire_bytes=wire,
