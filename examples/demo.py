@@ -29,7 +29,8 @@ MIB = 2**20
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
 # Prints the memory of a process that has imported what a run imports, and done nothing else.
 IMPORTS = (
-    "import outsize.cli, outsize.training.run, transformers.models.llama.modeling_llama; "
+    "import outsize.cli, outsize.training.run, transformers.models.llama.modeling_llama, transformers.optimization; "
+    "from transformers import AutoTokenizer; "
     "print(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])"
 )
 
