@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "outsize"
 PRONOUNS = re.compile(
-    r"\b(what|that|which|this|those|these|its?|they|them|ones?|others?|so|there|whatever|whoever|whose?|such|same)\b"
+    r"\b(what|that|which|this|those|these|its?|they|them|ones?|others?|so|there|whatever|who(?:ever|se)?|such|same)\b"
 )
 PARTICIPLES = re.compile(r"found|told|kept|asked|own|whole|standing|known|made|former|tried|taken|seen|said")
 PRIVATE = re.compile(

@@ -1,1 +1,1 @@
-"""Processes that train one model together: who they are, sums and gathers over them, and who of them is lost."""
+"""Groups of processes that train one model: ranks, sums, gathers, and the loss of a rank."""

@@ -125,7 +125,7 @@ class GlooGroup(Group):
         self._ends.append(end)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave. Who has come to its end waits for the others: they may still read what it sent, or its store."""
+        """Leave the group; without an error only after all ranks, which may still read sent data or the store."""
         if self._closed:
             return
         self._closed = True

@@ -248,7 +248,7 @@ class Watchdog:
                 self._end_process(STALLED_STATUS)
 
     def _hung(self, waiting: Mapping[str, Waiting]) -> str:
-        """Say which lane hangs, in which op, who waits for it, and what to look at."""
+        """Describe a stall: hanging lane and op, waiting lanes, and places to look at."""
         hung = {lane: what.op for lane, what in waiting.items() if not what.waits_for}
         if not hung:
             return _NOTHING
