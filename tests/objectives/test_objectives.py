@@ -455,7 +455,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
     )
     assert asked[0] <= written <= 1.05 * asked[0] + 2**17
     monkeypatch.undo()
-    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=asked[0] - 1))
+    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=asked[0] - 1, total=2**40))
     monkeypatch.setattr(saving_room, "shutil", disk)
     with pytest.raises(StorageError, match="the run could not save what it trains"):
         train(make_run(tmp_path, "dpo", "full", **sections))

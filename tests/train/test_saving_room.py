@@ -19,7 +19,7 @@ HEADERS = 2**16
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=num_bytes))
+    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=num_bytes, total=2**40))
     monkeypatch.setattr(saving_room, "shutil", disk)
 
 
