@@ -53,6 +53,16 @@ def test_unwrapped_at_once_it_has_its_new_sizes():
     assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_what_was_replaced_after_a_forward_is_there_once_it_is_unwrapped(home: str):
+    model = outsize.wrap(zoo.build("llama"), home=home)
+    model(**BATCH)
+    head = model.lm_head.weight = nn.Parameter(torch.zeros(97, 32))
+    outsize.unwrap(model)
+    assert model.lm_head.weight is head
+    assert not model(**BATCH).logits.any()
+
+
 def test_what_has_a_gradient_or_was_stepped_is_not_resized():
     with wrapped(zoo.build("llama_tied"), home="host") as model:
         optimizer = outsize.AdamW(model, lr=1e-3)

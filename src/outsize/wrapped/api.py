@@ -289,7 +289,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     runner = runner_of(model)
     runner.settle()
-    runner.stop()
+    runner.stop_with(model)
     runner.parameters.leave()
     for unit in runner.split.spec.units:
         values = {name: value.clone() for name, value in runner.parameters.read(unit).items()}
@@ -304,7 +304,8 @@ def unwrap(model: nn.Module) -> nn.Module:
                 continue
             parameter = nn.Parameter(value, requires_grad=former.requires_grad)
             for module, attribute in runner.split.owners[name]:
-                parameters_of(module)[attribute] = parameter
+                if parameters_of(module).get(attribute) is former:  # and was not replaced
+                    parameters_of(module)[attribute] = parameter
     runner.parameters.is_left = True
     runner.close()
     detach(model)

@@ -195,6 +195,16 @@ class Planned:
         """End the lanes and take slots out of the modules; the next forward begins anew."""
         self._close_engine()
 
+    def stop_with(self, model: nn.Module) -> None:
+        """Stop, and leave every parameter where it stands in ``model`` now.
+
+        Lanes give modules back what these had before, and not what was put in since.
+        """
+        shown = [(parameters_of(module), dict(parameters_of(module))) for module in model.modules()]
+        self.stop()
+        for owned, parameters in shown:
+            owned.update(parameters)
+
     def close(self) -> None:
         """End the lanes and give the memory back; the model is left without weights. Idempotent."""
         self._closed = True
@@ -248,13 +258,7 @@ class Planned:
         Raises:
             BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
-        shown = [(parameters_of(module), dict(parameters_of(module))) for module in model.modules()]
-        self.stop()
-        for (
-            own,
-            parameters,
-        ) in shown:  # lanes give modules back what these had before: not what was put in since
-            own.update(parameters)
+        self.stop_with(model)
         session = self.session
         moving = Moving(
             model, self.split, self.parameters, self.state, [n for n, k in self._updates.items() if k]
