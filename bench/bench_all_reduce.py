@@ -1,7 +1,7 @@
 """Does the all-reduce estimator predict measured sums, and what do the tables of the PCIe lesson really say?
 
 Sums over processes of this machine, started by torchrun: gloo, or NCCL where there are GPUs. The estimator is latency
-and bus bandwidth fitted on every other size (`outsize.hardware.all_reduce_arithmetic`); the sizes between judge it.
+and bus bandwidth fitted on every other size (`outsize.hardware.collectives`); the sizes between judge it.
 Below that
 stand the lesson's own table, its own formula evaluated, and what that gives with the real rates of the links.
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import finish, machine, print_table
 
-from outsize.hardware.all_reduce_arithmetic import AllReduceRates, crossing_bytes
+from outsize.hardware.collectives import AllReduceRates, crossing_bytes
 from outsize.probing.all_reduce import measure_all_reduce
 
 # The lesson's table, 8 GPUs, fp16 gradients: parameters in 1e9, milliseconds by the GB/s that it names.
@@ -28,7 +28,7 @@ PRINTED_MS = {
     70.0: {16: 18375.0, 32: 9187.5, 300: 980.0, 450: 653.3},
     175.0: {16: 45937.5, 32: 22968.8, 300: 2450.0, 450: 1633.3},
 }
-# What these links carry per direction, less what packets take: of 16 and 32 GB/s 80 % (docs of `hardware.pcie`).
+# What these links carry per direction, less what packets take: of 16 and 32 GB/s 80 % (docs of `hardware.topology`).
 SOUND_GB_PER_S = {16: 12.6, 32: 25.2, 300: 300.0, 450: 450.0}
 RANKS, BYTES_PER_PARAMETER = 8, 2
 

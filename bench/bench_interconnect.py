@@ -12,10 +12,10 @@ from typing import Any
 
 from common import finish, machine, print_table
 
-from outsize.hardware.all_reduce_arithmetic import crossing_bytes
 from outsize.hardware.cards.gpu_table import known_card
+from outsize.hardware.collectives import crossing_bytes
 from outsize.hardware.machine_file import MachineFile, read
-from outsize.hardware.pcie import LANE_BYTES_PER_S, SOUND_SHARE, theory_bytes_per_s
+from outsize.hardware.topology import LANE_BYTES_PER_S, SOUND_SHARE, theory_bytes_per_s
 
 GB = 1e9
 # What each seed says of a link (GB/s), and what it is per direction.

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outsize.cli.plan.plan_largest import largest_models
+from outsize.cli.plan.plan_compare import largest_models
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import Asked, ask
 from outsize.codecs.codec_figures import measure

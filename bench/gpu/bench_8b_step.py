@@ -35,7 +35,7 @@ from outsize.config import Config, load_config
 from outsize.data.batch import Batch
 from outsize.hardware.cards.gpu_table import known_card
 from outsize.planner.simulate.timeline import Timeline
-from outsize.reporting.chrome import to_chrome
+from outsize.reporting.html_page import to_chrome
 from outsize.session.job.machine import available_ram_bytes
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.steps import StepOutcome

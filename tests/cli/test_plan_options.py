@@ -7,9 +7,9 @@ import pytest
 
 from cli.command_line import LLAMA
 from cli.test_plan import answer, run
-from outsize.cli.plan import model_config
-from outsize.cli.plan.model_config import read_config
-from outsize.cli.plan.plan_largest import last_that_fits
+from outsize.cli.plan import plan_model
+from outsize.cli.plan.plan_compare import last_that_fits
+from outsize.cli.plan.plan_model import read_config
 from outsize.cli.plan.plan_question import in_options
 from outsize.config import load_config
 from outsize.errors import ModelError
@@ -179,12 +179,12 @@ def test_of_a_hub_id_the_config_is_fetched_and_nothing_else(monkeypatch, tmp_pat
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(model_config, "_is_there", lambda endpoint: True)
+    monkeypatch.setattr(plan_model, "_is_there", lambda endpoint: True)
     written = tmp_path / "train.yaml"
     assert run("owner/tiny", "--gpus", "4090", "--seq-len", 128, "--no-advice", "--output", written) == 0
     assert asked == [("owner/tiny", "config.json", False)]
     assert load_config(written, []).model.path == "owner/tiny"
-    monkeypatch.setattr(model_config, "_is_there", lambda endpoint: False)
+    monkeypatch.setattr(plan_model, "_is_there", lambda endpoint: False)
     assert read_config("tiny")[1] == LLAMA
     assert asked[-1] == ("tiny", "config.json", True)  # without a network, what lies in the cache
 
@@ -196,7 +196,7 @@ def test_a_hub_that_cannot_be_asked_is_a_clear_error(monkeypatch):
         raise LocalEntryNotFoundError("not cached")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", nothing)
-    monkeypatch.setattr(model_config, "_is_there", lambda endpoint: False)
+    monkeypatch.setattr(plan_model, "_is_there", lambda endpoint: False)
     with pytest.raises(
         ModelError, match="owner/tiny: no such file or directory, and the hub cannot be asked"
     ):

@@ -8,7 +8,7 @@ from cli.command_line import status_of
 from doctor.records import gpu_machine
 from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, probed
 from outsize.cli.text.probe_text import describe
-from outsize.hardware.all_reduce_arithmetic import summarize
+from outsize.hardware.collectives import summarize
 from outsize.hardware.link_fit import Piece, fit_link
 from outsize.hardware.machine_file import DataRates, parse
 from outsize.hardware.readings import Fact

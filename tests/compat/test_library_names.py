@@ -9,27 +9,27 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import zoo
-from outsize.compat import models, trainers
+from outsize.compat import transformers_private
 
 
 def test_a_model_says_how_it_attends_and_what_it_keeps_in_fp32():
     model = zoo.build("llama")
-    assert models.attention_of(model) == "sdpa"
-    assert models.kept_in_fp32(model, torch.bfloat16) == ()
-    assert models.kept_in_fp32(zoo.build("deepseek_v3"), torch.bfloat16)
-    assert not models.has_hub_kernels(model)
+    assert transformers_private.attention_of(model) == "sdpa"
+    assert transformers_private.kept_in_fp32(model, torch.bfloat16) == ()
+    assert transformers_private.kept_in_fp32(zoo.build("deepseek_v3"), torch.bfloat16)
+    assert not transformers_private.has_hub_kernels(model)
 
 
 def test_a_layer_is_drawn_as_its_model_draws_it():
     model = zoo.build("llama")
     layer = torch.nn.Linear(512, 512)
-    models.initialize(model, layer)
+    transformers_private.initialize(model, layer)
     assert float(layer.weight.detach().std()) == pytest.approx(model.config.initializer_range, rel=0.02)
     assert not layer.bias.any()
 
 
 def test_layers_put_outputs_into_the_collector():
-    collector = models.output_collector()
+    collector = transformers_private.output_collector()
     model = zoo.build("mixtral").eval()
     seen = []
     block = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
@@ -45,15 +45,15 @@ def test_a_tokenizer_with_code_of_its_own_is_told():
 
     backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     plain = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-    assert models.encodes_as_the_library(plain)
-    assert not models.encodes_as_the_library(Own(tokenizer_object=backend, unk_token="[UNK]"))
+    assert transformers_private.encodes_as_the_library(plain)
+    assert not transformers_private.encodes_as_the_library(Own(tokenizer_object=backend, unk_token="[UNK]"))
 
 
 def test_a_trainer_takes_the_steps_that_stand_before_it(tmp_path):
     """Else a trainer would clip and save as the library does, and nobody would notice."""
     taken = []
 
-    class Before(trainers.TrainerSteps):
+    class Before(transformers_private.TrainerSteps):
         def clipped(self, most):
             taken.append(most)
             return torch.tensor(1.0)
@@ -76,7 +76,7 @@ def test_a_trainer_takes_the_steps_that_stand_before_it(tmp_path):
     taken.clear()
     kind(model=trainer.model, args=arguments, train_dataset=rows).train()
     assert taken == [float("inf"), float("inf"), "saving"]
-    assert trainers.on_device(trainer, {"x": torch.ones(1)})["x"].device.type == "cpu"
+    assert transformers_private.on_device(trainer, {"x": torch.ones(1)})["x"].device.type == "cpu"
 
 
 def test_trl_asks_the_step_that_sends_nothing():
@@ -88,11 +88,11 @@ def test_trl_asks_the_step_that_sends_nothing():
 
 def test_metrics_are_forgotten_and_one_device_used():
     trainer = SimpleNamespace(_metrics={"train": {"loss": 1}}, _stored_metrics={"eval": {"loss": 2}})
-    trainers.forget_metrics(trainer)
+    transformers_private.forget_metrics(trainer)
     assert trainer._metrics == {"train": {}}
     assert trainer._stored_metrics == {"eval": {}}
     arguments = transformers.TrainingArguments(use_cpu=True, report_to="none")
-    trainers.use_one_device(arguments)
+    transformers_private.use_one_device(arguments)
     assert arguments.n_gpu <= 1
 
 

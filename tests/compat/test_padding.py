@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import zoo
-from outsize.compat.padding import reads_padding
+from outsize.compat.transformers_private import reads_padding
 
 
 @pytest.mark.parametrize(

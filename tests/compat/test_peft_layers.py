@@ -6,7 +6,7 @@ import peft
 import torch
 from torch import nn
 
-from outsize.compat.peft_layers import changed_weight
+from outsize.compat.transformers_private import changed_weight
 
 
 def test_a_layer_alone_is_left_the_weight_that_it_is_left_in_its_model():

@@ -2,7 +2,7 @@
 
 import torch
 
-from outsize.compat.storages import num_holders
+from outsize.compat.torch_private import num_holders
 
 
 def test_tensors_views_and_arrays_hold_a_storage_until_they_are_gone():

@@ -7,30 +7,39 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import graphs, modules, optimizers, storages, tensors, trees
-from outsize.compat.collectives import limited_backend, world_group
-from outsize.compat.compiling import allow_forms, compile_errors, compile_graph
-from outsize.compat.dispatch import (
+from outsize.compat import torch_private
+from outsize.compat.torch_private import (
     OperationMode,
+    allocations,
+    allow_forms,
+    compile_errors,
+    compile_graph,
     counting_changes_of_views,
     fake_tensors,
+    form_grouped_product,
     is_watched,
+    limited_backend,
+    of_all_threads,
+    operations,
+    schema_of,
     watching,
+    world_group,
 )
-from outsize.compat.operations import form_grouped_product, operations, schema_of
-from outsize.compat.profilers import allocations, of_all_threads
 
 
 def test_trees_are_taken_apart_and_put_together_again():
     values = {"a": [1, (2, None)], "b": 3}
-    leaves, structure = trees.flatten(values)
-    assert leaves == trees.leaves_of(values) == [1, 2, None, 3]
-    assert trees.unflatten(leaves, structure) == values
-    assert trees.is_leaf(1)
-    assert not trees.is_leaf([1])
-    assert trees.map_leaves(str, [1, (2,)]) == ["1", ("2",)]
-    assert trees.map_only(int, lambda n: n + 1, [1, "x"]) == [2, "x"]
-    assert trees.leaves_of(values, is_leaf=lambda value: isinstance(value, list)) == [[1, (2, None)], 3]
+    leaves, structure = torch_private.flatten(values)
+    assert leaves == torch_private.leaves_of(values) == [1, 2, None, 3]
+    assert torch_private.unflatten(leaves, structure) == values
+    assert torch_private.is_leaf(1)
+    assert not torch_private.is_leaf([1])
+    assert torch_private.map_leaves(str, [1, (2,)]) == ["1", ("2",)]
+    assert torch_private.map_only(int, lambda n: n + 1, [1, "x"]) == [2, "x"]
+    assert torch_private.leaves_of(values, is_leaf=lambda value: isinstance(value, list)) == [
+        [1, (2, None)],
+        3,
+    ]
 
 
 def test_a_mode_sees_operations_while_it_is_active_and_may_be_entered_twice():
@@ -82,43 +91,43 @@ def test_a_view_made_below_autograd_counts_the_changes_of_what_it_shows():
     base = torch.zeros(2)
     with watching(follow):
         base.add_(1)
-    assert graphs.version_of(views[0]) == graphs.version_of(base) == 1
+    assert torch_private.version_of(views[0]) == torch_private.version_of(base) == 1
 
 
 def test_changes_are_counted_and_may_be_left_out():
     tensor = torch.zeros(2)
     tensor.add_(1)
-    assert graphs.version_of(tensor) == 1
-    with graphs.keeping_versions((tensor,)):
+    assert torch_private.version_of(tensor) == 1
+    with torch_private.keeping_versions((tensor,)):
         tensor.add_(1)
-    assert graphs.version_of(tensor) == 1
+    assert torch_private.version_of(tensor) == 1
 
 
 def test_nodes_have_an_order_and_know_whether_they_will_run():
     leaf = torch.ones(2, requires_grad=True)
-    before = graphs.num_nodes()
+    before = torch_private.num_nodes()
     first = leaf * 2
-    between = graphs.num_nodes()
+    between = torch_private.num_nodes()
     second = first * 2
-    assert graphs.made_at(first.grad_fn) == before < between == graphs.made_at(second.grad_fn)
+    assert torch_private.made_at(first.grad_fn) == before < between == torch_private.made_at(second.grad_fn)
     found = []
-    first.register_hook(lambda _: found.append(graphs.will_run(first.grad_fn)))
+    first.register_hook(lambda _: found.append(torch_private.will_run(first.grad_fn)))
     second.sum().backward()
     assert found == [True]
 
 
 def test_views_lie_in_one_memory():
     tensor = torch.zeros(4)
-    assert storages.memory_key(tensor) == storages.memory_key(tensor[1:])
-    assert storages.memory_key(tensor) == storages.storage_key(tensor.untyped_storage())
-    assert storages.memory_key(tensor) != storages.memory_key(torch.zeros(4))
+    assert torch_private.memory_key(tensor) == torch_private.memory_key(tensor[1:])
+    assert torch_private.memory_key(tensor) == torch_private.storage_key(tensor.untyped_storage())
+    assert torch_private.memory_key(tensor) != torch_private.memory_key(torch.zeros(4))
 
 
 def test_what_a_module_holds_may_be_replaced():
     layer = nn.BatchNorm1d(3)
-    assert modules.parameters_of(layer).keys() == {"weight", "bias"}
-    assert modules.buffers_of(layer).keys() == {"running_mean", "running_var", "num_batches_tracked"}
-    modules.parameters_of(layer)["weight"] = other = nn.Parameter(torch.ones(3))
+    assert torch_private.parameters_of(layer).keys() == {"weight", "bias"}
+    assert torch_private.buffers_of(layer).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+    torch_private.parameters_of(layer)["weight"] = other = nn.Parameter(torch.ones(3))
     assert layer.weight is other
 
 
@@ -126,28 +135,28 @@ def test_hooks_are_seen_and_replaced():
     layer, ran = nn.Identity(), []
     layer.register_forward_hook(lambda *_: ran.append("behind"))
     layer.register_forward_pre_hook(lambda *_: ran.append("before"))
-    assert [len(hooks) for hooks in modules.forward_hooks_of(layer)] == [1, 1]
-    former = modules.replace_forward_hooks(layer, OrderedDict())
+    assert [len(hooks) for hooks in torch_private.forward_hooks_of(layer)] == [1, 1]
+    former = torch_private.replace_forward_hooks(layer, OrderedDict())
     layer(torch.ones(1))
-    modules.replace_forward_hooks(layer, former)
+    torch_private.replace_forward_hooks(layer, former)
     layer(torch.ones(1))
     assert ran == ["before", "before", "behind"]
-    assert not modules.has_hooks_of_all()
+    assert not torch_private.has_hooks_of_all()
     with nn.modules.module.register_module_forward_hook(lambda *_: None):
-        assert modules.has_hooks_of_all()
+        assert torch_private.has_hooks_of_all()
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients_are_seen(register: str):
     parameter = nn.Parameter(torch.ones(1))
-    assert not modules.has_gradient_hooks(parameter)
+    assert not torch_private.has_gradient_hooks(parameter)
     with getattr(parameter, register)(lambda _: None):
-        assert modules.has_gradient_hooks(parameter)
+        assert torch_private.has_gradient_hooks(parameter)
 
 
 def test_a_dtype_is_read_from_the_arguments_of_to():
-    assert modules.dtype_to_move_to("cpu", torch.bfloat16) is torch.bfloat16
-    assert modules.dtype_to_move_to("cpu") is None
+    assert torch_private.dtype_to_move_to("cpu", torch.bfloat16) is torch.bfloat16
+    assert torch_private.dtype_to_move_to("cpu") is None
 
 
 def test_operations_that_this_torch_has_not_are_left_out():
@@ -204,14 +213,16 @@ def test_the_fused_kernel_steps_as_adamw_does():
     torch.manual_seed(0)
     weights, gradient = torch.randn(2, 64)
     stepped = weights.clone()
-    optimizers.fused_adamw(  # type: ignore[call-arg]
+    torch_private.fused_adamw(  # type: ignore[call-arg]
         stepped, gradient, *torch.zeros(2, 64), 1, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8
     )
     parameter = nn.Parameter(weights.clone())
     parameter.grad = gradient.clone()
     torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), fused=True).step()
     assert torch.equal(parameter, stepped)
-    assert torch.equal(optimizers.norms([weights, gradient]), torch.stack([weights.norm(), gradient.norm()]))
+    assert torch.equal(
+        torch_private.norms([weights, gradient]), torch.stack([weights.norm(), gradient.norm()])
+    )
 
 
 def test_muon_multiplies_by_what_it_is_given():
@@ -223,7 +234,7 @@ def test_muon_multiplies_by_what_it_is_given():
         called.append(settings)
         return own(update, *settings)
 
-    with optimizers.muon_products(instead) as own:
+    with torch_private.muon_products(instead) as own:
         torch.optim.Muon([parameter]).step()
     torch.optim.Muon([parameter]).step()
     assert len(called) == 1
@@ -231,13 +242,13 @@ def test_muon_multiplies_by_what_it_is_given():
 
 def test_a_tensor_of_a_class_of_its_own_has_a_form_and_no_bytes():
     class Formed(Tensor):
-        __torch_function__ = tensors.no_function_override()
+        __torch_function__ = torch_private.no_function_override()
 
         @classmethod
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             return torch.zeros(5)
 
-    made = tensors.formed_like(Formed, torch.empty(2, 3).t(), torch.device("cpu"))
+    made = torch_private.formed_like(Formed, torch.empty(2, 3).t(), torch.device("cpu"))
     assert (made.shape, made.stride()) == ((3, 2), (1, 3))
     assert made.exp().shape == (5,)
 
@@ -250,7 +261,7 @@ def test_subclasses_are_plain_tensors_for_a_while():
 
     made = torch.ones(1).as_subclass(Told)
     assert made.exp() == "told"
-    with tensors.as_plain_tensors():
+    with torch_private.as_plain_tensors():
         assert made.exp() != "told"
 
 

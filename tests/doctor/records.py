@@ -4,7 +4,7 @@ import json
 
 from hardware.fake_machine import SERVER, build, link, measured, probed
 from outsize.doctor.run_record import read_run
-from outsize.hardware.all_reduce_arithmetic import summarize
+from outsize.hardware.collectives import summarize
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.inventory import Inventory
 from outsize.hardware.machine_file import DeviceRates, MachineFile

@@ -6,8 +6,8 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
+from outsize.telemetry.counters import HostSampler
 from outsize.telemetry.heartbeat_schema import HostSample
-from outsize.telemetry.host import HostSampler
 from outsize.training.run import train
 from tiny import tiny_run
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from outsize.errors import LostRankError
 from outsize.group.gloo import GlooGroup
-from outsize.group.group import even_ranges
-from outsize.group.single import SingleGroup
+from outsize.group.group import SingleGroup, even_ranges
 from outsize.testing import GroupContract, ThreadWorld, in_ranks
 from patience import PATIENCE_S
 

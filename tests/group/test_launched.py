@@ -2,8 +2,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from outsize.errors import ConfigError, LostRankError
+from outsize.group.group import SingleGroup
 from outsize.group.launched import launched, open_group
-from outsize.group.single import SingleGroup
 from outsize.testing.processes import free_port, rank_variables
 
 

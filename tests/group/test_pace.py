@@ -1,8 +1,7 @@
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.group.pace import Pace
-from outsize.group.single import SingleGroup
+from outsize.group.group import Pace, SingleGroup
 from outsize.testing import in_ranks
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hardware.fake_machine import SERVER, build
-from outsize.hardware.cpu import read_cpu
-from outsize.hardware.numa import node_of_pci, place
+from outsize.hardware.cpu import node_of_pci, place, read_cpu
 
 GB = 10**9
 # Two sockets of 32 cores whose threads are numbered as the kernel does, and 256 GB each.

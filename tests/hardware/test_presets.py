@@ -4,11 +4,10 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.gpu_table import cards, find_card, known_card
+from outsize.hardware.cards.gpu_table import cards, find_card, known_card, share_of_peak
 from outsize.hardware.cards.presets import parse_gpus, pcie_bytes_per_s
-from outsize.hardware.cards.product_rates import share_of_peak
 from outsize.hardware.machine_spec import Figure, Link, Machine, Peer, from_json
-from outsize.hardware.pcie import LANE_BYTES_PER_S
+from outsize.hardware.topology import LANE_BYTES_PER_S
 
 
 def test_every_figure_has_a_source_and_none_claims_to_be_measured():

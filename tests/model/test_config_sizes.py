@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from cli.command_line import status_of
-from outsize.cli.plan.model_config import read_config
+from outsize.cli.plan.plan_model import read_config
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import load_hf_config
 from outsize.model.sizes.config_sizes import check_sizes

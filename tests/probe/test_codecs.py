@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 from outsize.cli.text.probe_rows import several_rows
 from outsize.errors import CodecError
 from outsize.hardware.machine_file import parse
-from outsize.probing.codec_probe import measure_codecs
+from outsize.probing.data_probe import measure_codecs
 from outsize.probing.run_probe import Wishes, probe
 from probe.efforts import TINY
 

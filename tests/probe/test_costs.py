@@ -13,11 +13,11 @@ from outsize.accelerators import CPU
 from outsize.hardware.cpu import NumaNode
 from outsize.hardware.readings import Fact
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.probing import host_costs, several_gpus
+from outsize.probing import host_probe, several_gpus
+from outsize.probing.compute import measure_shapes, shapes_of
 from outsize.probing.data_probe import measure_data
-from outsize.probing.host_costs import measure_numa, measure_pinning
+from outsize.probing.host_probe import measure_numa, measure_pinning
 from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
-from outsize.probing.shapes import measure_shapes, shapes_of
 from probe.efforts import MIB, TINY
 
 
@@ -32,9 +32,9 @@ def test_locking_is_priced_or_says_why_not(monkeypatch):
     assert (cost.way, cost.asked_bytes) == ("mlock", MIB * 5 // 4)
     assert (cost.pin_s_per_gb.median is None) == (cost.taken_bytes.value is None)
     monkeypatch.setattr(
-        host_costs.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(mlock=lambda *_: -1, munlock=lambda *_: 0)
+        host_probe.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(mlock=lambda *_: -1, munlock=lambda *_: 0)
     )
-    monkeypatch.setattr(host_costs.ctypes, "get_errno", lambda: 12)
+    monkeypatch.setattr(host_probe.ctypes, "get_errno", lambda: 12)
     (refused,) = measure_pinning(TINY, device=None)
     assert refused.pin_s_per_gb.source == "cannot allocate memory"
 

@@ -13,10 +13,9 @@ from outsize.hardware.streaming import FeedRates, Overlap
 from outsize.probing import run_probe
 from outsize.probing.compute import measure_attention, measure_matmul
 from outsize.probing.disk_probe import measure_disk
-from outsize.probing.effort import FULL, shared, within_memory
+from outsize.probing.effort import FULL, sample, shared, within_memory
 from outsize.probing.link import measure_links, sizes
 from outsize.probing.run_probe import Wishes, probe
-from outsize.probing.timing import sample
 from probe.efforts import MIB, TINY
 from threads import num_threads
 

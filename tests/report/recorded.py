@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.reporting.chrome import to_chrome
+from outsize.reporting.html_page import to_chrome
 
 MIB = 2**20
 UNITS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(8)), "lm_head"]

@@ -1,7 +1,7 @@
 import json
 
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.reporting.chrome import to_chrome
+from outsize.reporting.html_page import to_chrome
 
 TIMELINE = Timeline(
     (

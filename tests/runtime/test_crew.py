@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
-from outsize.compat.dispatch import watching
+from outsize.compat.torch_private import watching
 from outsize.errors import ExecutionError, ModelError, NonFiniteError
 from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.ops import Kind

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from hardware.fake_machine import build
-from outsize.telemetry import host
+from outsize.telemetry import counters
+from outsize.telemetry.counters import HostSampler
 from outsize.telemetry.heartbeat_schema import HostSample
-from outsize.telemetry.host import HostSampler
 
 CPU = min(os.sched_getaffinity(0))
 HZ, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
@@ -30,7 +30,7 @@ def kernel(
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(host.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(counters.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -53,7 +53,7 @@ def test_a_look_tells_what_was_counted_since_the_one_before(tmp_path, clock):
     found = sampler.sample()
     assert found.span_s == 2.0
     assert found.queued_s == 9.0  # that of a new thread, too
-    assert found.cpu_s_by_thread == {host.NATIVE: 3.0}
+    assert found.cpu_s_by_thread == {counters.NATIVE: 3.0}
     assert 9_000 < found.others_cpu_s <= 10_000  # less what this process had itself
     assert found.stolen_cpu_s == pytest.approx(2.0)
     assert found.throttled_s == 1.0

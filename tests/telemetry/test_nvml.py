@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.counters import GpuSampler
 
 
 class NvmlError(Exception):

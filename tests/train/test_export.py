@@ -16,7 +16,7 @@ import outsize
 from cli.command_line import status_of
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
-from outsize.checkpoint.files.joined_shards import join_shards
+from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.push import Hub, _is_on_the_hub
 from outsize.errors import CheckpointError, ConfigError, StorageError
 from outsize.training.run import train

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.errors import ConfigError, ModelError
-from outsize.group.pace import Pace
-from outsize.group.single import SingleGroup
+from outsize.group.group import Pace, SingleGroup
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Peer, from_json
 from outsize.planner.simulate.costs import UnitTimes

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outsize.hardware.numa import Placement, left_alone
+from outsize.hardware.cpu import Placement, left_alone
 from outsize.session import numa_binding
 from outsize.session.numa_binding import address_of, bound
 from outsize.training.run import train

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.inference.caller import Caller
 from outsize.runtime.engine.engine import Engine
 from outsize.wrapped.outputs import Joined
@@ -24,7 +24,7 @@ class Touched(TorchDispatchMode):
         self.note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in trees.leaves_of((args, kwargs)):
+        for value in torch_private.leaves_of((args, kwargs)):
             if isinstance(value, Tensor):
                 self.note(value.untyped_storage().data_ptr())
         return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from outsize import files
 from outsize.checkpoint.files.beside_weights import Beside, write_beside
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
-from outsize.checkpoint.files.checkpoint_planes import Chunk, pieces
+from outsize.checkpoint.files.checkpoint_map import Chunk, pieces
 from outsize.model.adapters import Adapters
 from outsize.model.sizes.model_spec import UnitSpec
 

@@ -7,8 +7,8 @@ from outsize.checkpoint import merge as merging
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.files.beside_weights import copy_named_templates
 from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file
+from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.files.checkpoint_writer import new_directory
-from outsize.checkpoint.files.joined_shards import join_shards
 from outsize.checkpoint.trainer_checkpoint import KEPT
 from outsize.errors import CheckpointError, ConfigError
 

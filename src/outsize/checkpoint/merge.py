@@ -16,7 +16,7 @@ from outsize.checkpoint.files.checkpoint_files import ADAPTER_WEIGHTS, locate_ch
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.checkpoint.trainer_checkpoint import is_trainers
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, put_in
 from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised

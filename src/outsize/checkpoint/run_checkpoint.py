@@ -28,7 +28,7 @@ from outsize.checkpoint.checkpoint_state import (
 )
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
-from outsize.checkpoint.files.checkpoint_planes import find_plane, pieces, read_plane
+from outsize.checkpoint.files.checkpoint_map import find_plane, pieces, read_plane
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec

@@ -50,7 +50,7 @@ from outsize.checkpoint.checkpoint_state import (
 )
 from outsize.checkpoint.files.beside_weights import Beside
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, write_file
-from outsize.checkpoint.files.checkpoint_planes import Chunk, write_plane
+from outsize.checkpoint.files.checkpoint_map import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
 from outsize.errors import CheckpointError, StorageError
 from outsize.model.sizes.model_spec import UnitSpec

@@ -11,16 +11,13 @@ from typer.core import TyperGroup
 from outsize import __version__
 from outsize.cli.all_reduce_command import all_reduce
 from outsize.cli.doctor_command import doctor
-from outsize.cli.export_command import export
 from outsize.cli.generate_command import generate
-from outsize.cli.inspect_command import data, inspect
+from outsize.cli.inspect_command import data, export, inspect
 from outsize.cli.plan.plan_command import plan
 from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
 from outsize.cli.serve_command import serve
-from outsize.cli.sweep_command import sweep
-from outsize.cli.train_command import train
-from outsize.cli.verify_command import verify
+from outsize.cli.train_command import sweep, train, verify
 from outsize.cli.watch_command import watch
 from outsize.errors import OutsizeError
 

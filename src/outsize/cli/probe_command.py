@@ -72,7 +72,7 @@ def probe(options: ProbeOptions, output: Output) -> None:
     """Measure this machine: memory, optimizer, disks, compute, links, data. Needs no rights and leaves no files."""
     from outsize.cli.text import probe_text
     from outsize.hardware import machine_file
-    from outsize.hardware.compare import compare
+    from outsize.hardware.machine_file import compare
     from outsize.probing.effort import FULL, QUICK
     from outsize.probing.run_probe import Wishes
     from outsize.probing.run_probe import probe as run_probe

@@ -1,4 +1,11 @@
-"""``outsize train``: train, with a live line; the last line on stdout is the result."""
+"""Commands that train: `train`, `verify` and `sweep`.
+
+``outsize train``: train, with a live line; the last line on stdout is the result.
+
+``outsize verify``: the same steps streamed and resident, compared bit for bit.
+
+``outsize sweep``: which tokens per step are the fastest on this machine, measured.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -6,13 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outsize.cli.text.columns import columns
 from outsize.cli.text.console import Output
-from outsize.cli.text.options import with_run_options
-from outsize.units import format_bytes
+from outsize.cli.text.options import ConfigArgument, JsonOption, SetOption, with_run_options
+from outsize.errors import ConfigError
+from outsize.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from outsize.config import Config
-    from outsize.training.metrics.run_records import TrainResult
+    from outsize.training.metrics.run_records import TrainResult, VerifyResult
+    from outsize.training.short_runs import ShortRun
 
 
 VerboseOption = Annotated[
@@ -87,3 +97,96 @@ def _verdict(run_dir: Path) -> list[str]:
     return (
         [] if found is None else [f"limited by {found.limits}: {found.evidence}", f"first try: {found.fix}"]
     )
+
+
+@with_run_options
+def verify(config: "Config", output: Output, dry_run: bool) -> None:
+    """Train streamed and resident, and compare every loss and weight bit for bit.
+
+    Exit status 1 where they differ. The resident run needs memory for the whole training state.
+    """
+    from outsize.cli.text.plan_text import print_plan
+    from outsize.training import verify as comparison
+
+    if dry_run:
+        print_plan(config, output)
+        return
+    result = comparison.verify(config, announce=output.say)
+    output.emit(result.to_dict())
+    output.print_result(_table(result))
+    if not result.equal:
+        raise typer.Exit(1)
+
+
+def _table(result: "VerifyResult") -> str:
+    """Return the losses of both runs side by side, and the verdict."""
+    lines = [f"{'step':>5}  {'streamed':>22}  {'resident':>22}"]
+    for step, pair in enumerate(zip(result.loss_streamed, result.loss_resident, strict=True), start=1):
+        mark = "" if repr(pair[0]) == repr(pair[1]) else "  differs"  # a NaN is a NaN
+        lines.append(f"{step:>5}  {pair[0]!r:>22}  {pair[1]!r:>22}{mark}")
+    lines.append(f"largest difference of a weight: {result.max_weight_difference:g}")
+    if result.differing:
+        lines.append(f"parameters that differ: {', '.join(result.differing[:5])}")
+    lines.append("equal, bit for bit" if result.equal else "NOT EQUAL")
+    return "\n".join(lines)
+
+
+def sweep(
+    config_path: ConfigArgument = None,
+    tokens_per_step: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="TOKENS", help="A size to try; repeatable. Default: half to eight times the run's own."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each size; the first does not count.")] = 3,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the configuration with the best size here."
+        ),
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a few steps of each size of a step, and say which is the fastest; nothing of them is kept.
+
+    The best is the smallest size within 2 % of the most tokens per second.
+    """
+    from outsize.config import load_config
+    from outsize.config.load import dump_config
+    from outsize.training import short_runs
+
+    output = Output(as_json=as_json)
+    with output.guarded():
+        if output_file is not None and not output_file.absolute().parent.is_dir():
+            raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
+        config = load_config(config_path, overrides or ())
+        sizes = sorted(set(tokens_per_step or short_runs.sizes_around(config)))
+        rows = short_runs.sweep(config, sizes, steps, output.say)
+        best = short_runs.best_of(rows)
+        if best is None:
+            raise ConfigError(f"no size fits: {rows[0].why_not}")
+        output.emit({"sizes": [row.to_dict() for row in rows], "best": best.tokens_per_step})
+        output.print_result(_sweep_table(rows, best))
+        if output_file is not None:
+            text = dump_config(short_runs.with_size(config, best.tokens_per_step))
+            try:
+                output_file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--output {output_file}: {error.strerror}; choose another file") from error
+
+
+def _sweep_table(rows: "list[ShortRun]", best: "ShortRun") -> str:
+    lines: list[tuple[str, ...]] = [
+        ("tokens per step", "microbatches", "step", "tokens/s", "device", "host", "disk", "")
+    ]
+    for row in rows:
+        size = f"{row.tokens_per_step:,}"
+        if row.why_not:
+            lines.append((size, "", "", "", "", "", "", row.why_not))
+            continue
+        memory = (format_bytes(row.memory_bytes[tier]) for tier in ("device", "host", "disk"))
+        told = (size, f"{row.microbatches}", format_seconds(row.step_s), f"{row.tokens_per_s:.0f}", *memory)
+        lines.append((*told, "best" if row is best else ""))
+    return "\n".join(columns(lines))

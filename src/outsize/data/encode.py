@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.compat.models import encodes_as_the_library
+from outsize.compat.transformers_private import encodes_as_the_library
 from outsize.data.chat import ChatTemplate
 from outsize.data.chat.reply_spans import Span
 from outsize.data.reading.formats import Document

@@ -6,7 +6,7 @@ and for Python, and on a CPU compute and copies. A loader, and what is called be
 
 from outsize.doctor.facts import Facts, LackingError, is_on_cpu, number
 from outsize.doctor.finding import Seen
-from outsize.doctor.wait_rules import WORTH
+from outsize.doctor.run_rules import WORTH
 from outsize.units import format_bytes
 
 # A run from before heartbeats counted: below this share of what its threads could use, with a load as high as there

@@ -8,19 +8,16 @@ from typing import Final
 
 from outsize.doctor import (
     advice,
-    compute_rules,
     contention,
     device_rules,
-    disk_rules,
     host_rules,
     link_rules,
-    nccl_rules,
     peer_rules,
     run_rules,
 )
 from outsize.doctor.advice import Remedy
 from outsize.doctor.finding import Rule
-from outsize.doctor.wait_rules import waits_for
+from outsize.doctor.run_rules import waits_for
 
 _PROBE_AGAIN = "outsize probe --compare machine.json"
 _SHARE = "stall_share and stall_owner in heartbeat.jsonl of the next run"
@@ -295,7 +292,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-unsuitable",
         part="disk",
-        look=disk_rules.poor_disk,
+        look=host_rules.poor_disk,
         causes=("the directory lies on a network, overlay or memory file system", "an old drive"),
         fix="memory.store_dir: a directory on a local NVMe with ext4 or XFS",
         verify="outsize probe --directory DIR",
@@ -303,7 +300,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="disk-sags",
         part="disk",
-        look=disk_rules.sagging_disk,
+        look=host_rules.sagging_disk,
         causes=("the drive's fast cache is full", "heat", "a virtual disk that has used up its credit"),
         fix="memory.store_dir on a drive made for writes; memory.home: host where it fits; fewer, larger steps",
         verify="outsize probe --full --directory DIR: sustained_write_bytes_per_s in machine.json",
@@ -331,7 +328,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="nccl-overridden",
         part="link",
-        look=nccl_rules.overridden,
+        look=link_rules.overridden,
         causes=("left over from a search for an error", "copied from another machine"),
         fix="unset the variables; set one again only where a benchmark on this machine shows that it helps",
         verify="outsize all-reduce with and without",
@@ -339,7 +336,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="sums-slow",
         part="link",
-        look=nccl_rules.slow_sums,
+        look=link_rules.slow_sums,
         causes=(
             "NCCL takes sockets instead of shared memory or peer copies: a container without /dev/shm, or a variable",
             "GPUs below different processors, and memory of only one of them",
@@ -350,7 +347,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="nccl-misspelt",
         part="link",
-        look=nccl_rules.misspelt,
+        look=link_rules.misspelt,
         causes=("a typing mistake", "advice that was never true: NCCL_TIMEOUT is no variable"),
         fix="the name in the evidence; a time limit is an argument: torch.distributed.init_process_group(timeout=...)",
         verify="NCCL_DEBUG=INFO names the variables that were read",
@@ -442,7 +439,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="microbatch-tiny",
         part="compute",
-        look=compute_rules.tiny_microbatch,
+        look=device_rules.tiny_microbatch,
         causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
         fix=(
             advice.fewer_microbatches,
@@ -454,7 +451,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="compute-slow",
         part="compute",
-        look=compute_rules.slow_compute,
+        look=device_rules.slow_compute,
         causes=(
             "Python in the model's forward, which computes nothing",
             "a very small model, whose kernels are short",
@@ -467,7 +464,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="compute-slowed",
         part="run",
-        look=compute_rules.slowed_compute,
+        look=device_rules.slowed_compute,
         causes=(
             "on a CPU, lanes that copy, sum and step on the processors that compute",
             "memory that is given back and taken again: pages handed out",
@@ -480,7 +477,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="dtype-slow",
         part="compute",
-        look=compute_rules.slow_dtype,
+        look=device_rules.slow_dtype,
         causes=("the processor has no products of this dtype, and converts to fp32 and back",),
         fix=(
             Remedy(

@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import LostRankError
 from outsize.group.group import Group
+from outsize.group.launched import meet
 from outsize.group.liveness import Liveness
-from outsize.group.meeting import meet
 
 # A rank that beats but does not come to where the others wait: torch's own limit for gloo is as long.
 WAIT_S = 1800.0

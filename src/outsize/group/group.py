@@ -8,13 +8,25 @@ Sums are exact in this sense: pieces are added in the order of ranks, ((p0 + p1)
 tensor. So a sum has the same bits on all ranks and in every run with as many ranks, whichever piece arrives first. The
 bytes are those of a ring: scattering a sum of n bytes over N ranks sends and receives (N - 1) / N * n on each rank, but
 to and from N - 1 partners.
+
+A group of one: what a run is without torchrun.
+
+Ranks that measure together: each piece begins on all of them at once and is repeated as often on all.
+
+Ranks of one machine share its cores, caches and memory. What one of them measures while the others are at something
+else, or wait for it, is not what it reaches in a step, in which all of them work. So before each piece they say what
+comes and how much of it they want, and all take the most that anyone wants. Ranks of other machines lose nothing by it.
+
+A rank that cannot go on says so once, in the place of its next word (`give_up`). The others go on by themselves from
+there, as they do where they find that they were about to measure different things. Nobody waits for anybody then.
 """
 
 import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -163,3 +175,72 @@ def _add_in_order(own: Tensor, rank: int, others: Mapping[int, Tensor]) -> None:
         total += own if peer == rank else others[peer]
     if total is not own:
         own.copy_(total)
+
+
+class SingleGroup(Group):
+    """Group of a single rank: every collective returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = 0, 1
+
+    def channel(self, name: str) -> "SingleGroup":
+        """Return a group of one."""
+        return SingleGroup()
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """There is nobody to send to."""
+        if outgoing or incoming:
+            raise ValueError(f"there is one rank only, got {sorted({*outgoing, *incoming})}")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """There is nobody to leave."""
+
+
+CHANNEL = "pace"
+
+
+class Pace:
+    """A context manager: who leaves it with an error gives up, and who comes to its end waits for the others.
+
+    Args:
+        group: the ranks; of one, every word is its own.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._channel = group.channel(CHANNEL) if group.size > 1 else None
+
+    def most(self, what: str, wanted: float) -> float:
+        """Return the most that any rank wants of ``what``, when all have come to it; ``wanted`` where all are apart.
+
+        Raises:
+            LostRankError: a rank is gone.
+        """
+        if self._channel is None:
+            return wanted
+        told = self._channel.gather_objects([what, wanted])
+        if any(word is None or word[0] != what for word in told):
+            self._channel = None  # on all ranks: they have heard the same
+            return wanted
+        return max(float(word[1]) for word in told)
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks have come to ``what``; at once where they are apart."""
+        self.most(what, 0.0)
+
+    def give_up(self) -> None:
+        """Tell the others to go on by themselves; idempotent."""
+        if self._channel is not None:
+            self._channel.gather_objects(None)
+            self._channel = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.meet("the end")
+        elif isinstance(error, Exception):  # who is told to stop at once does not talk
+            self.give_up()

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from outsize.hardware.cpu import Cpu, read_cpu
-from outsize.hardware.disks import DiskPlace, read_disk
-from outsize.hardware.environment import Environment, read_environment
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_gpus
-from outsize.hardware.host_memory import HostMemory, read_host_memory
+from outsize.hardware.host_memory import (
+    DiskPlace,
+    Environment,
+    HostMemory,
+    read_disk,
+    read_environment,
+    read_host_memory,
+)
 from outsize.hardware.readings import Fact, Record
 
 

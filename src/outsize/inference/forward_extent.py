@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.runtime.trial.live_bytes import LiveBytes
 
 # What kernels take inside themselves, as a share of the tensors they make (train.prepare uses the same).
@@ -82,7 +82,7 @@ class Workspace:
         """Call a unit, measured if this forward is."""
         if self._measuring is None:
             return real(*args, **kwargs)
-        inputs = sum(x.nbytes for x in trees.leaves_of((args, kwargs)) if isinstance(x, Tensor))
+        inputs = sum(x.nbytes for x in torch_private.leaves_of((args, kwargs)) if isinstance(x, Tensor))
         live = LiveBytes(weights.untyped_storage())
         try:
             with live:
@@ -91,7 +91,7 @@ class Workspace:
             live.forget()
         most = inputs + live.peak
         if last:
-            made = sum(x.nbytes for x in trees.leaves_of(output) if isinstance(x, Tensor))
+            made = sum(x.nbytes for x in torch_private.leaves_of(output) if isinstance(x, Tensor))
             most = max(most, inputs + OUTPUT_COPIES * made)
         self._bytes = max(self._bytes, int(most * (1 + self._share)))
         return output
@@ -110,7 +110,7 @@ class Workspace:
 
 def extent_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardExtent:
     """The size of a forward, by what its first unit is called with: ids [B, S] or vectors [B, S, d]."""
-    for leaf in trees.leaves_of((args, kwargs)):
+    for leaf in torch_private.leaves_of((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim():
             return ForwardExtent(len(leaf), leaf.shape[1] if leaf.dim() > 1 else 1)
     return ForwardExtent(1, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.runtime.device.device import Device
 
 # Tokens that a host copy has room to grow by before it is made anew.
@@ -20,7 +20,7 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the cache that a unit is called with, or None."""
     from transformers.cache_utils import Cache, EncoderDecoderCache
 
-    for value in trees.leaves_of((args, kwargs)):
+    for value in torch_private.leaves_of((args, kwargs)):
         if isinstance(value, Cache | EncoderDecoderCache):
             return value
     return None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of
 from outsize.inference.forward_extent import no_grad_parameter
 from outsize.inference.source import Source
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
-from outsize.compat.graphs import version_of
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of, version_of
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.frozen_params import Apart, frozen_part, matrices_and_tables
 from outsize.model.sizes.model_spec import PartKind

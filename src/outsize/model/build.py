@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
-from outsize.compat.models import attention_of, initialize, kept_in_fp32
-from outsize.compat.modules import buffers_of, parameters_of
+from outsize.compat.torch_private import buffers_of, parameters_of
+from outsize.compat.transformers_private import attention_of, initialize, kept_in_fp32
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.sizes.config_sizes import check_sizes
 
@@ -121,7 +121,7 @@ def build_skeleton(
     """Return the model of ``hf_config`` in training mode: parameters on the meta device, buffers real.
 
     Tied weights are one and the same parameter. The model has a config of its own, with the cache of keys and
-    values off; the attention that it will use is in `compat.models.attention_of` it. Buffers that
+    values off; the attention that it will use is in `compat.transformers_private.attention_of` it. Buffers that
     transformers keeps in fp32 whatever the dtype (router corrections of DeepSeek-V3) are fp32. Buffers that a
     checkpoint stores hold their initial values until `CheckpointReader.load_buffers`.
 

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.compat.compiling import allow_forms, compile_errors, compile_graph
-from outsize.compat.dispatch import is_watched
+from outsize.compat.torch_private import allow_forms, compile_errors, compile_graph, is_watched
 from outsize.model.split import Split
 
 # What compiles: torch's name of it.

@@ -1,9 +1,13 @@
-"""Kernels of the Hugging Face hub in a model: transformers maps them to layers, and the package `kernels` loads them.
+"""Kernels of the Hub in the layers of a model.
+
+Kernels of the Hugging Face hub in a model: transformers maps them to layers, and the package `kernels` loads them.
 
 Modules of a class that transformers maps get the forward of a kernel; functions that it maps, such as scans and
 convolutions, belong to a module of transformers, and so to every model of the process, and keep theirs. As Liger's
 kernels, see there, these run where tensors lie on the device that they were loaded for: elsewhere, as in the trial of a
 microbatch, the model's own code runs.
+
+Kernels in place of operations of a model's blocks, as `model.kernels` names them.
 """
 
 from collections import Counter
@@ -16,8 +20,9 @@ import torch
 from torch import nn
 
 from outsize.accelerators import Devices
+from outsize.choices import BlockKernels
 from outsize.errors import ConfigError, ModelError
-from outsize.model.liger import NORM, Either, check_plain, given_forward, saving_norm
+from outsize.model.liger import NORM, Either, check_plain, given_forward, saving_norm, take_liger
 
 
 def take_hub(model: nn.Module, devices: Devices) -> str:
@@ -96,3 +101,16 @@ def _take(part: Any, everywhere: bool) -> Iterator[str]:
         saving = partial(saving_norm, own) if kernel.__qualname__ == NORM else own
         part.forward = MethodType(Either(kernel, saving, everywhere), part)
         yield type(part).kernel_layer_name
+
+
+def take_kernels(
+    model: nn.Module, whose: BlockKernels, devices: Devices, announce: Callable[[str], object]
+) -> None:
+    """Have ``model`` compute with such kernels on ``devices``, and say which they are; `take_plain` undoes it.
+
+    Raises:
+        ConfigError: the package of the kernels is not there, or they do not run on such a device.
+        ModelError: there are none for such a model, or it has some already.
+    """
+    if whose != "none":
+        announce(f"kernels: {(take_liger if whose == 'liger' else take_hub)(model, devices)}")

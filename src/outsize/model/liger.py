@@ -27,11 +27,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from outsize.accelerators import Devices
-from outsize.compat import trees
-from outsize.compat.dispatch import is_watched
-from outsize.compat.liger_kernels import put_kernels_in
-from outsize.compat.models import has_hub_kernels
-from outsize.compat.modules import parameters_of
+from outsize.compat import torch_private
+from outsize.compat.torch_private import is_watched, parameters_of
+from outsize.compat.transformers_private import has_hub_kernels, put_kernels_in
 from outsize.errors import ConfigError, ModelError
 
 _PACKAGE = "liger_kernel"
@@ -145,7 +143,7 @@ class _Saving(Function):
             tensors[index] = saved.detach()
         leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
         with torch.enable_grad():
-            made = trees.leaves_of(ctx.run(*leaves))
+            made = torch_private.leaves_of(ctx.run(*leaves))
         pairs = [pair for pair in zip(made, gradients, strict=True) if pair[0].requires_grad]
         roots, given = zip(*pairs, strict=True)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -200,7 +198,7 @@ def _rotation(kernel: Callable[..., Any], own: Callable[..., Any], everywhere: b
 
 def _is_away(values: Any) -> bool:
     """Whether the first tensor in ``values`` lies on an accelerator."""
-    first = next(leaf for leaf in trees.leaves_of(values) if isinstance(leaf, Tensor))
+    first = next(leaf for leaf in torch_private.leaves_of(values) if isinstance(leaf, Tensor))
     return first.device.type not in ("cpu", "meta")
 
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outsize.compat.models import output_collector
+from outsize.compat.transformers_private import output_collector
 from outsize.model.modes import MODES
 
 # The keyword argument that tells a unit's forward what to collect.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
-from outsize.compat.peft_layers import changed_weight
+from outsize.compat.transformers_private import changed_weight
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import (
     AROUND_MODEL,

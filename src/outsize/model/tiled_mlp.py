@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import handle_torch_function, has_torch_function
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError
 from outsize.model import recorded
 from outsize.model.split import Split
@@ -147,7 +147,7 @@ class Call:
         Raises:
             ModelError: there is something else among them.
         """
-        leaves, self._structure = trees.flatten(self._module.own(rows[None], self._keys))
+        leaves, self._structure = torch_private.flatten(self._module.own(rows[None], self._keys))
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[_dim(leaf)] != len(rows):
                 raise ModelError(
@@ -188,7 +188,7 @@ class Call:
     def returned(self, leaves: list[Tensor], places: torch.Size) -> Any:
         """Return ``leaves`` as the module would, to whom came tokens at ``places``; what it recorded is noted."""
         whole = [leaf.view(*places, -1) if leaf.ndim == 3 else leaf for leaf in leaves]
-        outputs, found = trees.unflatten(whole, self._structure)
+        outputs, found = torch_private.unflatten(whole, self._structure)
         if found:
             recorded.note(found)
         return outputs

@@ -16,7 +16,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError
 from outsize.model.modes import MODES, Modes, check_inference
 from outsize.model.recorded import WANTED, note, recording, wanted
@@ -116,7 +116,7 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
 
 def without_history(outputs: Any) -> Any:
     """Return what a unit returned to code that makes no graph."""
-    return trees.map_only(Tensor, Tensor.detach, outputs)
+    return torch_private.map_only(Tensor, Tensor.detach, outputs)
 
 
 def is_walking() -> bool:

@@ -23,7 +23,7 @@ from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.saving_room import check_saves, state_bytes, weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
-from outsize.compat.trainers import forget_metrics, on_device, use_one_device
+from outsize.compat.transformers_private import forget_metrics, on_device, use_one_device
 from outsize.config import Config, DataConfig, Surroundings, dump_config
 from outsize.errors import ConfigError, OutsizeError
 from outsize.group.launched import launched

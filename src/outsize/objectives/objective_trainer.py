@@ -19,7 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from outsize import files
 from outsize.checkpoint.checkpoint_dir import set_best, set_latest
 from outsize.checkpoint.saver import DEFAULT_MINUTES, FIRST_MINUTES
-from outsize.compat.trainers import TrainerSteps
+from outsize.compat.transformers_private import TrainerSteps
 from outsize.config import Config
 from outsize.errors import NonFiniteError
 from outsize.objectives.objective_models import streamed

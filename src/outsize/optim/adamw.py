@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat.optimizers import fused_adamw
+from outsize.compat.torch_private import fused_adamw
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, UnitSpec
 from outsize.optim.adamw_kernel import step_native
 from outsize.optim.planes import StatePlanes

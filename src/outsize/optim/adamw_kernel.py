@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.compat.optimizers import fused_adamw
+from outsize.compat.torch_private import fused_adamw
 from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import low_pair
 from outsize.optim.update import Update

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outsize.compat.optimizers import norms
+from outsize.compat.torch_private import norms
 from outsize.model.sizes.model_spec import UnitSpec
 
 

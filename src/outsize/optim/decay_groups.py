@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from outsize.accelerators import CPU, VENDORS, Devices, kind_here, synchronize
 from outsize.errors import StorageError
-from outsize.hardware.all_reduce_arithmetic import AllReduceRates, summarize
+from outsize.hardware.collectives import AllReduceRates, summarize
 from outsize.storage.directory import temporary_directory
 from outsize.units import format_bytes
 

@@ -1,4 +1,7 @@
-"""How fast text becomes tokens and stored tokens become batches, by the number of threads."""
+"""How fast text becomes tokens and stored tokens become batches, by the number of threads.
+
+What every codec makes of tensors of the user's own: ratio, error, and rates of one core.
+"""
 
 import os
 import sysconfig
@@ -11,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from outsize.codecs.codec_figures import CodecFigures, measure_file
 from outsize.data.opening import ModelLimits, open_data
 from outsize.errors import OutsizeError
-from outsize.hardware.machine_file import DataRates
+from outsize.hardware.machine_file import DataRates, ProbedCodec
 from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.probing.effort import Effort
 from outsize.storage.directory import temporary_directory
@@ -146,3 +150,28 @@ def _one_thread_each() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def measure_codecs(tensors: Path | None) -> tuple[ProbedCodec, ...]:
+    """Return the figures of every codec on a safetensors file; none without one.
+
+    Raises:
+        CodecError: not a safetensors file, or nothing in it that codecs are for.
+    """
+    return () if tensors is None else tuple(_rates(figures, tensors) for figures in measure_file(tensors))
+
+
+def _rates(figures: CodecFigures, tensors: Path) -> ProbedCodec:
+    where = f"{figures.numel} elements of {tensors}"
+    return ProbedCodec(
+        kind=figures.kind,
+        codec=figures.codec,
+        dtype=figures.dtype,
+        num_elements=figures.numel,
+        ratio=Fact.read(figures.ratio, where),
+        bound=Fact.read(figures.bound, where),
+        largest_error=Fact.read(figures.largest_error, where),
+        relative_error=Fact.read(figures.relative_error, where),
+        encode_bytes_per_s=Measurement.of([figures.encode_bytes_per_s], f"{where}, seconds of one core"),
+        decode_bytes_per_s=Measurement.of([figures.decode_bytes_per_s], f"{where}, seconds of one core"),
+    )

@@ -1,6 +1,11 @@
-"""How long a probe tries: seconds per measurement and sizes, for ``--quick`` and ``--full``."""
+"""How long a probe tries: seconds per measurement and sizes, for ``--quick`` and ``--full``.
+
+Repeating work for a while and timing each repetition.
+"""
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
@@ -8,7 +13,7 @@ MIB = 2**20
 
 
 class Sampling(TypedDict):
-    """How long a measurement is repeated, see `outsize.probing.timing.sample`."""
+    """How long a measurement is repeated, see `outsize.probing.effort.sample`."""
 
     seconds: float
     num_min: int
@@ -76,7 +81,7 @@ class Effort:
     until_s: float = math.inf
 
     def sampling(self) -> Sampling:
-        """Return how long `outsize.probing.timing.sample` goes on."""
+        """Return how long `outsize.probing.effort.sample` goes on."""
         return {"seconds": self.sample_s, "num_min": self.num_samples_min, "until_s": self.until_s}
 
 
@@ -174,3 +179,32 @@ def shared(effort: Effort, num_devices: int) -> Effort:
         copy_s=effort.copy_s / num_devices,
         overlap_s=effort.overlap_s / num_devices,
     )
+
+
+def sample(
+    work: Callable[[], object],
+    *,
+    seconds: float,
+    num_min: int,
+    until_s: float = math.inf,
+    finish: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Return the seconds that ``work()`` took, again and again, after one repetition that does not count.
+
+    Args:
+        work: what is timed.
+        seconds: no repetition starts later than this, beyond ``num_min`` of them.
+        num_min: repetitions at least.
+        until_s: of `time.perf_counter`, when the time of the whole part is up: no repetition starts later, beyond one.
+        finish: waits for work that was only queued, e.g. ``torch.accelerator.synchronize``.
+    """
+    work()
+    finish()
+    samples: list[float] = []
+    stop = time.perf_counter() + seconds
+    while not samples or ((now := time.perf_counter()) < until_s and (len(samples) < num_min or now < stop)):
+        started = time.perf_counter()
+        work()
+        finish()
+        samples.append(time.perf_counter() - started)
+    return samples

@@ -3,9 +3,8 @@
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import DeviceRates, Direction, LinkPoint, LinkRates
 from outsize.hardware.readings import Fact, Measurement
-from outsize.probing.effort import Effort
+from outsize.probing.effort import Effort, sample
 from outsize.probing.link import sizes
-from outsize.probing.timing import sample
 from outsize.runtime.device.device import EmulatedDevice
 from outsize.storage.arena import Arena
 

@@ -25,8 +25,7 @@ from outsize.optim.optimizer_spec import State, StateLayout, masters_for
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import Kind, Op
-from outsize.probing.effort import Effort
-from outsize.probing.timing import sample
+from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.engine.executor import Executor
 from outsize.runtime.ops.context import StepContext

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outsize.accelerators import CPU, Devices, count_of, kind_here, uuids_of
-from outsize.hardware.all_reduce_arithmetic import AllReduceRates
+from outsize.hardware.collectives import AllReduceRates
 from outsize.hardware.gpus import in_order_of
 from outsize.hardware.inventory import Inventory, take_inventory
 from outsize.hardware.machine_file import (
@@ -31,19 +31,21 @@ from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.probing.all_reduce import measure_all_reduce, ranks_and_backend
-from outsize.probing.codec_probe import measure_codecs
-from outsize.probing.compute import dtypes_of, measure_attention, measure_device_memory, measure_matmul
-from outsize.probing.data_probe import measure_data
+from outsize.probing.compute import (
+    dtypes_of,
+    measure_attention,
+    measure_device_memory,
+    measure_matmul,
+    measure_shapes,
+)
+from outsize.probing.data_probe import measure_codecs, measure_data
 from outsize.probing.disk_probe import measure_disk
 from outsize.probing.effort import Effort, shared, within_memory
 from outsize.probing.emulated import measure_emulated
 from outsize.probing.feed import measure_feed
-from outsize.probing.host_costs import measure_numa, measure_pinning
-from outsize.probing.host_probe import measure_adamw_beside, measure_host
-from outsize.probing.link import measure_links
-from outsize.probing.overlap import measure_overlap
+from outsize.probing.host_probe import measure_adamw_beside, measure_host, measure_numa, measure_pinning
+from outsize.probing.link import measure_links, measure_overlap
 from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
-from outsize.probing.shapes import measure_shapes
 
 Announce = Callable[[str, int, int], None]
 """Called before each part with its name, its index and the number of parts."""

@@ -17,8 +17,7 @@ from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import TogetherRates
 from outsize.hardware.topology import PeerLink, kind_by_rate, kind_by_topology
 from outsize.probing.compute import finisher
-from outsize.probing.effort import Effort
-from outsize.probing.timing import sample
+from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena
 

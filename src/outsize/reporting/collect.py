@@ -16,10 +16,9 @@ from outsize.errors import ConfigError
 from outsize.planner.simulate.timeline import Timeline
 from outsize.planner.simulate.unit_latency import round_starts, unit_latencies
 from outsize.reporting import series
-from outsize.reporting.chrome import lane_order
-from outsize.reporting.downsample import MOST_BUCKETS
-from outsize.reporting.history import COMPUTE, History
-from outsize.reporting.run_files import MOST_OPS, read_timeline
+from outsize.reporting.history import COMPUTE, MOST_OPS, History, read_timeline
+from outsize.reporting.html_page import lane_order
+from outsize.reporting.series import MOST_BUCKETS
 from outsize.telemetry.run_reading import as_a_run, read_mapping
 
 # Steps longer than so many medians were interrupted by something else.

@@ -2,6 +2,8 @@
 
 A line is some kilobytes and a run may have 50,000 of them, so lines are not kept: each is taken apart when it is
 read. A step that was repeated after a crash counts once, as it ended the last time.
+
+The other files of a run directory, read as far as they are there; a report is made of whatever a run has left.
 """
 
 from collections import deque
@@ -11,7 +13,9 @@ from typing import Any
 
 from outsize.doctor.run_record import KEPT_LINES
 from outsize.errors import ConfigError
-from outsize.telemetry.run_reading import step_of
+from outsize.planner.program.program import op_or_text
+from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.telemetry.run_reading import read_mapping, step_of
 
 HEARTBEAT = "heartbeat.jsonl"
 # Fields of a line that become columns as they are.
@@ -134,3 +138,38 @@ def shares_of(step: Mapping[str, Any], seconds: float) -> dict[str, float]:
         for cause, share in waited.items():
             found[cause] = found.get(cause, 0.0) + share
     return {cause: max(0.0, share / len(waits)) for cause, share in found.items()}
+
+
+# Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.
+MOST_OPS = 30_000
+
+
+def read_timeline(path: Path) -> Timeline | None:
+    """Return the timeline that `html_page.to_chrome` wrote; None where there is none, in seconds from its first event.
+
+    Raises:
+        ConfigError: it is not a trace.
+    """
+    trace = read_mapping(path)
+    if not trace:
+        return None
+    try:
+        events = trace["traceEvents"]
+        names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+        found = tuple(
+            Event(
+                lane=names[e["tid"]],
+                op=op_or_text(e["name"]),
+                start_s=e["ts"] / 1e6,
+                end_s=(e["ts"] + e["dur"]) / 1e6,
+                waited_s=e["args"]["waited_us"] / 1e6,
+                waited_for=op_or_text(text) if (text := e["args"].get("waited_for")) else None,
+            )
+            for e in events
+            if e["ph"] == "X"
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: not a timeline that outsize wrote; without the file the rest is told"
+        ) from error
+    return Timeline(found)

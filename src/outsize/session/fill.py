@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from outsize.checkpoint.files.checkpoint_planes import pieces
+from outsize.checkpoint.files.checkpoint_map import pieces
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS, StateLayout

@@ -1,4 +1,4 @@
-"""Binds the threads of a run to the NUMA node of its device, where `outsize.hardware.numa` says so."""
+"""Binds the threads of a run to the NUMA node of its device, where `outsize.hardware.cpu` says so."""
 
 import contextlib
 import os
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from outsize.config import Config
-from outsize.hardware.cpu import read_cpu
-from outsize.hardware.numa import Placement, left_alone, node_of_pci, place
+from outsize.hardware.cpu import Placement, left_alone, node_of_pci, place, read_cpu
 from outsize.session.job.prepare import Job
 
 ROOT = Path("/")

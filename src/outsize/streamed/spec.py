@@ -12,8 +12,7 @@ from typing import cast
 from outsize.accelerators import Devices, choose_device
 from outsize.choices import ComputeDtype
 from outsize.config import Config, MemoryConfig
-from outsize.group.group import Group
-from outsize.group.single import SingleGroup
+from outsize.group.group import Group, SingleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

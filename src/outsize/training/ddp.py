@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outsize.accelerators import is_accelerator, module_of, vendor_of
 from outsize.checkpoint import run_checkpoint
-from outsize.compat.collectives import limited_backend, world_group
+from outsize.compat.torch_private import limited_backend, world_group
 from outsize.config import Config, ParallelConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError

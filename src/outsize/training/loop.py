@@ -22,7 +22,7 @@ from outsize.errors import NonFiniteError, OutsizeError
 from outsize.group.group import Group
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline
-from outsize.reporting.chrome import to_chrome
+from outsize.reporting.html_page import to_chrome
 from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome

@@ -20,7 +20,7 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group
-from outsize.hardware.nccl import misspelt_variables, overriding_variables, wrong_interfaces
+from outsize.hardware.collectives import misspelt_variables, overriding_variables, wrong_interfaces
 from outsize.session.job.prepare import Job
 from outsize.storage.layout_digest import layout_digest
 

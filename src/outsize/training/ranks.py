@@ -20,9 +20,8 @@ import torch
 from outsize.accelerators import VENDORS, Devices, count_of, is_accelerator, kind_here, title_of
 from outsize.config import Config
 from outsize.errors import ConfigError
-from outsize.group.group import Group
+from outsize.group.group import Group, SingleGroup
 from outsize.group.launched import Launched, open_group
-from outsize.group.single import SingleGroup
 from outsize.hardware.machine_spec import HOST_SHARE
 from outsize.session.decide.rates import measure_exchange
 from outsize.session.job.machine import CPU_DEVICE_SHARE, available_ram_bytes

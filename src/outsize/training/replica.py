@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import (
     EXP_AVG,

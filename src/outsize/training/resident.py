@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.modules import parameters_of
-from outsize.compat.optimizers import muon_products
+from outsize.compat.torch_private import muon_products, parameters_of
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch

@@ -17,8 +17,8 @@ from outsize.checkpoint.saving_room import check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
 from outsize.group.launched import launched
+from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
-from outsize.hardware.numa import Placement
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds, use_one_arena
@@ -34,7 +34,7 @@ from outsize.session.torch_state import borrowed_torch
 from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
 from outsize.streamed.spec import RunSpec
-from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.counters import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.aftermath import Aftermath
 from outsize.training.ddp import check_fits, one_share, start_replica

@@ -18,7 +18,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
 from outsize.model.build import is_masked, load_hf_config
-from outsize.model.sizes.positions import num_positions
+from outsize.model.sizes.config_sizes import num_positions
 from outsize.session.data_files import list_files
 from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.units import format_bytes

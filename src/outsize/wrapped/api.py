@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in
-from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.compiled import compile_blocks, take_eager
+from outsize.model.hub_kernels import take_kernels
 from outsize.model.liger import check_plain, take_plain
 from outsize.model.products import error_of, take_native, take_products
 from outsize.model.sizes.model_spec import TensorSpec

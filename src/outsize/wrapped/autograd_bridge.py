@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.graphs import will_run
+from outsize.compat.torch_private import will_run
 from outsize.errors import ConfigError
 from outsize.wrapped.calls.input_gradients import InputGradients
 from outsize.wrapped.outputs import Joined, Roots

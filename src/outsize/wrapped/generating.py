@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.files.beside_weights import read_generation_config
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.inference.forward_extent import Growth
 
 if TYPE_CHECKING:
@@ -100,4 +100,4 @@ def generation_config_as_it_is(model: nn.Module, directory: Any) -> Iterator[Non
 
 def on_device(inputs: Any, device: torch.device) -> Any:
     """Return inputs with their tensors where the model computes."""
-    return trees.map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)
+    return torch_private.map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)

@@ -27,14 +27,14 @@ from outsize.hardware.gpus import import_nvml
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.reporting.chrome import to_chrome
+from outsize.reporting.html_page import to_chrome
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.executor import Waiting
 from outsize.runtime.ops.context import StepContext
 from outsize.session.session import Session
 from outsize.session.steps import StepOutcome
-from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.counters import GpuSampler
 from outsize.training.loop import TIMELINE_STEP
 from outsize.training.metrics.flops import peak_of
 from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
-from outsize.compat.modules import dtype_to_move_to, parameters_of
+from outsize.compat.torch_private import dtype_to_move_to, parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.wrapped.at_home.home_parameter import plainly

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError
 
 # Where the backward of a microbatch begins: edges of its graph, and their gradients.
@@ -163,7 +163,7 @@ class Joined:
     def build(self, replaced: dict[int, Tensor]) -> Any:
         """Return the output, with the leaves at some positions replaced."""
         leaves = [replaced.get(position, leaf) for position, leaf in enumerate(self.leaves)]
-        built = trees.unflatten(leaves, self._structure)
+        built = torch_private.unflatten(leaves, self._structure)
         if self._namespace is None:
             return built
         output = copy.copy(self._namespace)
@@ -217,7 +217,7 @@ class Roots:
 
 def _flat(output: Any) -> tuple[list[Any], Any]:
     """Return the leaves of what a model returned, and how they hang together."""
-    return trees.flatten(vars(output) if _is_namespace(output) else output)
+    return torch_private.flatten(vars(output) if _is_namespace(output) else output)
 
 
 def _edge_of(value: Any) -> Any:
@@ -228,7 +228,7 @@ def _edge_of(value: Any) -> Any:
 
 def _is_namespace(output: Any) -> bool:
     """Whether an output is an object whose attributes are the outputs."""
-    return hasattr(output, "__dict__") and trees.is_leaf(output) and not isinstance(output, Tensor)
+    return hasattr(output, "__dict__") and torch_private.is_leaf(output) and not isinstance(output, Tensor)
 
 
 def _shell(output: Any) -> Any:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
-from outsize.compat.graphs import version_of
-from outsize.compat.modules import has_gradient_hooks, parameters_of
+from outsize.compat.torch_private import has_gradient_hooks, parameters_of, version_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from outsize.compat.modules import parameters_of
+from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.forward_extent import ordinary
 from outsize.model.frozen_params import dtype_and_parts

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.transport import Transport
-from outsize.compat import trees
-from outsize.compat.modules import replace_forward_hooks
+from outsize.compat import torch_private
+from outsize.compat.torch_private import replace_forward_hooks
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
@@ -145,7 +145,7 @@ def shorter(inputs: Mapping[str, Any], num_rows: int, seq_len: int) -> Callable[
             return part.cpu().requires_grad_(tensor.requires_grad)
 
         small: dict[str, Any] = {
-            name: trees.map_only(Tensor, partial(take, name), value) for name, value in inputs.items()
+            name: torch_private.map_only(Tensor, partial(take, name), value) for name, value in inputs.items()
         }
         if small.get("past_key_values") is not None:
             small["past_key_values"] = None

@@ -25,7 +25,7 @@ def plan(options: PlanFlags, output: Output) -> None:
     Needs no GPU and no weights; every figure is a prediction, and the assumptions behind it are printed.
     """
     from outsize.cli.plan import plan_compare, plan_table
-    from outsize.cli.plan.plan_largest import largest_models
+    from outsize.cli.plan.plan_compare import largest_models
     from outsize.cli.plan.plan_question import ask_what_fits
 
     if options.sweep is not None or options.picture is not None:
@@ -125,7 +125,7 @@ def _uncollected() -> Iterator[None]:
 def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
     """Return the texts of the files that were asked for."""
     from outsize.cli.plan.plan_yaml import train_yaml
-    from outsize.reporting.chrome import to_chrome
+    from outsize.reporting.html_page import to_chrome
 
     texts = {}
     if options.timeline is not None:

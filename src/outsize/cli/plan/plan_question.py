@@ -7,10 +7,8 @@ from math import ceil
 from typing import Any, get_args
 
 from outsize.choices import BlockKernels, Home
-from outsize.cli.plan.model_config import read_config
-from outsize.cli.plan.plan_machine import machine_from, size_of
-from outsize.cli.plan.plan_model import AskedModel, ModelFigures, adapted_modules
-from outsize.cli.plan.plan_nodes import check_nodes, net_of, share_of, wire_of
+from outsize.cli.plan.plan_machine import check_nodes, machine_from, net_of, share_of, size_of, wire_of
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures, adapted_modules, read_config
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-from outsize.cli.plan.model_config import read_config
-from outsize.cli.plan.plan_model import AskedModel, ModelFigures
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures, read_config
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, in_options
 from outsize.errors import ConfigError, InfeasiblePlanError

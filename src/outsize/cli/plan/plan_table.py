@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outsize.cli.plan.plan_largest import Scaled
+from outsize.cli.plan.plan_compare import Scaled
 from outsize.cli.plan.plan_question import Asked, in_options
-from outsize.hardware.cards.product_rates import COMPILED, LIGER
+from outsize.hardware.cards.gpu_table import COMPILED, LIGER
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.feasibility import host_refusal

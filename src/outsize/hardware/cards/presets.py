@@ -7,10 +7,9 @@ import re
 from dataclasses import replace
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.gpu_table import GIB, Card, find_card, known_card
-from outsize.hardware.cards.product_rates import Kernels
+from outsize.hardware.cards.gpu_table import GIB, Card, Kernels, find_card, known_card
 from outsize.hardware.machine_spec import Disk, Figure, Host, Link, Machine, Peer
-from outsize.hardware.pcie import theory_bytes_per_s
+from outsize.hardware.topology import theory_bytes_per_s
 
 # What pinned copies of 64 MiB and more reach of it: 12.3 of 15.8, 25 of 31.5 and 55 of 63 GB/s.
 PCIE_EFFICIENCY = {

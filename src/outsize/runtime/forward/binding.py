@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.modules import buffers_of, parameters_of
+from outsize.compat.torch_private import buffers_of, parameters_of
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.model.split import Split
 from outsize.runtime.device.driver import last_calls

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError
 
 Forward = Callable[..., Any]
@@ -47,7 +47,7 @@ class Gradients:
     """
 
     def __init__(self, outputs: Any, gate: Gate | None = None) -> None:
-        self.values: list[Tensor | None] = [None] * len(trees.leaves_of(outputs))
+        self.values: list[Tensor | None] = [None] * len(torch_private.leaves_of(outputs))
         self.gate = gate or Gate()
 
     def add(self, position: int, gradient: Tensor) -> None:
@@ -94,7 +94,7 @@ def is_differentiable(value: object) -> bool:
 
 def cut(outputs: Any) -> Any:
     """Return ``outputs``, any nesting of tensors and other values, without their history."""
-    return trees.map_leaves(lambda leaf: leaf.detach() if is_differentiable(leaf) else leaf, outputs)
+    return torch_private.map_leaves(lambda leaf: leaf.detach() if is_differentiable(leaf) else leaf, outputs)
 
 
 def hand_out(outputs: Any, box: Gradients) -> Any:
@@ -102,13 +102,13 @@ def hand_out(outputs: Any, box: Gradients) -> Any:
 
     Autograd sums gradients of one tensor on the stream that is current now: that of the lane which reads the sum.
     """
-    leaves, structure = trees.flatten(cut(outputs))
+    leaves, structure = torch_private.flatten(cut(outputs))
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
         for position, leaf in enumerate(leaves):
             if is_differentiable(leaf):
                 leaves[position] = _Boundary.apply(anchor, box, position, (leaf,))  # type: ignore[no-untyped-call]
-    return trees.unflatten(leaves, structure)
+    return torch_private.unflatten(leaves, structure)
 
 
 def roots_of(leaves: Sequence[Tensor]) -> Roots:

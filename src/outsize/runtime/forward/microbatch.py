@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize.compat.graphs import num_nodes, version_of
-from outsize.compat.storages import memory_key
+from outsize.compat.torch_private import memory_key, num_nodes, version_of
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import (

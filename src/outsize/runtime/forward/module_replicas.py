@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.compat.modules import buffers_of
+from outsize.compat.torch_private import buffers_of
 from outsize.errors import ModelError
 from outsize.model.recorded import recording
 from outsize.model.split import Split

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from outsize.compat.graphs import made_at
+from outsize.compat.torch_private import made_at
 from outsize.runtime.forward.boundary import box_of
 from outsize.runtime.forward.unit_visit import UnitVisit
 

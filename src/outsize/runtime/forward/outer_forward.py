@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.modules import buffers_of, parameters_of
+from outsize.compat.torch_private import buffers_of, parameters_of
 from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.runtime.device.device_group import Workers

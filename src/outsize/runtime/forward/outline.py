@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.runtime.forward.places import MODULE, Items, PlaceKind, State, kind_of
 
 # A container of more is data: no forward goes through it.
@@ -191,10 +191,10 @@ class _Walk:
         place_kind = kind_of(value)
         if place_kind is not None and (not isinstance(value, Sized) or len(value) <= MOST_ITEMS):
             return self.place(value, place_kind)
-        if not trees.is_leaf(value):
-            parts, made = trees.flatten(value, is_leaf=lambda other: other is not value)
+        if not torch_private.is_leaf(value):
+            parts, made = torch_private.flatten(value, is_leaf=lambda other: other is not value)
             return _Made(
-                lambda new: trees.unflatten(new, made), _parts_of, [self.node(part) for part in parts]
+                lambda new: torch_private.unflatten(new, made), _parts_of, [self.node(part) for part in parts]
             )
         if isinstance(value, tuple):  # of a class that PyTorch was not told of
             return _Made(kind, list, [self.node(part) for part in value])
@@ -202,7 +202,7 @@ class _Walk:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    return trees.leaves_of(value, is_leaf=lambda other: other is not value)
+    return torch_private.leaves_of(value, is_leaf=lambda other: other is not value)
 
 
 def _has_leaf(items: Items) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 
 Items = list[tuple[Any, Any]]
 
@@ -52,7 +52,7 @@ def _is_plain_object(value: Any, kind: type) -> bool:
     """Whether ``value`` is an object of somebody's class, of which only its attributes are known."""
     if isinstance(value, nn.Module):
         return next(value.parameters(), None) is None
-    if isinstance(value, (type, enum.Enum, tuple, BaseException)) or not trees.is_leaf(value):
+    if isinstance(value, (type, enum.Enum, tuple, BaseException)) or not torch_private.is_leaf(value):
         return False
     root = kind.__module__.partition(".")[0]
     if root in ("torch", "outsize", "numpy", "greenlet", "builtins"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outsize.compat.storages import memory_key, storage_key
+from outsize.compat.torch_private import memory_key, storage_key
 
 
 class Memory:

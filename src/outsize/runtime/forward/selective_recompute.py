@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from outsize.accelerators import is_accelerator, module_of
-from outsize.compat import trees
-from outsize.compat.dispatch import counting_changes_of_views, watching
-from outsize.compat.graphs import version_of
-from outsize.compat.operations import operations
-from outsize.compat.storages import memory_key
+from outsize.compat import torch_private
+from outsize.compat.torch_private import (
+    counting_changes_of_views,
+    memory_key,
+    operations,
+    version_of,
+    watching,
+)
 from outsize.runtime.forward.saved_tensors import Memory, SavedTensors, Shown
 
 # Attention in one operation: per byte that it returns it takes as many FLOPs as the sequence has tokens, times two.
@@ -122,7 +125,7 @@ class Selected:
         generator = _generator_of(func, args)
         before = None if generator is None else generator.get_state()
         out = func(*args, **kwargs)
-        leaves, structure = trees.flatten(out)
+        leaves, structure = torch_private.flatten(out)
         kept = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         drawn = None
         if generator is not None and before is not None:
@@ -152,7 +155,7 @@ class Selected:
         if result.drawn is not None and generator is not None:
             generator.set_state(result.drawn)
         leaves = [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves]
-        return trees.unflatten(leaves, result.structure)
+        return torch_private.unflatten(leaves, result.structure)
 
 
 def _forget(tensor: Tensor) -> None:

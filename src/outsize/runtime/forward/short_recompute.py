@@ -29,10 +29,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from outsize.compat import trees
-from outsize.compat.dispatch import OperationMode
-from outsize.compat.modules import forward_hooks_of, has_hooks_of_all
-from outsize.compat.operations import operations
+from outsize.compat import torch_private
+from outsize.compat.torch_private import OperationMode, forward_hooks_of, has_hooks_of_all, operations
 from outsize.model.tiled_mlp import Call
 from outsize.runtime.forward.unit_facts import Needed
 
@@ -242,7 +240,9 @@ class _Skip(OperationMode):
             return func(*args, **kwargs)
         if func not in SKIPPED:
             raise _UnforeseenError
-        device = next(leaf.device for leaf in trees.leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
+        device = next(
+            leaf.device for leaf in torch_private.leaves_of((args, kwargs)) if isinstance(leaf, Tensor)
+        )
         formed = func(
             *_forms(args), **_forms({**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
         )
@@ -271,6 +271,6 @@ class _OfParts(TorchFunctionMode):
 
 def _forms(values: Any) -> Any:
     """``values`` with tensors of the same form in place of tensors, and no memory."""
-    return trees.map_only(
+    return torch_private.map_only(
         Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), values
     )

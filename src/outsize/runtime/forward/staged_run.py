@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.storages import memory_key, storage_key
+from outsize.compat.torch_private import memory_key, storage_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import Forward, Roots, box_of

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from outsize.compat.modules import forward_hooks_of
+from outsize.compat.torch_private import forward_hooks_of
 from outsize.runtime.forward.outline import outline_of
 
 # Of what code names outside of itself, what it may write into; other objects there belong to libraries.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
@@ -258,7 +258,7 @@ class ComputeOps:
             seed_generators(where, seed_of(seed, step, unit, among_all, glue))
 
         reseed = Drawing(where) if context.draws_on else seeded
-        inputs = trees.map_only(
+        inputs = torch_private.map_only(
             Tensor,
             lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
             dict(context.microbatches[microbatch].inputs),

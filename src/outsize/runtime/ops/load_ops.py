@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence, Set
 
 from torch import Tensor
 
-from outsize.compat.graphs import keeping_versions
+from outsize.compat.torch_private import keeping_versions
 from outsize.model.sizes.model_spec import ITEMSIZE, FrozenPart, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.planner.program.ops import Kind, Op

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
@@ -141,7 +141,7 @@ class _BorderTrial:
 
     def _watched(self, unit: int, call: UnitCall) -> Any:
         """Run a unit on both documents, and note where a token of one depends on one of the other."""
-        args, kwargs = trees.map_only(
+        args, kwargs = torch_private.map_only(
             Tensor,
             lambda t: t.detach().requires_grad_() if t.requires_grad else t,
             (call.args, call.kwargs),
@@ -170,7 +170,7 @@ class _BorderTrial:
         """What units that are run once have in common: class, shapes, and the call, all but its hidden states."""
         shapes = tuple(tensor.shape for tensor in self._split.spec.units[unit].all_tensors)
         given = hashlib.blake2b()
-        for leaf in trees.leaves_of((call.args, call.kwargs)):
+        for leaf in torch_private.leaves_of((call.args, call.kwargs)):
             if isinstance(leaf, Tensor) and not leaf.requires_grad:
                 given.update(leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return (type(self._split.modules[unit]), shapes, signature(call), given.digest())
@@ -181,7 +181,7 @@ class _BorderTrial:
 
 def _by_token(values: Any, length: int) -> list[Tensor]:
     """Return the tensors that hold something for each token of one sequence."""
-    leaves = trees.leaves_of(values)
+    leaves = torch_private.leaves_of(values)
     return [t for t in leaves if is_differentiable(t) and t.dim() > 1 and t.shape[:2] == (1, length)]
 
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from outsize.compat import trees
-from outsize.compat.profilers import allocations
-from outsize.compat.storages import memory_key
+from outsize.compat import torch_private
+from outsize.compat.torch_private import allocations, memory_key
 from outsize.runtime.trial.extrapolate import Trace
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ def measure_compiled(call: Callable[[], Any]) -> Taken:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs, forward = _allocated(call)
-    tensors = [leaf for leaf in trees.leaves_of(outputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in torch_private.leaves_of(outputs) if isinstance(leaf, Tensor)]
     made = {memory_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     roots = [tensor for tensor in tensors if tensor.requires_grad]
 

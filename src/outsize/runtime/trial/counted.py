@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.dispatch import fake_tensors, watching
-from outsize.compat.modules import parameters_of
-from outsize.compat.operations import form_grouped_product
-from outsize.compat.storages import memory_key
+from outsize.compat.torch_private import (
+    fake_tensors,
+    form_grouped_product,
+    memory_key,
+    parameters_of,
+    watching,
+)
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries, UnitCall, Walk

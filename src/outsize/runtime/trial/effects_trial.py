@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.storages import memory_key
+from outsize.compat.torch_private import memory_key
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.unit_state import UnitState, untouched

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from outsize.compat import trees
-from outsize.compat.dispatch import OperationMode
-from outsize.compat.storages import storage_key
+from outsize.compat import torch_private
+from outsize.compat.torch_private import OperationMode, storage_key
 
 
 class LiveBytes(OperationMode):
@@ -83,7 +82,7 @@ class LiveBytes(OperationMode):
             return out
         if self.ops is not None:
             self.ops.append(func)
-        for leaf in trees.leaves_of(out):
+        for leaf in torch_private.leaves_of(out):
             # A sparse tensor has no memory of its own: it holds two tensors that do, which were made before it.
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._follow(leaf.untyped_storage())

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from outsize.compat import trees
-from outsize.compat.dispatch import watching
+from outsize.compat import torch_private
+from outsize.compat.torch_private import watching
 from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS
 from outsize.runtime.forward.unit_facts import UnitFlops, Yield, Yields
 from outsize.runtime.trial.op_flops import flops_of, is_routed
@@ -74,7 +74,7 @@ class OpTrial:
         out = func(*args, **kwargs)
         at, flops = len(self._ops), flops_of(func, args, kwargs, out)
         if func in ATTENTION or func in PRODUCTS:
-            tensors = [leaf for leaf in trees.leaves_of(out) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in torch_private.leaves_of(out) if isinstance(leaf, Tensor)]
             memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)  # type: ignore[no-untyped-call]
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             self._forward.append(_Ran(at, flops, False, func in PRODUCTS, size, memory))

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from outsize.compat import trees
-from outsize.compat.modules import parameters_of
+from outsize.compat import torch_private
+from outsize.compat.torch_private import parameters_of
 from outsize.model.split import Split
 from outsize.runtime.forward.module_replicas import glue_places
 
@@ -50,11 +50,11 @@ class OuterUses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in trees.leaves_of((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        given = [leaf for leaf in torch_private.leaves_of((args, kwargs)) if isinstance(leaf, nn.Parameter)]
         if any(id(leaf) in self._watched for leaf in given):
             self.found.add(self.unit)
         names = {self._inside[id(leaf)] for leaf in given if id(leaf) in self._inside}
-        if names and any(isinstance(leaf, Tensor) for leaf in trees.leaves_of(result)):
+        if names and any(isinstance(leaf, Tensor) for leaf in torch_private.leaves_of(result)):
             self.names |= names  # not its form or place: its values
         return result
 

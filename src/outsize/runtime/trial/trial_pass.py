@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import trees
-from outsize.compat.modules import forward_hooks_of
-from outsize.compat.storages import memory_key
+from outsize.compat import torch_private
+from outsize.compat.torch_private import forward_hooks_of, memory_key
 from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
 from outsize.model.modes import MODES, Modes
@@ -152,7 +151,7 @@ class TrialPass:
         self._row.random |= not torch.equal(before, torch.get_rng_state())
 
     def _receive(self, call: UnitCall) -> list[Tensor]:
-        leaves = trees.leaves_of((call.args, call.kwargs))
+        leaves = torch_private.leaves_of((call.args, call.kwargs))
         caches = [held for leaf in leaves if (held := _cached(leaf)) is not None]
         first, self._has_cache = bool(caches) and not self._has_cache, self._has_cache or bool(caches)
         if first and any(tensor.requires_grad for held in caches for tensor in held):
@@ -173,7 +172,7 @@ class TrialPass:
         if key not in self._known:
             found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live, effects)
             with live.blind():  # a form to make others by, which takes no memory
-                outputs = trees.map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
+                outputs = torch_private.map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
             self._known[key] = *found[:-1], outputs
         forward, backward, kept, outputs = self._known[key]
         self._row.forward.append(forward)
@@ -183,7 +182,7 @@ class TrialPass:
         self._row.kept.append(kept)
         if effects.state or effects.objects:
             return self._passed_on(unit, call, effects, live)
-        fresh = trees.map_only(Tensor, _like, outputs)
+        fresh = torch_private.map_only(Tensor, _like, outputs)
         return hand_out(fresh, Gradients(fresh))
 
     def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
@@ -333,7 +332,7 @@ class TrialPass:
                 with ran.forward():
                     made = forward(*call.args, **call.kwargs)
                 self._note_random(state)
-                outputs = trees.map_only(Tensor, _like, made)
+                outputs = torch_private.map_only(Tensor, _like, made)
                 del made
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, Finished):
@@ -345,7 +344,9 @@ class TrialPass:
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
-            hidden = next(t for t in trees.leaves_of((call.args, call.kwargs)) if is_differentiable(t))
+            hidden = next(
+                t for t in torch_private.leaves_of((call.args, call.kwargs)) if is_differentiable(t)
+            )
             self._chunk(forward, hidden.detach().flatten(0, -2), live)
             self._row.backward.append(())
             return
@@ -387,7 +388,7 @@ def _of_head(ran: OpTrial, head: nn.Module) -> UnitFlops:
 
 def _leaves_of(call: UnitCall) -> Any:
     """Return the arguments of a call, those that carry gradients as leaves of a graph."""
-    return trees.map_only(
+    return torch_private.map_only(
         Tensor,
         lambda t: t.detach().requires_grad_() if t.requires_grad else t,
         (call.args, call.kwargs),
@@ -407,7 +408,7 @@ def _cached(value: Any) -> list[Tensor] | None:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in trees.leaves_of(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in torch_private.leaves_of(values) if isinstance(leaf, Tensor)]
 
 
 def _place(tensor: Tensor) -> int:
@@ -416,7 +417,7 @@ def _place(tensor: Tensor) -> int:
 
 def signature(call: UnitCall) -> Any:
     """What tells calls of different form apart: nesting, shapes and dtypes of tensors, types of the rest."""
-    leaves, structure = trees.flatten((call.args, call.kwargs))
+    leaves, structure = torch_private.flatten((call.args, call.kwargs))
     forms = [
         (leaf.shape, leaf.dtype, leaf.requires_grad)
         if isinstance(leaf, Tensor)

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from outsize.accelerators import synchronize
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import ModelError
-from outsize.group.pace import Pace
-from outsize.group.single import SingleGroup
+from outsize.group.group import Pace, SingleGroup
 from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
@@ -236,7 +235,9 @@ class _Clock:
         if self._chunk_tokens is None:
             run = self._passage(call)
             return self._timed("the head", lambda count: self._recomputed(unit, run, count))[1]
-        hidden = next(t for t in trees.leaves_of((call.args, call.kwargs)) if is_differentiable(t)).detach()
+        hidden = next(
+            t for t in torch_private.leaves_of((call.args, call.kwargs)) if is_differentiable(t)
+        ).detach()
         targets, chunk = shift_labels(self._inputs["labels"]), self._chunk_tokens
 
         work = partial(chunked_head_loss, self._forwards[unit], hidden, targets, float(len(targets)), chunk)

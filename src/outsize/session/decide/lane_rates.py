@@ -15,7 +15,7 @@ import psutil
 
 from outsize.accelerators import Devices
 from outsize.errors import ConfigError
-from outsize.group.pace import Pace
+from outsize.group.group import Pace
 from outsize.hardware.cards.presets import COPY_LATENCY_S, NVME
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine

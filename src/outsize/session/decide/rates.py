@@ -1,6 +1,6 @@
 """What a run reaches before its first step: its units, its lanes and the network of its ranks, timed for a moment.
 
-All ranks of a run measure together (`outsize.group.pace`), as they compute together.
+All ranks of a run measure together (`outsize.group.group`), as they compute together.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from outsize.accelerators import check_here
-from outsize.group.group import Group
-from outsize.group.pace import Pace
+from outsize.group.group import Group, Pace
 from outsize.hardware.machine_spec import Machine
 from outsize.model.compiled import as_they_are
 from outsize.model.walk import Boundaries

@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from outsize.accelerators import Devices
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.compat.models import attention_of
+from outsize.compat.transformers_private import attention_of
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
-from outsize.group.group import Group
-from outsize.group.single import SingleGroup
+from outsize.group.group import Group, SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
-from outsize.model.block_kernels import take_kernels
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.compiled import as_they_are, compile_blocks
+from outsize.model.hub_kernels import take_kernels
 from outsize.model.products import error_of, take_products
+from outsize.model.sizes.config_sizes import num_positions
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.model.sizes.positions import num_positions
 from outsize.model.split import Split, split
 from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled_mlp import take_in_parts

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch.profiler import ProfilerActivity, profile
 
 from outsize.accelerators import VENDORS, kind_here
-from outsize.compat.profilers import of_all_threads
+from outsize.compat.torch_private import of_all_threads
 from outsize.runtime.device.profiler_ranges import OpRanges
 
 PROFILE = "profile.json"

@@ -15,8 +15,7 @@ from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.session.steps import StepOutcome
 from outsize.storage.ledger import Ledger
-from outsize.telemetry.host import HostSampler
-from outsize.telemetry.nvml import GpuSampler
+from outsize.telemetry.counters import GpuSampler, HostSampler
 from outsize.training.metrics.flops import Peak
 from outsize.training.metrics.lane_times import lane_times
 from outsize.training.metrics.run_records import StepRecord

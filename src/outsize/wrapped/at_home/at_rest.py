@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from outsize.compat import trees
-from outsize.compat.operations import schema_of
-from outsize.compat.tensors import formed_like, no_function_override
+from outsize.compat import torch_private
+from outsize.compat.torch_private import formed_like, no_function_override, schema_of
 from outsize.errors import ConfigError
 
 # How a part is seen: an operation, its arguments but for the first, and which of several results.
@@ -256,7 +255,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             originals[id(made)] = given
         return reals[id(given)]
 
-    ways, named = trees.map_leaves(real, args), trees.map_leaves(real, kwargs)
+    ways, named = torch_private.map_leaves(real, args), torch_private.map_leaves(real, kwargs)
     written = {id(tensor): tensor for tensor in _written(schema_of(func), args, kwargs)}
     forms = {key: _geometry(reals[key]) for key in written}
     found = func(*ways, **named)
@@ -268,7 +267,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
     for place in {tensor._place.key: tensor._place for tensor in written.values()}.values():
         place.write(bases[place.key])
-    return trees.map_leaves(lambda result: originals.get(id(result), result), found)
+    return torch_private.map_leaves(lambda result: originals.get(id(result), result), found)
 
 
 def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[AtRest]:
@@ -278,7 +277,7 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
         for i, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    return [leaf for leaf in trees.leaves_of(given) if isinstance(leaf, AtRest)]
+    return [leaf for leaf in torch_private.leaves_of(given) if isinstance(leaf, AtRest)]
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from outsize.compat.storages import num_holders
+from outsize.compat.torch_private import num_holders
 from outsize.errors import ConfigError
 
 _log = logging.getLogger(__name__)

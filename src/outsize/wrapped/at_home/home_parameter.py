@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outsize.compat import trees
-from outsize.compat.tensors import as_plain_tensors
+from outsize.compat import torch_private
+from outsize.compat.torch_private import as_plain_tensors
 from outsize.errors import ConfigError
 from outsize.wrapped.at_home.at_rest import AtRest, assign
 
@@ -45,7 +45,7 @@ class HomeParameter(nn.Parameter):
             if attribute == "grad":
                 _wait_for((args[0],), gradient=name == "__get__")
             elif attribute in _VALUES or not (attribute or name in _FORM):
-                _wait_for(trees.leaves_of((args, kwargs)), gradient=False)
+                _wait_for(torch_private.leaves_of((args, kwargs)), gradient=False)
                 if attribute == "data":
                     own = args[0].detach()  # shares the count of changes
                     if name == "__get__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 from outsize.errors import DataError
 
 IGNORED = -100
@@ -32,7 +32,7 @@ def main_input(inputs: Mapping[str, Any], name: str | None) -> Tensor:
         DataError: there is no tensor with a dimension, or an empty batch.
     """
     named = [inputs.get(candidate) for candidate in (name, *_MAIN) if candidate is not None]
-    for leaf in (*named, *trees.leaves_of(dict(inputs))):
+    for leaf in (*named, *torch_private.leaves_of(dict(inputs))):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             if not len(leaf):
                 raise DataError("the batch is empty; leave the call out")
@@ -58,7 +58,9 @@ def cut(inputs: Mapping[str, Any], num_rows: int, sizes: Sequence[int]) -> list[
             across = rows_dim(name, leaf, num_rows)
             return leaf if across is None else leaf.narrow(across, start, size)
 
-        parts.append({n: trees.map_only(Tensor, partial(rows, n), value) for n, value in inputs.items()})
+        parts.append(
+            {n: torch_private.map_only(Tensor, partial(rows, n), value) for n, value in inputs.items()}
+        )
         start += size
     return parts
 

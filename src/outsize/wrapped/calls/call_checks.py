@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outsize.compat.modules import has_gradient_hooks
+from outsize.compat.torch_private import has_gradient_hooks
 from outsize.errors import ConfigError
 
 # What models of transformers are asked for with all that goes from unit to unit.

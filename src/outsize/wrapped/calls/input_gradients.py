@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.compat import trees
+from outsize.compat import torch_private
 
 
 def inputs_that_train(inputs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors in the inputs of a model whose gradients the caller wants."""
-    return [leaf for leaf in trees.leaves_of(dict(inputs)) if _trains(leaf)]
+    return [leaf for leaf in torch_private.leaves_of(dict(inputs)) if _trains(leaf)]
 
 
 class InputGradients:
@@ -31,16 +31,16 @@ class InputGradients:
     """
 
     def __init__(self, inputs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
-        positions = [at for at, leaf in enumerate(trees.leaves_of(dict(inputs))) if _trains(leaf)]
+        positions = [at for at, leaf in enumerate(torch_private.leaves_of(dict(inputs))) if _trains(leaf)]
         self.given = inputs_that_train(inputs)
         self.parts: list[dict[str, Any]] = []
         self._leaves: list[list[Tensor]] = [[] for _ in positions]
         for part in parts:
-            leaves, structure = trees.flatten(dict(part))
+            leaves, structure = torch_private.flatten(dict(part))
             for made, at in zip(self._leaves, positions, strict=True):
                 leaves[at] = leaves[at].detach().requires_grad_()
                 made.append(leaves[at])
-            self.parts.append(trees.unflatten(leaves, structure))
+            self.parts.append(torch_private.unflatten(leaves, structure))
         self._across = [
             next((d for d in range(whole.dim()) if whole.shape[d] != made[0].shape[d]), None)
             for whole, made in zip(self.given, self._leaves, strict=True)

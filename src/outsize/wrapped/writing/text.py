@@ -9,11 +9,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.padding import reads_padding
+from outsize.compat.transformers_private import reads_padding
 from outsize.errors import ConfigError, DataError, ModelError
 from outsize.inference.forward_extent import ForwardExtent, Growth
 from outsize.inference.inference_session import InferenceStatistics
-from outsize.model.sizes.positions import num_positions
+from outsize.model.sizes.config_sizes import num_positions
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.detokenizer import Detokenizer, text_of

@@ -1,0 +1,372 @@
+"""Private names of torch: one function each, so that a release which moves one breaks a feature alone.
+
+The process group of all ranks, and its backend.
+
+What `torch.compile` has no public name for.
+
+Contexts in which operations of torch are seen below autograd: its dispatch modes.
+
+Autograd's graph, and its counters of changes in place.
+
+Operations of torch below autograd, by their names.
+
+The kernels of torch's own optimizers.
+
+What torch's profilers have no public name for.
+
+Storages, the memory of tensors: which one a tensor lies in, and how many lie in one, as torch counts them.
+
+What subclasses of `torch.Tensor` need that has no public name.
+
+What a module of torch holds, by the dictionaries in which it holds it.
+
+Nested containers of values, taken apart and put together as torch does it: its `_pytree`.
+
+A leaf is what is no container: containers are lists, tuples, dictionaries and the classes registered with torch, such
+as transformers' outputs. None is a leaf.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import cache
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+
+def world_group() -> Any:
+    """Return the process group of all ranks that was initialized."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_group()
+
+
+def limited_backend(group: Any, device: torch.device, seconds: float) -> Any:
+    """Return the backend of ``group`` for tensors on ``device``, whose calls to come fail after ``seconds``."""
+    backend = group._get_backend(device)
+    backend._set_default_timeout(timedelta(seconds=seconds))
+    return backend
+
+
+def compile_graph(backend: str, graph: Any, inputs: Any) -> Any:
+    """Compile ``graph``, and its backward at once, not when one first runs; called back by `torch.compile`."""
+    # torch's cache takes code made for other vectors than torch's own of today, and that is wrong: NaN was seen.
+    tag = torch.compiler.config.cache_key_tag + torch.backends.cpu.get_cpu_capability()
+    with (
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
+    ):
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+
+def allow_forms(most: int) -> None:
+    """Have `torch.compile` compile a function for ``most`` forms of its arguments at least, in this thread."""
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, most)
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """Return what is raised by code that cannot be compiled."""
+    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+
+
+class OperationMode:
+    """While active, every operation of this thread goes through `handle`; a mode may be entered again within itself."""
+
+    def __init__(self) -> None:
+        self._entered: list[Any] = []
+
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the operation ``func``, which runs below this mode if it is called here."""
+        return func(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        mode = watching(self.handle)
+        mode.__enter__()
+        self._entered.append(mode)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+
+
+def watching(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Return a context in which every operation goes through ``handle``, called with it and its arguments."""
+    return _mode_class()(handle)
+
+
+@cache
+def _mode_class() -> Callable[[Callable[..., Any]], Any]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self, handle: Callable[..., Any]) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self._handle = handle
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._handle(func, args, kwargs or {})
+
+    return Through
+
+
+def is_watched() -> bool:
+    """Return whether a mode sees the operations of this thread.
+
+    torch's public `is_in_torch_dispatch_mode` stays true where modes of two threads have overlapped.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode() is not None
+
+
+def fake_tensors(*, allow_real: bool) -> Any:
+    """Return a mode in which tensors have a form and no values; see `torch._subclasses.fake_tensor`.
+
+    Args:
+        allow_real: whether real tensors may be operands.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=allow_real)
+
+
+def counting_changes_of_views() -> Any:
+    """Return a context in which views made below autograd share the counter of changes of what they show."""
+    import torch
+
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the memory of ``tensor`` was changed in place, as autograd counts it."""
+    return tensor._version
+
+
+def made_at(node: Any) -> int:
+    """Return how many nodes of graphs its thread had made before ``node``."""
+    return int(node._sequence_nr())
+
+
+def num_nodes() -> int:
+    """Return how many nodes of graphs this thread has made."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the backward under way comes to ``node``."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def keeping_versions(tensors: Any) -> Any:
+    """Return a context in which changes in place of ``tensors`` are not counted."""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    return _unsafe_preserve_version_counter(tensors)
+
+
+def operations(*names: str) -> frozenset[Any]:
+    """Return the operations called ``names``, such as ``mm.default``; those that this torch has not are left out."""
+    found = set()
+    for name in names:
+        packet, _, overload = name.partition(".")
+        operation = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        found |= {operation} - {None}
+    return frozenset(found)
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of ``operation``: its arguments, and which of them it writes to or returns."""
+    return operation._schema
+
+
+def form_grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on tensors without values, products of tokens with their experts among them.
+
+    torch knows the form of what these return for bf16 alone, and for sizes that its kernels take.
+    """
+    if func is not torch.ops.aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    left, right = args[:2]
+    groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape if left.ndim == right.ndim == 2 else ()
+    rows = left.shape[:-1] if left.ndim <= right.ndim else left.shape[1:-1]
+    return left.new_empty(*groups, *rows[-2 if left.ndim == right.ndim == 3 else -1 :], right.shape[-1])
+
+
+def fused_adamw(
+    weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: int, **settings: Any
+) -> None:
+    """Step ``weights`` and their moments for the ``count``-th time, as `torch.optim.AdamW` does with ``fused=True``."""
+    torch._fused_adamw_(
+        [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(count))],
+        amsgrad=False, maximize=False, **settings,
+    )  # fmt: skip
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """Return the norms of ``tensors``, by the kernel of `torch.nn.utils.clip_grad_norm_`."""
+    return torch.stack(torch._foreach_norm(tensors, 2.0))
+
+
+@contextmanager
+def muon_products(instead: Callable[..., Tensor]) -> Iterator[Callable[..., Tensor]]:
+    """Have `torch.optim.Muon` orthogonalize by ``instead`` while the context lasts; yields its own way of it."""
+    from torch.optim import _muon
+
+    own = _muon._zeropower_via_newtonschulz
+    _muon._zeropower_via_newtonschulz = instead
+    try:
+        yield own
+    finally:
+        _muon._zeropower_via_newtonschulz = own
+
+
+T = TypeVar("T")
+
+
+def allocations(work: Callable[[], T]) -> tuple[T, list[int]]:
+    """Return what ``work`` returns, and the bytes of each allocation on the CPU in it; of a release, negative."""
+    from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
+    from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+    settings = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(settings)  # the present one, Kineto, says on standard error that it runs
+    try:
+        result = work()
+    finally:
+        events = [event for thread in _disable_profiler_legacy() for event in thread]
+    return result, [num_bytes for event in events if (num_bytes := event.cpu_memory_usage())]
+
+
+def of_all_threads() -> Any:
+    """Return the setting of `torch.profiler.profile` that has it see threads which stand already."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=True)
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors lie in ``storage``: views count one by one, and so do arrays of numpy over it."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that ``storage`` has to itself as long as it lives."""
+    return int(storage._cdata)
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Return the `storage_key` of what ``tensor`` lies in: that of all its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def no_function_override() -> Any:
+    """Return the ``__torch_function__`` of a subclass whose operations go straight to its ``__torch_dispatch__``."""
+    return torch._C._disabled_torch_function_impl
+
+
+def formed_like(kind: type[Tensor], form: Tensor, device: torch.device) -> Any:
+    """Return a tensor of class ``kind`` that has no bytes, and shape, strides and dtype of ``form``."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind,
+        form.shape,
+        strides=form.stride(),
+        storage_offset=form.storage_offset(),
+        dtype=form.dtype,
+        device=device,
+    )
+
+
+def as_plain_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which subclasses of tensors are treated as tensors: no ``__torch_function__`` is called."""
+    return cast(AbstractContextManager[Any], torch._C.DisableTorchFunctionSubclass())
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of ``module`` itself by name: what is put there is its parameter, without any check."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of ``module`` itself by name; see `parameters_of`."""
+    return module._buffers
+
+
+def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the forward hooks and the forward pre-hooks of ``module``."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def has_hooks_of_all() -> bool:
+    """Return whether hooks run around the forward of every module."""
+    from torch.nn.modules import module
+
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+def replace_forward_hooks(module: nn.Module, hooks: Any) -> Any:
+    """Replace the forward hooks of ``module`` by ``hooks``; returns the former."""
+    former, module._forward_hooks = module._forward_hooks, hooks
+    return former
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks run on a gradient of ``parameter``, before it is added or behind."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def dtype_to_move_to(*args: Any, **kwargs: Any) -> Any:
+    """Return the dtype that arguments of `torch.nn.Module.to` ask for; None where they ask for none."""
+    import torch
+
+    return torch._C._nn._parse_to(*args, **kwargs)[1]
+
+
+IsLeaf = Callable[[Any], bool]
+
+
+def flatten(values: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
+    """Return the leaves of ``values`` in order, and the structure that they were in; see `unflatten`."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(values, is_leaf=is_leaf)
+
+
+def unflatten(leaves: Any, structure: Any) -> Any:
+    """Return ``leaves`` in the structure that `flatten` returned."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+def leaves_of(values: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """Return the leaves of ``values`` in order."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(values, is_leaf=is_leaf)
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether ``value`` is no container."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_is_leaf(value)
+
+
+def map_leaves(change: Callable[[Any], Any], values: Any) -> Any:
+    """Return ``values`` with what ``change`` makes of each leaf in its place."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(change, values)
+
+
+def map_only(kind: type[Any], change: Callable[[Any], Any], values: Any) -> Any:
+    """Return ``values`` with what ``change`` makes of each leaf of ``kind`` in its place."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(kind, change, values)

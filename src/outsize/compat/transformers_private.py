@@ -1,0 +1,174 @@
+"""Private names of transformers, TRL, PEFT and Liger Kernel: one function each.
+
+What models and tokenizers of transformers have no public name for.
+
+Which models of transformers read padding as if it were text.
+
+Steps of a `Trainer`, transformers' or TRL's, that have no public name.
+
+What Liger Kernel has no public name for.
+
+What PEFT does to one layer when it puts adapters into a model.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+
+def attention_of(model: nn.Module) -> str:
+    """Return the name of the attention that ``model`` computes with, such as ``sdpa``."""
+    config: Any = model.config
+    return str(config._attn_implementation)
+
+
+def initialize(model: nn.Module, module: nn.Module) -> None:
+    """Draw the parameters of ``module``, a part of ``model``, as a new model draws them."""
+    made: Any = model
+    made._init_weights(module)
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return parts of names of what ``model`` keeps in fp32 where the rest is of ``dtype``."""
+    made: Any = model
+    return tuple(made._get_dtype_plan(dtype))
+
+
+def output_collector() -> Any:
+    """Return the context variable with the lists that layers put outputs in; None in versions that record otherwise."""
+    try:
+        from transformers.utils import output_capturing
+    except ImportError:
+        return None
+    return getattr(output_capturing, "_active_collector", None)
+
+
+def has_hub_kernels(module: nn.Module) -> bool:
+    """Return whether transformers has put kernels of the hub into ``module``."""
+    return bool(getattr(module, "_use_kernels", False))
+
+
+def encodes_as_the_library(tokenizer: Any) -> bool:
+    """Return whether the class of a fast ``tokenizer`` has no code of its own for a text that becomes tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = type(tokenizer)
+    return bool(
+        kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and kind.__call__ is PreTrainedTokenizerFast.__call__
+    )
+
+
+# What models call whose layers carry a state over all tokens, to have padding change none of it.
+_LEAVES_OUT = "apply_mask_to_padding_states"
+
+
+def reads_padding(model: nn.Module) -> bool:
+    """Return whether padding before a text may change what a model that goes on with the text makes of it.
+
+    An encoder is given its mask, and its decoder begins with one token. Others have to be given the mask and places
+    that do not count padding, and to carry no state besides; whichever cannot show that they do, are taken to read it.
+    """
+    if cast(Any, model).config.is_encoder_decoder:
+        return False
+    modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    loaded = [module for name in modules if (module := sys.modules.get(name)) is not None]
+    if any(map(_has_cache, loaded)):
+        return True
+    if any(hasattr(module, _LEAVES_OUT) for module in loaded):
+        return False
+    return bool(getattr(model, "_is_stateful", False)) or not _is_given_places(cast(Any, model))
+
+
+def _has_cache(module: Any) -> bool:
+    """Return whether a module of a model has a cache of keys and values of its own, which may count padding."""
+    from transformers import DynamicCache
+
+    kinds = (value for value in vars(module).values() if inspect.isclass(value))
+    return any(issubclass(kind, DynamicCache) and kind.__module__ == module.__name__ for kind in kinds)
+
+
+def _is_given_places(model: Any) -> bool:
+    """Return whether a forward takes positions, and what prepares its arguments hands them and the mask on."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    ids = torch.ones((1, 2), dtype=torch.long)
+    try:
+        made = model.prepare_inputs_for_generation(ids, attention_mask=ids, position_ids=ids, use_cache=False)
+    except Exception:  # written for each model anew
+        return False
+    return made.get("attention_mask") is not None and made.get("position_ids") is not None
+
+
+class TrainerSteps:
+    """Stands before the class of a trainer, and gives some of its private steps names of their own."""
+
+    args: Any
+
+    def clipped(self, most: float) -> Any:
+        """Clip the gradients to a norm of ``most``, and return the norm that they had."""
+        raise NotImplementedError
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context in which a checkpoint is written."""
+        yield
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return self.clipped(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self.clipped(float("inf")) if grad_norm is None else grad_norm
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self.saving():
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
+    def _send_telemetry(self) -> None:
+        """Tell nobody; TRL would tell its makers which trainer ran on which model."""
+
+
+def on_device(trainer: Any, batch: Any) -> Any:
+    """Return ``batch`` where ``trainer`` computes."""
+    return trainer._prepare_inputs(batch)
+
+
+def forget_metrics(trainer: Any) -> None:
+    """Throw away what TRL's ``trainer`` has noted of steps for its next line of a log."""
+    for kind in ("_metrics", "_stored_metrics"):
+        for noted in getattr(trainer, kind, {}).values():
+            noted.clear()
+
+
+def use_one_device(arguments: Any) -> None:
+    """Have a trainer of ``arguments`` compute on one GPU, whichever else there are."""
+    if arguments.device is not None:  # asking sets the number
+        arguments._n_gpu = min(arguments.n_gpu, 1)
+
+
+def put_kernels_in(model: nn.Module, **kernels: bool) -> None:
+    """Have Liger put its kernels into ``model``; keywords leave some out."""
+    from liger_kernel.transformers import monkey_patch
+
+    monkey_patch._apply_liger_kernel_to_instance(model, **kernels)
+
+
+def changed_weight(around: nn.Module, config: Any, path: str, layer: nn.Module) -> Tensor:
+    """Return the weight that PEFT leaves a layer with when it puts an adapter around it.
+
+    Args:
+        around: PEFT's model, with an adapter of LoRA.
+        config: of that adapter.
+        path: of the layer in the model, which may decide its rank.
+        layer: with its weight, which is changed.
+    """
+    parent = nn.Module()
+    parent.add_module("layer", layer)
+    tuner = cast(Any, around).base_model
+    tuner._create_and_replace(config, "default", layer, "layer", parent, current_key=path)
+    return cast(Tensor, layer.weight).detach()
