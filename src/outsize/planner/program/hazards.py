@@ -38,7 +38,7 @@ from outsize.planner.program.table import (
     FORWARD_KINDS,
     ROW_OF,
     Form,
-    OpRow,
+    LaneKind,
     Resource,
 )
 
@@ -49,23 +49,29 @@ SAVE_WINDOW = 2
 _NUM_SAVES = 4
 
 _Key = tuple[str, int | None, int | None]
-_FindOne = Callable[[Op], Cell | HomeResource | None]
-_FindAll = Callable[[Op], Iterable[Cell | HomeResource]]
+_Find = Callable[[Op], Cell | HomeResource | None]
+_Hold = Callable[[Op], _Key]
 
 
 class _Rule(NamedTuple):
-    """A row, with the ways to find what it touches: of resources of which there is one, and of many."""
+    """A row, with the ways to find what it touches, and where it is held from then on, or no longer."""
 
-    row: OpRow
-    reads: tuple[_FindOne, ...]
-    reads_all: tuple[_FindAll, ...]
-    writes: tuple[_FindOne, ...]
-    writes_all: tuple[_FindAll, ...]
-    follows: tuple[_FindOne, ...]
+    reads: tuple[_Find, ...]
+    writes: tuple[_Find, ...]
+    follows: tuple[_Find, ...]
+    fills: tuple[tuple[_Hold, _Find], ...]
+    empties: tuple[_Hold, ...]
     computes: bool
     is_forward: bool
-    binds: bool
-    is_activation: bool
+    leaves_by: LaneKind | None
+
+
+class _Cells(dict[_Key, Cell]):
+    """Cells by what they are of; made when they are first asked for."""
+
+    def __missing__(self, key: _Key) -> Cell:
+        cell = self[key] = Cell()
+        return cell
 
 
 class Hazards:
@@ -94,9 +100,9 @@ class Hazards:
         self._counts: dict[int | None, Cell] = {unit: Remembered() for unit in units}
         self._residuals: dict[int | None, Cell] = {unit: Remembered() for unit in units if feedback}
         self._coefficient, self._committed = Signal(), Signal()
-        self._cells: dict[_Key, Cell] = {}
+        self._cells = _Cells()
         # Slots and accumulators by worker and unit, places by unit and microbatch of what lies in them.
-        self._holding: dict[_Key, Cell] = {}
+        self._holding: dict[_Key, Cell | HomeResource | None] = {}
         self._read_tiles: set[tuple[int | None, int | None]] = set()  # and not yet stepped
         # By worker, and whether they leave for another one's memory: a lane for each.
         self._saves: defaultdict[tuple[int | None, bool], deque[int]] = defaultdict(
@@ -108,73 +114,57 @@ class Hazards:
     def dependencies(self, op: Op) -> tuple[int, ...]:
         """Return the sequence numbers, ascending, of the ops that ``op`` must wait for; the first is 0."""
         deps: Deps = set()
-        seq = self._seq
-        row, reads, reads_all, writes, writes_all, follows, computes, is_forward, binds, is_activation = (
-            self._rules[op.kind, op.tile is not None, op.buffer is not None]
-        )
+        seq, holding = self._seq, self._holding
+        reads, writes, follows, fills, empties, computes, is_forward, leaves_by = self._rules[
+            op.kind, op.tile is not None, op.buffer is not None
+        ]
         if is_forward:
             self._bound_forward(op, deps)
         for find in reads:
             cell = find(op)
             if cell is not None:
                 cell.read(seq, deps)
-        for find_all in reads_all:
-            for cell in find_all(op):
-                cell.read(seq, deps)
         for find in writes:
             cell = find(op)
             if cell is not None:
-                cell.write(seq, deps)
-        for find_all in writes_all:
-            for cell in find_all(op):
                 cell.write(seq, deps)
         for find in follows:
             cell = find(op)
             if cell is not None:
                 deps.add(cell.writer)
-        if binds:
-            self._bind(op, row)
+        for hold, find in fills:
+            holding[hold(op)] = find(op)
+        for hold in empties:
+            holding.pop(hold(op), None)
         if computes:
             self._last_compute[op.worker] = seq
             if self._at_once:
                 self._computed[(op.microbatch or 0) % self._at_once] = seq
-        elif is_activation:
-            self._bound_activation(op, row, seq, deps)
+        elif leaves_by is not None:
+            self._bound_activation(op, leaves_by, seq, deps)
         self._seq += 1
         deps.discard(-1)
         return tuple(sorted(deps))
 
-    def _bind(self, op: Op, row: OpRow) -> None:
-        """Remember in which slot, accumulator or place something of a unit lies from now on, or no longer."""
-        for name in row.fills:
-            self._holding[self._holder(name, op, row)] = self._cells[name, *self._named(name, op)]
-        for name in row.empties:
-            self._holding.pop(self._holder(name, op, row), None)
-
     def _ruled(self) -> dict[Form, _Rule]:
-        one, many = self._finders()
+        finders, holders = self._finders(), self._holders()
 
-        def split(names: Iterable[Resource]) -> tuple[tuple[_FindOne, ...], tuple[_FindAll, ...]]:
-            return tuple(one[n] for n in names if n in one), tuple(many[n] for n in names if n in many)
+        def every(names: Iterable[Resource]) -> tuple[_Find, ...]:
+            return tuple(find for name in names for find in finders[name])
 
         rules = {}
         for form, row in ROW_OF.items():
-            reads, reads_all = split(row.reads)
-            if "home" in row.reads:
-                reads = (
-                    self._read_home,
-                    *(one[name] for name in row.reads if name != "home" and name in one),
-                )
+            reads = every(name for name in row.reads if name != "home")
+            in_place = {"place": row.carries or "input"}  # what comes to lie there
             rules[form] = _Rule(
-                row,
-                reads,
-                reads_all,
-                *split((*row.writes, *row.fills)),
-                split(row.after)[0],
+                (self._read_home, *reads) if "home" in row.reads else reads,
+                every((*row.writes, *row.fills)),
+                every(row.after),
+                tuple((holders[in_place.get(name, name)], finders[name][0]) for name in row.fills),
+                tuple(holders[name] for name in row.empties),
                 computes=row.kind in COMPUTE_KINDS,
                 is_forward=row.kind in FORWARD_KINDS,
-                binds=bool(row.fills or row.empties),
-                is_activation=row.carries in ACTIVATIONS,
+                leaves_by=row.lane if row.carries in ACTIVATIONS else None,
             )
         return rules
 
@@ -189,75 +179,68 @@ class Hazards:
                     deps.add(saves[index])
                     break
 
-    def _bound_activation(self, op: Op, row: OpRow, seq: int, deps: Deps) -> None:
-        if row.lane != "up":
-            self._saves[op.worker, row.lane == "peer"].append(seq)
+    def _bound_activation(self, op: Op, lane: LaneKind, seq: int, deps: Deps) -> None:
+        if lane != "up":
+            self._saves[op.worker, lane == "peer"].append(seq)
             return
         deps.add(self._last_compute.get(op.worker, -1))
         # Lanes are in order: what left before these is done as well.
         for leaves in (False, True):
             deps.update(self._saves[op.worker, leaves])
 
-    def _finders(self) -> tuple[dict[Resource, _FindOne], dict[Resource, _FindAll]]:
-        """Return how the cells of each resource are found; there is none of what is nowhere."""
-        cell, get = self._cell, self._holding.get
-        one: dict[Resource, _FindOne] = {
-            "home": self._home,
-            "in place": self._in_place,
-            "slot": lambda op: cell("slot", op.worker, op.slot),
-            "buffer": lambda op: cell("buffer", op.tile is not None, op.buffer),
-            "input": lambda op: cell("input", op.unit, op.microbatch),
-            "next input": lambda op: cell("input", (op.unit or 0) + 1, op.microbatch),
-            "gradient": lambda op: cell("gradient", op.unit, op.microbatch),
-            "next gradient": lambda op: cell("gradient", (op.unit or 0) + 1, op.microbatch),
-            "place": lambda op: cell("place", op.target, op.slot),
-            "input place": lambda op: get(("input", op.unit, op.microbatch)),
-            "next gradient place": lambda op: get(("input gradient", (op.unit or 0) + 1, op.microbatch)),
-            "accumulator": lambda op: cell("accumulator", op.worker, op.slot),
-            "sum": lambda op: get(("accumulator", op.worker, op.unit)),
-            "summed": lambda op: self._summed[op.unit],
-            "norm": lambda op: self._norms[op.unit],
-            "coefficient": lambda op: self._coefficient,
-            "committed": lambda op: self._committed,
-            "count": lambda op: self._counts[op.unit],
-            "residual": lambda op: self._residuals.get(op.unit),
+    def _finders(self) -> dict[Resource, tuple[_Find, ...]]:
+        """Return how the cells of each resource are found; a way returns None of what is nowhere."""
+        cells, get, rest = self._cells, self._holding.get, self._rest
+        residuals = self._residuals
+
+        def held(name: str) -> tuple[_Find, ...]:
+            """Return the way to what ``name`` has of an op's unit, and of the rest."""
+            finds: tuple[_Find, ...] = (
+                lambda op: get((name, op.worker, op.unit)),
+                lambda op: get((name, op.worker, rest)),
+            )
+            return finds if rest is not None else finds[:1]
+
+        def fixed(cells: Iterable[Cell | HomeResource]) -> tuple[_Find, ...]:
+            return tuple((lambda op, cell=cell: cell) for cell in cells)
+
+        return {
+            "home": (self._home,),
+            "homes": fixed(self._homes.values()),
+            "in place": (self._in_place,),
+            "slot": (lambda op: cells["slot", op.worker, op.slot],),
+            "weights": held("slot"),
+            "buffer": (lambda op: cells["buffer", op.tile is not None, op.buffer],),
+            "input": (lambda op: cells["input", op.unit, op.microbatch],),
+            "next input": (lambda op: cells["input", (op.unit or 0) + 1, op.microbatch],),
+            "gradient": (lambda op: cells["gradient", op.unit, op.microbatch],),
+            "next gradient": (lambda op: cells["gradient", (op.unit or 0) + 1, op.microbatch],),
+            "place": (lambda op: cells["place", op.target, op.slot],),
+            "input place": (lambda op: get(("input", op.unit, op.microbatch)),),
+            "next gradient place": (lambda op: get(("input gradient", (op.unit or 0) + 1, op.microbatch)),),
+            "accumulator": (lambda op: cells["accumulator", op.worker, op.slot],),
+            "sum": held("accumulator")[:1],
+            "sums": held("accumulator"),
+            "summed": (lambda op: self._summed[op.unit],),
+            "norm": (lambda op: self._norms[op.unit],),
+            "norms": fixed(self._norms.values()),
+            "coefficient": fixed((self._coefficient,)),
+            "committed": fixed((self._committed,)),
+            "count": (lambda op: self._counts[op.unit],),
+            "residual": (lambda op: residuals.get(op.unit),),
         }
-        many: dict[Resource, _FindAll] = {
-            "homes": lambda op: self._homes.values(),
-            "weights": lambda op: self._with_rest("slot", op),
-            "sums": lambda op: self._with_rest("accumulator", op),
-            "norms": lambda op: self._norms.values(),
+
+    @staticmethod
+    def _holders() -> dict[str, _Hold]:
+        """Return by what the slot, accumulator or place is found that has something of an op's unit."""
+        by_unit: dict[str, _Hold] = {
+            "slot": lambda op: ("slot", op.worker, op.unit),
+            "accumulator": lambda op: ("accumulator", op.worker, op.unit),
+            "input": lambda op: ("input", op.unit, op.microbatch),
+            "input gradient": lambda op: ("input gradient", op.unit, op.microbatch),
+            "next gradient place": lambda op: ("input gradient", (op.unit or 0) + 1, op.microbatch),
         }
-        return one, many
-
-    def _cell(self, name: str, major: int | None, minor: int | None) -> Cell:
-        key = (name, major, minor)
-        cell = self._cells.get(key)
-        if cell is None:
-            cell = self._cells[key] = Cell()
-        return cell
-
-    def _named(self, name: Resource, op: Op) -> tuple[int | None, int | None]:
-        """Return the place that ``op`` names: buffers of tiles are others than those of units."""
-        if name == "buffer":
-            return int(op.tile is not None), op.buffer
-        return op.target if name == "place" else op.worker, op.slot
-
-    def _holder(self, name: Resource, op: Op, row: OpRow | None = None) -> _Key:
-        """Return by what the slot, accumulator or place is found that has something of ``op``'s unit."""
-        if name == "slot":
-            return "slot", op.worker, op.unit
-        if name in ("accumulator", "sum"):
-            return "accumulator", op.worker, op.unit
-        if name == "next gradient place":
-            return "input gradient", (op.unit or 0) + 1, op.microbatch
-        content = row.carries if row is not None and name == "place" else None
-        return content or "input", op.unit, op.microbatch
-
-    def _with_rest(self, name: str, op: Op) -> list[Cell]:
-        units = (op.unit,) if self._rest is None else (op.unit, self._rest)
-        cells = [self._holding.get((name, op.worker, unit)) for unit in units]
-        return [cell for cell in cells if cell is not None]
+        return by_unit | {"sum": by_unit["accumulator"], "input place": by_unit["input"]}
 
     def _home(self, op: Op) -> Cell | HomeResource:
         home = self._homes[op.unit]

@@ -63,6 +63,8 @@ from typing import Final, Literal
 class Kind(StrEnum):
     """The verb of an op; the value is its text."""
 
+    __hash__ = str.__hash__  # that of enumerations is a call of Python, for each look into a table
+
     LOAD = "LOAD"
     FREE = "FREE"
     ACC = "ACC"
