@@ -82,16 +82,16 @@ def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduce
     return measure_all_reduce(ranks, bytes_max, backend=_checked(backend, best, ranks, num_devices))
 
 
-def _checked(asked: str, best: str, ranks: int, num_devices: int) -> str:
-    """Return the backend: ``best`` unless another is ``asked`` for, which these ranks must be able to use."""
-    if asked == "auto":
+def _checked(backend: str, best: str, ranks: int, num_devices: int) -> str:
+    """Return the backend: ``best`` unless another is ``backend`` for, which these ranks must be able to use."""
+    if backend == "auto":
         return best
-    if asked not in ("gloo", best):
+    if backend not in ("gloo", best):
         raise ConfigError(
-            f"--backend {asked}: {ranks} ranks of a machine with {num_devices} devices that torch sees sum by "
+            f"--backend {backend}: {ranks} ranks of a machine with {num_devices} devices that torch sees sum by "
             f"{' or '.join(sorted({'gloo', best}))}"
         )
-    return asked
+    return backend
 
 
 def _write(path: Path, rates: "AllReduceRates") -> None:
@@ -99,9 +99,9 @@ def _write(path: Path, rates: "AllReduceRates") -> None:
     text = rates.model_dump_json(indent=1) + "\n"
     try:
         if path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if "schema_version" in found:
-                text = json.dumps({**found, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if "schema_version" in fields:
+                text = json.dumps({**fields, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--output {path}: {error}; choose another file") from error

@@ -33,7 +33,7 @@ def chosen(report: Report, recorded: RunRecord, named: Sequence[str]) -> tuple[C
         raise ConfigError("--try trains in one process, and the run had several; try it with outsize train")
     if not recorded.config:
         raise ConfigError(f"--try needs the configuration of the run, and {recorded.directory} holds none")
-    settings = list(named) or [_first(remedy for found in report.findings for remedy in found.remedies)]
+    settings = list(named) or [_first(remedy for finding in report.findings for remedy in finding.remedies)]
     unseen = [setting for setting in settings if setting.startswith(_UNSEEN)]
     if unseen:
         raise ConfigError(
@@ -61,17 +61,17 @@ def tried(before: Config, after: Config, settings: list[str], steps: int, turns:
 
 def _first(remedies: Iterator[Remedy]) -> str:
     """Return the first setting that leaves the training as it is."""
-    known = list(remedies)
-    same = [remedy.setting for remedy in known if remedy.is_same_training]
+    candidates = list(remedies)
+    same = [remedy.setting for remedy in candidates if remedy.is_same_training]
     if same:
         return same[0]
-    if not known:
+    if not candidates:
         raise ConfigError(
             "--try: no finding has a setting for its remedy; name one, as --set memory.prefetch=2"
         )
     raise ConfigError(
-        f"--try: what may help changes the training: {known[0].setting}; "
-        f"name it to try it all the same: --try --set {known[0].setting}"
+        f"--try: what may help changes the training: {candidates[0].setting}; "
+        f"name it to try it all the same: --try --set {candidates[0].setting}"
     )
 
 

@@ -100,8 +100,8 @@ def generate(options: GenerateOptions, output: Output) -> None:
         if talks:
             alone = {**how, "batch_size": 1}
 
-            def reply(asked: "Conversation") -> str:
-                return writer.write([asked], _print, on_written=shown, **alone)[0][0].text
+            def reply(conversation: "Conversation") -> str:
+                return writer.write([conversation], _print, on_written=shown, **alone)[0][0].text
 
             conversation(reply, options.system, sys.stdin, output.say)
             return

@@ -40,15 +40,15 @@ def inspect(
 
     output = Output(as_json=as_json)
     with output.guarded():
-        found = inspection.inspect(model, dtype=dtype, trust_remote_code=trust_remote_code)
-        output.emit(found)
-        output.print_result(_table(found))
+        figures = inspection.inspect(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        output.emit(figures)
+        output.print_result(_table(figures))
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(figures: dict[str, Any]) -> str:
     """Return the units, equal neighbours on one line, and the totals."""
-    rows = [("units", "kind", "name", "parameters", f"weights ({found['dtype']})")]
-    for first, last in _runs_of_equals(found["units"]):
+    rows = [("units", "kind", "name", "parameters", f"weights ({figures['dtype']})")]
+    for first, last in _runs_of_equals(figures["units"]):
         span = f"{first['index']}" if first is last else f"{first['index']}-{last['index']}"
         count = last["index"] - first["index"] + 1
         name = first["name"] if first is last else f"{first['name']} ... {last['name']}"
@@ -58,10 +58,10 @@ def _table(found: dict[str, Any]) -> str:
     lines = [
         *columns(rows),
         "",
-        f"{found['architecture']}: {format_count(found['num_parameters'])} parameters, "
-        f"{format_count(found['num_trainable'])} trainable",
-        f"training state {format_bytes(found['training_state_bytes'])} (fp32 weights, gradients, moments)",
-        f"largest unit {format_bytes(found['largest_unit_bytes'])} of weights in {found['dtype']}",
+        f"{figures['architecture']}: {format_count(figures['num_parameters'])} parameters, "
+        f"{format_count(figures['num_trainable'])} trainable",
+        f"training state {format_bytes(figures['training_state_bytes'])} (fp32 weights, gradients, moments)",
+        f"largest unit {format_bytes(figures['largest_unit_bytes'])} of weights in {figures['dtype']}",
     ]
     return "\n".join(lines)
 
@@ -85,37 +85,37 @@ def data(config: "Config", output: Output) -> None:
     from outsize.objectives.recipes import RECIPES, objective_of
     from outsize.training import run_data
 
-    told: list[str] = []
+    notes: list[str] = []
     objective = objective_of(config)
     if objective is not None and RECIPES[objective].fields:
-        found = preview(config, objective, told.append)
-        output.emit(found)
-        output.print_result("\n".join([*told, *_records(found)]))
+        figures = preview(config, objective, notes.append)
+        output.emit(figures)
+        output.print_result("\n".join([*notes, *_records(figures)]))
         return
-    found = run_data.preview(config, told.append)
-    output.emit(found)
-    output.print_result("\n".join([*told, "", *_lengths(found), *_sequences(found), *_loader(found)]))
+    figures = run_data.preview(config, notes.append)
+    output.emit(figures)
+    output.print_result("\n".join([*notes, "", *_lengths(figures), *_sequences(figures), *_loader(figures)]))
 
 
-def _records(found: dict[str, Any]) -> list[str]:
+def _records(figures: dict[str, Any]) -> list[str]:
     """Return what records with fields of their own hold."""
     rows = [("field", "most tokens", "mean", "longer than data.seq_len")]
     rows += [
         (name, f"{tokens['most']:,}", f"{tokens['mean']:.1f}", f"{tokens['num_longer']:,}")
-        for name, tokens in found["tokens"].items()
+        for name, tokens in figures["tokens"].items()
     ]
-    labels = [f"label {label}: {count:,} records" for label, count in found["labels"].items()]
+    labels = [f"label {label}: {count:,} records" for label, count in figures["labels"].items()]
     return [
-        *(f"first {name}: {value}" for name, value in found["first"].items()),
+        *(f"first {name}: {value}" for name, value in figures["first"].items()),
         *columns(rows),
         *labels[:_MOST_LABELS],
-        f"{found['num_records']:,} records, {found['steps_per_epoch']:,.1f} steps per epoch",
+        f"{figures['num_records']:,} records, {figures['steps_per_epoch']:,.1f} steps per epoch",
     ]
 
 
-def _lengths(found: dict[str, Any]) -> list[str]:
+def _lengths(figures: dict[str, Any]) -> list[str]:
     """Return a histogram of the documents' lengths; nothing of tokens without bounds of documents."""
-    buckets = found["lengths"]
+    buckets = figures["lengths"]
     if not buckets:
         return []
     most = max(bucket["num_documents"] for bucket in buckets)
@@ -132,19 +132,19 @@ def _lengths(found: dict[str, Any]) -> list[str]:
     return [*columns(rows), ""]
 
 
-def _sequences(found: dict[str, Any]) -> list[str]:
+def _sequences(figures: dict[str, Any]) -> list[str]:
     return [
-        f"{found['num_sequences']:,} sequences of {found['seq_len']} tokens per epoch, "
-        f"{found['steps_per_epoch']:,.1f} steps; the run takes {found['epochs']:.2f} epochs"
+        f"{figures['num_sequences']:,} sequences of {figures['seq_len']} tokens per epoch, "
+        f"{figures['steps_per_epoch']:,.1f} steps; the run takes {figures['epochs']:.2f} epochs"
     ]
 
 
-def _loader(found: dict[str, Any]) -> list[str]:
+def _loader(figures: dict[str, Any]) -> list[str]:
     """Say how fast batches come, and how many threads that takes."""
     rates = [
-        f"{format_count(rate['tokens_per_s'])} tokens/s by {rate['workers']}" for rate in found["loader"]
+        f"{format_count(rate['tokens_per_s'])} tokens/s by {rate['workers']}" for rate in figures["loader"]
     ]
-    return [f"batches come at {', '.join(rates)} (data.workers); {found['enough_workers']} is enough"]
+    return [f"batches come at {', '.join(rates)} (data.workers); {figures['enough_workers']} is enough"]
 
 
 def export(

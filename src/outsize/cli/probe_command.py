@@ -90,13 +90,13 @@ def probe(options: ProbeOptions, output: Output) -> None:
     )
     with _progress(output) as announce:
         effort = FULL if options.full else QUICK
-        found = run_probe(effort, options.directories or [Path()], announce=announce, wishes=wishes)
+        probed = run_probe(effort, options.directories or [Path()], announce=announce, wishes=wishes)
     if options.output_file is not None:
-        _write(options.output_file, found.to_json())
-    changes = compare(old, found) if old else ()
+        _write(options.output_file, probed.to_json())
+    changes = compare(old, probed) if old else ()
     compared = {"compared": [asdict(change) for change in changes]} if old else {}
-    output.emit({**found.model_dump(mode="json"), **compared})
-    output.print_result(probe_text.describe(found))
+    output.emit({**probed.model_dump(mode="json"), **compared})
+    output.print_result(probe_text.describe(probed))
     if old:
         output.print_result(probe_text.describe_changes(changes))
 

@@ -33,7 +33,7 @@ def report(
         name = "report.html" if other is None else f"compare-{runs[-1]['name']}.html"
         path = output_file or run / name
         size = write_page(path, make_page(page_data(runs)))
-        found = [each["verdict"]["bottleneck"] for each in runs]
+        bottlenecks = [each["verdict"]["bottleneck"] for each in runs]
         output.emit(
             {
                 "path": str(path),
@@ -44,7 +44,7 @@ def report(
                 ],
             }
         )
-        for each, bottleneck in zip(runs, found, strict=True):
+        for each, bottleneck in zip(runs, bottlenecks, strict=True):
             if bottleneck is not None:
                 output.print_result(
                     f"{each['name']}: limited by {bottleneck['limits']}: {bottleneck['evidence']}"

@@ -91,11 +91,13 @@ def _verdict(run_dir: Path) -> list[str]:
     from outsize.errors import ConfigError
 
     try:
-        found = examine(Facts(recorded=read_run(run_dir))).bottleneck
+        bottleneck = examine(Facts(recorded=read_run(run_dir))).bottleneck
     except ConfigError:
         return []
     return (
-        [] if found is None else [f"limited by {found.limits}: {found.evidence}", f"first try: {found.fix}"]
+        []
+        if bottleneck is None
+        else [f"limited by {bottleneck.limits}: {bottleneck.evidence}", f"first try: {bottleneck.fix}"]
     )
 
 
@@ -187,6 +189,6 @@ def _sweep_table(rows: "list[ShortRun]", best: "ShortRun") -> str:
             lines.append((size, "", "", "", "", "", "", row.why_not))
             continue
         memory = (format_bytes(row.memory_bytes[tier]) for tier in ("device", "host", "disk"))
-        told = (size, f"{row.microbatches}", format_seconds(row.step_s), f"{row.tokens_per_s:.0f}", *memory)
-        lines.append((*told, "best" if row is best else ""))
+        cells = (size, f"{row.microbatches}", format_seconds(row.step_s), f"{row.tokens_per_s:.0f}", *memory)
+        lines.append((*cells, "best" if row is best else ""))
     return "\n".join(columns(lines))

@@ -172,12 +172,12 @@ def keeping_versions(tensors: Any) -> Any:
 
 def operations(*names: str) -> frozenset[Any]:
     """Return the operations called ``names``, such as ``mm.default``; those that this torch has not are left out."""
-    found = set()
+    overloads = set()
     for name in names:
         packet, _, overload = name.partition(".")
         operation = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-        found |= {operation} - {None}
-    return frozenset(found)
+        overloads |= {operation} - {None}
+    return frozenset(overloads)
 
 
 def schema_of(operation: Any) -> Any:
@@ -218,12 +218,12 @@ def muon_products(instead: Callable[..., Tensor]) -> Iterator[Callable[..., Tens
     """Have `torch.optim.Muon` orthogonalize by ``instead`` while the context lasts; yields its own way of it."""
     from torch.optim import _muon
 
-    own = _muon._zeropower_via_newtonschulz
+    torch_function = _muon._zeropower_via_newtonschulz
     _muon._zeropower_via_newtonschulz = instead
     try:
-        yield own
+        yield torch_function
     finally:
-        _muon._zeropower_via_newtonschulz = own
+        _muon._zeropower_via_newtonschulz = torch_function
 
 
 T = TypeVar("T")
@@ -311,8 +311,8 @@ def has_hooks_of_all() -> bool:
 
 def replace_forward_hooks(module: nn.Module, hooks: Any) -> Any:
     """Replace the forward hooks of ``module`` by ``hooks``; returns the former."""
-    former, module._forward_hooks = module._forward_hooks, hooks
-    return former
+    previous, module._forward_hooks = module._forward_hooks, hooks
+    return previous
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -29,14 +29,14 @@ def attention_of(model: nn.Module) -> str:
 
 def initialize(model: nn.Module, module: nn.Module) -> None:
     """Draw the parameters of ``module``, a part of ``model``, as a new model draws them."""
-    made: Any = model
-    made._init_weights(module)
+    untyped: Any = model
+    untyped._init_weights(module)
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     """Return parts of names of what ``model`` keeps in fp32 where the rest is of ``dtype``."""
-    made: Any = model
-    return tuple(made._get_dtype_plan(dtype))
+    untyped: Any = model
+    return tuple(untyped._get_dtype_plan(dtype))
 
 
 def output_collector() -> Any:
@@ -99,10 +99,12 @@ def _is_given_places(model: Any) -> bool:
         return False
     ids = torch.ones((1, 2), dtype=torch.long)
     try:
-        made = model.prepare_inputs_for_generation(ids, attention_mask=ids, position_ids=ids, use_cache=False)
+        inputs = model.prepare_inputs_for_generation(
+            ids, attention_mask=ids, position_ids=ids, use_cache=False
+        )
     except Exception:  # written for each model anew
         return False
-    return made.get("attention_mask") is not None and made.get("position_ids") is not None
+    return inputs.get("attention_mask") is not None and inputs.get("position_ids") is not None
 
 
 class TrainerSteps:

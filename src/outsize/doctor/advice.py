@@ -132,8 +132,8 @@ def rarer_checkpoints(facts: Facts) -> str | None:
 
 def less_recomputation(facts: Facts) -> str | None:
     """More of the device for what backwards need, where they compute it again and the budget is one that was set."""
-    kept = () if facts.recorded is None else facts.recorded.plan.get("activations", ())
-    if not any("recompute" in choices for choices in kept) or not _of(facts, "memory", "device_memory"):
+    policy = () if facts.recorded is None else facts.recorded.plan.get("activations", ())
+    if not any("recompute" in choices for choices in policy) or not _of(facts, "memory", "device_memory"):
         return None
     return "less recomputation: a larger memory.device_memory, as far as the device has more"
 

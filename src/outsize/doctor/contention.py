@@ -20,17 +20,23 @@ def cores_taken(facts: Facts) -> Seen | None:
     """Threads of the run are ready and have no processor, since other processes or the hypervisor's guests have it."""
     run, cpu = facts.run, facts.inventory.cpu
     usable = number(cpu.num_usable_cpus, "usable CPUs")
-    own = run.mean("cpu_s") / run.mean("seconds")
+    own_cores = run.mean("cpu_s") / run.mean("seconds")
     queued, others = run.host_per_s("queued_s"), run.host_per_s("others_cpu_s")
     stolen = run.host_per_s("stolen_cpu_s") or 0.0
     load = cpu.load_average.number()
     began = "" if load is None else f"; load {load:.1f} when the run began"
-    had = f"the process had {own:.2g} of {usable:.0f} processors"
+    had = f"the process had {own_cores:.2g} of {usable:.0f} processors"
     if queued is not None and others is not None:
-        taken = others + stolen
-        lost = min(queued / (queued + own), taken / (taken + own), queued) if queued and taken else 0.0
+        lost_cores = others + stolen
+        lost = (
+            min(queued / (queued + own_cores), lost_cores / (lost_cores + own_cores), queued)
+            if queued and lost_cores
+            else 0.0
+        )
         granted = cpu.quota_cores.number()
-        lost = lost if granted is None else min(lost, max(0.0, 1 - own / granted))  # more was never to be had
+        lost = (
+            lost if granted is None else min(lost, max(0.0, 1 - own_cores / granted))
+        )  # more was never to be had
         evidence = (
             f"{had}, other processes {others:.2g}, the hypervisor {stolen:.2g}; its threads were ready and had none "
             f"for {queued:.2g} s per second{began}"
@@ -39,7 +45,7 @@ def cores_taken(facts: Facts) -> Seen | None:
         if load is None or not is_on_cpu(facts):
             raise LackingError("host in the heartbeat: it is of an older version")
         wanted = min(usable, run.about.get("num_threads") or usable) * run.compute_share
-        lost = 1 - own / wanted if load >= usable and own < _STARVED * wanted else 0.0
+        lost = 1 - own_cores / wanted if load >= usable and own_cores < _STARVED * wanted else 0.0
         evidence = f"{had}; it could have used {wanted:.2g}{began}"
     return _seen(
         lost * _share_of_processors(facts), evidence, "processors that are free when the run needs them"
@@ -52,10 +58,10 @@ def throttled(facts: Facts) -> Seen | None:
     stopped, granted = run.host_per_s("throttled_s"), cpu.quota_cores.number()
     if not stopped:
         return None
-    own = run.mean("cpu_s") / run.mean("seconds")
+    own_cores = run.mean("cpu_s") / run.mean("seconds")
     quota = "a quota" if granted is None else f"a quota of {granted:g} cores"
-    evidence = f"{quota}: threads ran for {own:.2g} s per second, and were stopped for {stopped:.2g} s"
-    lost = stopped / (stopped + own)
+    evidence = f"{quota}: threads ran for {own_cores:.2g} s per second, and were stopped for {stopped:.2g} s"
+    lost = stopped / (stopped + own_cores)
     return _seen(lost * _share_of_processors(facts), evidence, "a quota that is not used up")
 
 

@@ -26,14 +26,14 @@ def gpu_clocks(facts: Facts) -> Seen | None:
         if not limits:
             continue
         clock, highest = gpu.sm_clock_hz.number(), gpu.sm_clock_max_hz.number()
-        known = clock is not None and highest is not None and highest > 0
-        told = f" at {(clock or 0) / 1e9:.2f} of {(highest or 0) / 1e9:.2f} GHz" if known else ""
+        has_clocks = clock is not None and highest is not None and highest > 0
+        clocks_text = f" at {(clock or 0) / 1e9:.2f} of {(highest or 0) / 1e9:.2f} GHz" if has_clocks else ""
         hard = any(word in limits for word in ("thermal", "slowdown", "brake"))
         return Seen(
             severity="error" if hard else "warning",
-            evidence=f"cuda:{index}{told}: {limits}",
+            evidence=f"cuda:{index}{clocks_text}: {limits}",
             expected="no limit beside idleness",
-            gain_share=1 - (clock or 0) / (highest or 1) if known and hard else None,
+            gain_share=1 - (clock or 0) / (highest or 1) if has_clocks and hard else None,
         )
     return None
 

@@ -92,12 +92,12 @@ def _apply(rules: Sequence[Rule], facts: Facts) -> tuple[list[Finding], list[Not
     not_judged: list[NotJudged] = []
     for rule in rules:
         try:
-            seen = rule.look(facts)
+            observation = rule.look(facts)
         except LackingError as error:
             not_judged.append(NotJudged(id=rule.id, lacks=str(error)))
             continue
-        if seen is not None:
-            findings.append(_finding(rule, seen, facts))
+        if observation is not None:
+            findings.append(_finding(rule, observation, facts))
     return findings, not_judged
 
 
@@ -126,8 +126,8 @@ def _tempered(findings: list[Finding]) -> list[Finding]:
     return [replace(f, severity="info", fix=fix) if f.severity == "good" else f for f in findings]
 
 
-def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
-    gain, words = seen.gain_share, "not known without a trial"
+def _finding(rule: Rule, observation: Seen, facts: Facts) -> Finding:
+    gain, words = observation.gain_share, "not known without a trial"
     if gain is not None:
         weight, part = _weight(rule, facts)
         gain *= weight
@@ -136,9 +136,9 @@ def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
     return Finding(
         id=rule.id,
         part=rule.part,
-        severity=seen.severity,
-        evidence=seen.evidence,
-        expected=seen.expected,
+        severity=observation.severity,
+        evidence=observation.evidence,
+        expected=observation.expected,
         causes=rule.causes,
         fix="; ".join(step if isinstance(step, str) else step.words for step in steps),
         remedies=tuple(step for step in steps if isinstance(step, Remedy)),
@@ -152,8 +152,8 @@ def _finding(rule: Rule, seen: Seen, facts: Facts) -> Finding:
 def _steps(rule: Rule, facts: Facts) -> list[str | Remedy]:
     """Return the steps of the fix that are possible."""
     steps = (rule.fix,) if isinstance(rule.fix, str) else rule.fix
-    told = (step(facts) if callable(step) else step for step in steps)
-    return [step for step in told if step is not None]
+    texts = (step(facts) if callable(step) else step for step in steps)
+    return [step for step in texts if step is not None]
 
 
 def _weight(rule: Rule, facts: Facts) -> tuple[float, str]:

@@ -49,8 +49,8 @@ class Facts:
         Raises:
             LackingError: neither is known.
         """
-        told = None if self.recorded is None else self.recorded.inventory
-        return self.machine.inventory if told is None else told
+        inventory = None if self.recorded is None else self.recorded.inventory
+        return self.machine.inventory if inventory is None else inventory
 
     @property
     def run(self) -> RunRecord:
@@ -136,7 +136,7 @@ def is_on_cpu(facts: Facts) -> bool:
     device = facts.recorded.device
     if device == "auto":
         # Only a CPU has the disk as the tier next to it.
-        probed = facts.probed is not None and any(found.device == "cpu" for found in facts.probed.devices)
+        probed = facts.probed is not None and any(each.device == "cpu" for each in facts.probed.devices)
         return probed or facts.recorded.plan.get("below") == "disk"
     return device == "cpu" or device.startswith("emulated")
 

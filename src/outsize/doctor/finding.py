@@ -32,9 +32,9 @@ class Seen:
     gain_share: float | None = None
 
 
-def worst(seen: Iterable[Seen]) -> Seen | None:
+def worst(observations: Iterable[Seen]) -> Seen | None:
     """Return the one with the largest gain, the first of equal ones; None of none."""
-    return max(seen, key=lambda one: one.gain_share or 0.0, default=None)
+    return max(observations, key=lambda one: one.gain_share or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

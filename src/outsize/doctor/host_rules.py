@@ -81,21 +81,21 @@ def pinned_memory(facts: Facts) -> Seen | None:
     ]
     if not limits:
         return None
-    seen = "the probe has pinned a little" if pinned else "the probe has not seen pinned copies"
+    evidence = "the probe has pinned a little" if pinned else "the probe has not seen pinned copies"
     rates = [rate for device in machine.devices if (rate := fit_of(device, "pageable", "up")) is not None]
     fallback = f"; what stays pageable is copied at {format_rate(rates[0].bytes_per_s)}" if rates else ""
     return Seen(
         severity="info" if pinned else "warning",
         evidence=f"{'; '.join(each.evidence for each in limits)}; the run plans for {format_bytes(planned)} of host "
-        f"memory, and {seen}{fallback}",
+        f"memory, and {evidence}{fallback}",
         expected="no limit, or one above the plan",
     )
 
 
 def swapping(facts: Facts) -> Seen | None:
     """Memory is short, before a run or in it. Pages swapped out long ago, with memory to spare, cost nothing."""
-    if facts.recorded is not None and (seen := contention.swapped(facts)) is not None:
-        return seen
+    if facts.recorded is not None and (observation := contention.swapped(facts)) is not None:
+        return observation
     memory = facts.inventory.memory
     total, free = number(memory.swap_total_bytes, "swap"), number(memory.swap_free_bytes, "free swap")
     available = number(memory.available_bytes, "available RAM") / number(memory.total_bytes, "RAM")
@@ -125,15 +125,19 @@ def kernels(facts: Facts) -> Seen | None:
 
 def quota(facts: Facts) -> Seen | None:
     """The control group grants fewer cores than threads will start on: all of them stand still when it is used up."""
-    if facts.recorded is not None and (seen := contention.throttled(facts)) is not None:
-        return seen
+    if facts.recorded is not None and (observation := contention.throttled(facts)) is not None:
+        return observation
     cpu = facts.inventory.cpu
     granted = limit(cpu.quota_cores, "quota")
     usable = number(cpu.num_usable_cpus, "usable CPUs")
     if granted is None or granted >= usable:
         return None
-    told = facts.inventory.environment.variables.get("OMP_NUM_THREADS")
-    threads = int(str(told.value)) if told is not None and str(told.value).isdigit() else int(usable)
+    num_threads = facts.inventory.environment.variables.get("OMP_NUM_THREADS")
+    threads = (
+        int(str(num_threads.value))
+        if num_threads is not None and str(num_threads.value).isdigit()
+        else int(usable)
+    )
     if threads <= max(1.0, granted):
         return None
     return Seen(

@@ -235,18 +235,18 @@ _SOUND_SHARE = 0.4
 
 def overridden(facts: Facts) -> Seen | None:
     """A variable that switches a path off or fixes a choice of NCCL."""
-    told = overriding_variables(_variables(facts))
-    if not told:
+    names = overriding_variables(_variables(facts))
+    if not names:
         return None
-    return Seen(evidence="; ".join(told), expected="NCCL's own choice by what it finds")
+    return Seen(evidence="; ".join(names), expected="NCCL's own choice by what it finds")
 
 
 def misspelt(facts: Facts) -> Seen | None:
     """A variable that looks like one of NCCL's and is none: it has no effect."""
-    told = misspelt_variables(_variables(facts))
-    if not told:
+    names = misspelt_variables(_variables(facts))
+    if not names:
         return None
-    return Seen(evidence="; ".join(told), expected="names that NCCL reads")
+    return Seen(evidence="; ".join(names), expected="names that NCCL reads")
 
 
 def slow_sums(facts: Facts) -> Seen | None:
@@ -275,5 +275,5 @@ def slow_sums(facts: Facts) -> Seen | None:
 
 
 def _variables(facts: Facts) -> dict[str, str]:
-    found = facts.machine.inventory.environment.variables
-    return {name: str(fact.value) for name, fact in found.items()}
+    variables = facts.machine.inventory.environment.variables
+    return {name: str(fact.value) for name, fact in variables.items()}

@@ -17,7 +17,7 @@ _WASTE = 0.2
 
 def downtrained(facts: Facts) -> Seen | None:
     """While copies go on, the link runs at a lower generation or with fewer lanes than GPU and slot can have."""
-    tried = False
+    has_retrained = False
     for device in facts.machine.devices:
         if not device.accelerated:
             continue
@@ -30,7 +30,7 @@ def downtrained(facts: Facts) -> Seen | None:
         )
         if any(fact.value is None for fact in loaded):
             continue
-        tried = True
+        has_retrained = True
         generation, lanes, most_generation, most_lanes = (int(number(fact, "link")) for fact in loaded)
         if generation >= most_generation and lanes >= most_lanes:
             continue
@@ -40,7 +40,7 @@ def downtrained(facts: Facts) -> Seen | None:
             expected=f"generation {most_generation} x{most_lanes}, which GPU and slot can negotiate",
             gain_share=lost,
         )
-    if not tried and facts.machine.inventory.gpus:
+    if not has_retrained and facts.machine.inventory.gpus:
         raise LackingError("generation and lanes under load: `outsize probe` with NVML")
     return None
 
@@ -109,14 +109,14 @@ def rounded_up(facts: Facts) -> Seen | None:
     if "torch pin_memory" not in costs:
         raise LackingError("what pinning takes: run `outsize probe` again")
     cost = costs["torch pin_memory"]
-    taken = number(cost.taken_bytes, "what torch took")
-    waste = taken / cost.asked_bytes - 1
+    taken_bytes = number(cost.taken_bytes, "what torch took")
+    waste = taken_bytes / cost.asked_bytes - 1
     if waste < _WASTE:
         return None
     return Seen(
         severity="info",
         evidence=(
-            f"torch's pin_memory took {format_bytes(int(taken))} for {format_bytes(cost.asked_bytes)}: "
+            f"torch's pin_memory took {format_bytes(int(taken_bytes))} for {format_bytes(cost.asked_bytes)}: "
             f"{waste:.0%} more"
         ),
         expected="the bytes that were asked for; outsize's own buffers are pinned exactly",
@@ -158,15 +158,15 @@ def peer_staged(facts: Facts) -> Seen | None:
     for peer in machine.peers:
         if peer.by_topology.value is None or peer.by_rate.value is None:
             continue
-        said, reached = str(peer.by_topology.value), str(peer.by_rate.value)
-        if order.index(reached) < order.index(said):
+        by_driver, reached = str(peer.by_topology.value), str(peer.by_rate.value)
+        if order.index(reached) < order.index(by_driver):
             return Seen(
                 evidence=(
-                    f"{peer.target} from {peer.source}: {said} by the driver, "
+                    f"{peer.target} from {peer.source}: {by_driver} by the driver, "
                     f"{format_rate(median(peer.copy_bytes_per_s, 'copies'))} measured, as {reached} "
                     f"({peer.by_rate.source})"
                 ),
-                expected=f"the rate of {said}",
+                expected=f"the rate of {by_driver}",
             )
     return None
 
@@ -201,12 +201,12 @@ def _gpu(facts: Facts, device: str) -> GpuFacts:
 
 
 def _median_of(rates: list[NumaRates], *, local: bool) -> float | None:
-    known = [
+    speeds = [
         rate.copy_bytes_per_s.median
         for rate in rates
         if rate.local is local and rate.copy_bytes_per_s.median is not None
     ]
-    return statistics.median(known) if known else None
+    return statistics.median(speeds) if speeds else None
 
 
 def _ms(seconds: float | None) -> str:

@@ -203,18 +203,18 @@ def record_of(directory: Path, lines: Iterable[Mapping[str, Any]]) -> RunRecord:
     Raises:
         ConfigError: none of them tells the time of each lane.
     """
-    told: list[Mapping[str, Any]] = []
+    records: list[Mapping[str, Any]] = []
     schema = None
     for line in lines:
         schema = line.get("schema")
         if schema not in READABLE or not line.get("busy_s") or "stall_s" not in line or not line["seconds"]:
             continue
-        while told and told[-1]["step"] >= line["step"]:
-            told.pop()
-        told.append(line)
-    if not told and schema is None:
+        while records and records[-1]["step"] >= line["step"]:
+            records.pop()
+        records.append(line)
+    if not records and schema is None:
         raise ConfigError(f"{directory}: no step has ended yet; ask again later")
-    if not told:
+    if not records:
         raise ConfigError(
             f"{directory}: schema {schema} of the heartbeat does not tell the time of each lane; train some steps "
             "with this version of outsize into another train.run_dir (parallel.mode: ddp has no lanes to tell of)"
@@ -222,7 +222,7 @@ def record_of(directory: Path, lines: Iterable[Mapping[str, Any]]) -> RunRecord:
     about = read_mapping(directory / "run.json")
     return RunRecord(
         directory=str(directory),
-        steps=tuple(told[1:] or told),
+        steps=tuple(records[1:] or records),
         plan=read_mapping(directory / "plan.json"),
         config=read_mapping(directory / "config.yaml"),
         about=about,

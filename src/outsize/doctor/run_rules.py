@@ -56,8 +56,8 @@ class Wait:
 def _for_python(facts: Facts) -> str:
     between_s, step_s = facts.run.mean("between_s"), facts.run.mean("seconds")
     if between_s > facts.run.waits().get("python", 0.0) * step_s / 2:
-        told = "of it lie between steps: progress, trackers, telemetry"
-        return f"nothing is under way; {format_seconds(between_s)} {told}"
+        text = "of it lie between steps: progress, trackers, telemetry"
+        return f"nothing is under way; {format_seconds(between_s)} {text}"
     ops = len(facts.run.plan.get("program", ()))
     many = f"; {ops} ops, {facts.run.mean('seconds') / ops * 1e3:.2g} ms each" if ops else ""
     return f"compute waits while no op is under way{many}"
@@ -68,7 +68,7 @@ def _for_the_optimizer(facts: Facts) -> str:
 
 
 def _for_the_disk(facts: Facts) -> str:
-    run, told = facts.run, []
+    run, parts = facts.run, []
     next_to_device = run.plan.get("below") == "disk"  # then the lanes of the link are the disk's
     for verb, counted, lane, link in (
         ("reads", "bytes_read", "read", "up"),
@@ -78,28 +78,28 @@ def _for_the_disk(facts: Facts) -> str:
         if size and busy_s:
             rate = size / busy_s
             at = f"{format_rate(rate)} while busy{_of_disk(rate, verb, facts)}"
-            told.append(f"{verb} {format_bytes(int(size))} at {at}")
-    return f"compute waits for the disk: {', '.join(told) or 'commits and flushes'}"
+            parts.append(f"{verb} {format_bytes(int(size))} at {at}")
+    return f"compute waits for the disk: {', '.join(parts) or 'commits and flushes'}"
 
 
 def _for_the_link(facts: Facts) -> str:
-    run, told = facts.run, []
+    run, parts = facts.run, []
     for direction in ("up", "down"):
         busy_s = _busy_s(facts, direction)
         if busy_s > 0:
             # Matrices of Muon cross while the optimizer is busy, not the lanes of the link.
             products = [step.get("wire_bytes", {}).get(f"{direction}:products", 0) for step in run.typical]
             rate = (run.mean(f"bytes_{direction}") - sum(products) / len(products)) / busy_s
-            told.append(f"{direction} {format_rate(rate)} while busy{_of_link(rate, direction, facts)}")
-    return f"compute waits for the link: {', '.join(told)}"
+            parts.append(f"{direction} {format_rate(rate)} while busy{_of_link(rate, direction, facts)}")
+    return f"compute waits for the link: {', '.join(parts)}"
 
 
 def _for_workers(facts: Facts) -> str:
     busy_s = facts.run.lane_s("busy_s")
-    told = [
+    texts = [
         f"{lane} {format_seconds(busy_s[lane])}" for lane in sorted(busy_s) if lane.startswith("compute:")
     ]
-    return f"compute waits for other workers; busy: {', '.join(told)}"
+    return f"compute waits for other workers; busy: {', '.join(texts)}"
 
 
 _WAITS: Final[Mapping[str, Wait]] = {

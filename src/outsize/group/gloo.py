@@ -157,11 +157,11 @@ class GlooGroup(Group):
 class GlooChannel(Group):
     """A channel of a `GlooGroup`."""
 
-    def __init__(self, whole: GlooGroup, tag: int) -> None:
+    def __init__(self, group: GlooGroup, tag: int) -> None:
         super().__init__()
-        self._whole = whole
+        self._whole = group
         self._tag = tag
-        self.rank, self.size = whole.rank, whole.size
+        self.rank, self.size = group.rank, group.size
 
     def channel(self, name: str) -> "GlooChannel":
         """Return another channel of the same group."""
@@ -177,8 +177,8 @@ class GlooChannel(Group):
 
 def _messages(store: c10d.Store, rank: int, size: int, timeout_s: float) -> Messages:
     """Connect to all ranks; what waits for messages later has a time limit of its own."""
-    made = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
-    return cast(Messages, made)
+    backend = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
+    return cast(Messages, backend)
 
 
 def break_off(messages: Messages) -> None:

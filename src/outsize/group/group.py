@@ -98,10 +98,10 @@ class Group(ABC):
         longest = max(len(part) for part in ranges)
         for begin in range(0, longest, length):
             cut = {peer: _cut(flat, ranges[peer], begin, length) for peer in range(self.size)}
-            own = cut.pop(self.rank)
-            incoming = self._staged(own, length)
+            own_part = cut.pop(self.rank)
+            incoming = self._staged(own_part, length)
             self.exchange(cut, incoming)
-            _add_in_order(own, self.rank, incoming)
+            _add_in_order(own_part, self.rank, incoming)
         return _cut(flat, ranges[self.rank], 0, len(flat))
 
     def all_gather(self, flat: Tensor, ranges: Sequence[range]) -> None:
@@ -113,8 +113,8 @@ class Group(ABC):
         """
         self._check(flat, ranges)
         cut = {peer: _cut(flat, part, 0, len(flat)) for peer, part in enumerate(ranges)}
-        own = cut.pop(self.rank)
-        self.exchange(dict.fromkeys(cut, own), cut)
+        own_part = cut.pop(self.rank)
+        self.exchange(dict.fromkeys(cut, own_part), cut)
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
@@ -126,30 +126,30 @@ class Group(ABC):
         Values are what JSON can say, NaN and infinities included: tuples come back as lists.
         """
         text = bytearray(json.dumps(value).encode())
-        own = torch.frombuffer(text, dtype=torch.uint8)
+        payload = torch.frombuffer(text, dtype=torch.uint8)
         lengths = self._from_everyone(torch.tensor([len(text)]))
         texts = {peer: torch.empty(int(lengths[peer]), dtype=torch.uint8) for peer in self._others()}
-        self.exchange(dict.fromkeys(texts, own), texts)
-        texts[self.rank] = own
+        self.exchange(dict.fromkeys(texts, payload), texts)
+        texts[self.rank] = payload
         return [json.loads(texts[peer].numpy().tobytes()) for peer in range(self.size)]
 
     def _others(self) -> list[int]:
         """Return all ranks but this one, the next first, so that not all send to rank 0 at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _from_everyone(self, own: Tensor) -> list[Tensor]:
+    def _from_everyone(self, payload: Tensor) -> list[Tensor]:
         """Return what every rank has, by rank."""
-        incoming = {peer: torch.empty_like(own) for peer in self._others()}
-        self.exchange(dict.fromkeys(incoming, own), incoming)
-        return [own if peer == self.rank else incoming[peer] for peer in range(self.size)]
+        incoming = {peer: torch.empty_like(payload) for peer in self._others()}
+        self.exchange(dict.fromkeys(incoming, payload), incoming)
+        return [payload if peer == self.rank else incoming[peer] for peer in range(self.size)]
 
-    def _staged(self, own: Tensor, length: int) -> dict[int, Tensor]:
-        """Return room for a chunk ``own`` [m] of each other rank, m <= length; used again by the next call."""
-        room = self._stage.get(own.dtype)
+    def _staged(self, payload: Tensor, length: int) -> dict[int, Tensor]:
+        """Return room for a chunk ``payload`` [m] of each other rank, m <= length; used again by the next call."""
+        room = self._stage.get(payload.dtype)
         if room is None:
             self._stage.clear()  # a channel reduces one dtype; should it change, the former is not kept
-            room = self._stage[own.dtype] = torch.empty(self.size - 1, length, dtype=own.dtype)
-        return {peer: room[row, : len(own)] for row, peer in enumerate(self._others())}
+            room = self._stage[payload.dtype] = torch.empty(self.size - 1, length, dtype=payload.dtype)
+        return {peer: room[row, : len(payload)] for row, peer in enumerate(self._others())}
 
     def _check(self, flat: Tensor, ranges: Sequence[range]) -> None:
         if flat.dim() != 1 or not flat.is_contiguous():
@@ -166,15 +166,17 @@ def _cut(flat: Tensor, part: range, begin: int, length: int) -> Tensor:
     return flat[start : max(min(start + length, part.stop), start)]
 
 
-def _add_in_order(own: Tensor, rank: int, others: Mapping[int, Tensor]) -> None:
-    """Write the sum of one piece of each rank, in the order of ranks, over ``own``, that of ``rank``."""
-    if not others or not len(own):
+def _add_in_order(own_part: Tensor, rank: int, others: Mapping[int, Tensor]) -> None:
+    """Write the sum of one piece of each rank, in the order of ranks, over ``own_part``, that of ``rank``."""
+    if not others or not len(own_part):
         return
-    total = own if rank == 0 else others[0]  # own comes later in the sum, so it cannot be what is summed into
+    total = (
+        own_part if rank == 0 else others[0]
+    )  # own comes later in the sum, so it cannot be what is summed into
     for peer in range(1, len(others) + 1):
-        total += own if peer == rank else others[peer]
-    if total is not own:
-        own.copy_(total)
+        total += own_part if peer == rank else others[peer]
+    if total is not own_part:
+        own_part.copy_(total)
 
 
 class SingleGroup(Group):
@@ -218,11 +220,11 @@ class Pace:
         """
         if self._channel is None:
             return wanted
-        told = self._channel.gather_objects([what, wanted])
-        if any(word is None or word[0] != what for word in told):
+        answers = self._channel.gather_objects([what, wanted])
+        if any(word is None or word[0] != what for word in answers):
             self._channel = None  # on all ranks: they have heard the same
             return wanted
-        return max(float(word[1]) for word in told)
+        return max(float(word[1]) for word in answers)
 
     def meet(self, what: str) -> None:
         """Return when all ranks have come to ``what``; at once where they are apart."""

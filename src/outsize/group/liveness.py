@@ -48,8 +48,8 @@ class Farewell:
         """Return what stands in the store, or None for a beat."""
         if text.isdigit():
             return None
-        told = json.loads(text)
-        return cls(why=told["why"], lost=told["lost"])
+        fields = json.loads(text)
+        return cls(why=fields["why"], lost=fields["lost"])
 
 
 @dataclass(slots=True)
@@ -130,9 +130,9 @@ class Liveness:
         """
         began_s = time.monotonic()
         while self._lost is None:
-            found = self._told(peer, broken=True) if _quietly(self._listen) else self._store_gone()
-            if found is not None:
-                self._lost = self._lost or found
+            error = self._told(peer, broken=True) if _quietly(self._listen) else self._store_gone()
+            if error is not None:
+                self._lost = self._lost or error
                 break
             if time.monotonic() - began_s > 2 * _SILENT_PERIODS * self._period_s:
                 if peer is None:
@@ -148,9 +148,9 @@ class Liveness:
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
-            found = self._told() if _quietly(self._listen) else self._store_gone()
-            if found is not None and not self._stop.is_set():
-                self._lost = self._lost or found
+            error = self._told() if _quietly(self._listen) else self._store_gone()
+            if error is not None and not self._stop.is_set():
+                self._lost = self._lost or error
                 self._on_loss()
                 return
 

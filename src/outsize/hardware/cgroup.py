@@ -50,8 +50,8 @@ def throttled_s(root: Path) -> Fact:
 def _throttled_s(group: Path) -> float:
     """Return what version 2 writes in us, and version 1 in ns; a group without a quota may write nothing."""
     file = group / "cpu.stat"
-    told = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
-    return int(told.get("throttled_usec", 0)) / 1e6 + int(told.get("throttled_time", 0)) / 1e9
+    fields = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+    return int(fields.get("throttled_usec", 0)) / 1e6 + int(fields.get("throttled_time", 0)) / 1e9
 
 
 def _tightest(root: Path, controller: str, limit_of: Callable[[Path], float | None]) -> Fact:
@@ -115,9 +115,11 @@ def _memory_free(group: Path) -> float | None:
 def _page_cache(group: Path) -> int:
     if not (group / "memory.stat").exists():
         return 0
-    told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     # In version 1 only the totals include the groups below.
-    return sum(int(told.get(f"total_{kind}", told.get(kind, 0))) for kind in ("active_file", "inactive_file"))
+    return sum(
+        int(fields.get(f"total_{kind}", fields.get(kind, 0))) for kind in ("active_file", "inactive_file")
+    )
 
 
 def _cpu_quota(group: Path) -> float | None:

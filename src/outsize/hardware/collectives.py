@@ -167,15 +167,15 @@ def overriding_variables(variables: Mapping[str, str]) -> list[str]:
 
 def misspelt_variables(variables: Collection[str]) -> list[str]:
     """Return a line for each variable that looks like one of NCCL's and is none: it has no effect."""
-    told = []
+    texts = []
     for name in (name.removeprefix("NCCL_") for name in variables if name.startswith("NCCL_")):
         if name in _RENAMED:
-            told.append(f"NCCL_{name} is now called TORCH_NCCL_{name}")
+            texts.append(f"NCCL_{name} is now called TORCH_NCCL_{name}")
         elif name in _NEVER:
-            told.append(f"NCCL_{name} is none of NCCL's")
+            texts.append(f"NCCL_{name} is none of NCCL's")
         elif name not in _NCCL and (near := get_close_matches(name, sorted(_NCCL), n=1, cutoff=0.85)):
-            told.append(f"NCCL_{name} is none of NCCL's; NCCL_{near[0]} is")
-    return told
+            texts.append(f"NCCL_{name} is none of NCCL's; NCCL_{near[0]} is")
+    return texts
 
 
 def wrong_interfaces(variables: Mapping[str, str], interfaces: Collection[str]) -> list[str]:
@@ -185,7 +185,7 @@ def wrong_interfaces(variables: Mapping[str, str], interfaces: Collection[str]) 
         variables: the environment.
         interfaces: names of those that the machine has.
     """
-    told = []
+    texts = []
     for variable in _INTERFACES:
         text = variables.get(variable, "")
         named = [name for name in text.removeprefix("=").split(",") if name]
@@ -193,5 +193,5 @@ def wrong_interfaces(variables: Mapping[str, str], interfaces: Collection[str]) 
         if not named or text.startswith("^"):
             continue
         if not any(real == name if exact else real.startswith(name) for name in named for real in interfaces):
-            told.append(f"{variable}={text}, but the interfaces are {', '.join(sorted(interfaces))}")
-    return told
+            texts.append(f"{variable}={text}, but the interfaces are {', '.join(sorted(interfaces))}")
+    return texts

@@ -47,31 +47,31 @@ def _check_numbers(text: str, path: Path) -> None:
         json.loads(text, parse_float=checked, parse_int=checked, parse_constant=checked)
 
 
-def machine_of(found: MachineFile, name: str = "this machine") -> Machine:
-    """Return what the planner needs of ``found``; on a machine without a GPU the CPU is the device.
+def machine_of(probed: MachineFile, name: str = "this machine") -> Machine:
+    """Return what the planner needs of ``probed``; on a machine without a GPU the CPU is the device.
 
     Raises:
         ConfigError: something that no plan can do without was not measured; says what.
     """
-    memory = found.inventory.memory.usable_bytes()
+    memory = probed.inventory.memory.usable_bytes()
     if memory is None:
         raise ConfigError(
             "the probe found neither RAM nor a limit of it; no plan can be made for this machine"
         )
-    cores = found.inventory.cpu.num_physical_cores.number() or found.inventory.cpu.num_usable_cpus.number()
+    cores = probed.inventory.cpu.num_physical_cores.number() or probed.inventory.cpu.num_usable_cpus.number()
     return Machine(
         name=name,
-        gpus=tuple(_gpu(device, found) for device in found.devices),
-        links=tuple(_link(device) for device in found.devices),
+        gpus=tuple(_gpu(device, probed) for device in probed.devices),
+        links=tuple(_link(device) for device in probed.devices),
         host=Host(
             memory_bytes=memory,
-            bytes_per_s=_figure(found.host.dram_triad_bytes_per_s, "DRAM triad"),
+            bytes_per_s=_figure(probed.host.dram_triad_bytes_per_s, "DRAM triad"),
             cores=int(cores or 1),
-            adamw_params_per_s=_figure(found.host.adamw_params_per_s["fp32"], "AdamW"),
-            flops_per_s=_products(found),
+            adamw_params_per_s=_figure(probed.host.adamw_params_per_s["fp32"], "AdamW"),
+            flops_per_s=_products(probed),
         ),
-        disk=_disk(found),
-        peers=tuple(_peers(found)),
+        disk=_disk(probed),
+        peers=tuple(_peers(probed)),
     )
 
 
@@ -81,25 +81,25 @@ def _figure(measurement: Measurement, what: str) -> Figure:
     return Figure(value=measurement.median, source=f"{_SOURCE}: {measurement.source}", measured=True)
 
 
-def _products(found: MachineFile) -> Figure | None:
+def _products(probed: MachineFile) -> Figure | None:
     """Return the rate of bf16 products where the CPU is the device, which alone is asked for it."""
-    rates = (each.matmul_flops_per_s.get("bf16") for each in found.devices if not each.accelerated)
+    rates = (each.matmul_flops_per_s.get("bf16") for each in probed.devices if not each.accelerated)
     return next(
         (_figure(rate, "bf16") for rate in rates if rate is not None and rate.median is not None), None
     )
 
 
-def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
+def _gpu(device: DeviceRates, probed: MachineFile) -> Gpu:
     rates = {
         dtype: _figure(rate, dtype)
         for dtype, rate in device.matmul_flops_per_s.items()
         if rate.median is not None
     }
-    generation, own = 0, device.accelerated
-    if own:
+    generation, is_card = 0, device.accelerated
+    if is_card:
         index = int(device.device.partition(":")[2])
-        if index < len(found.inventory.gpus):
-            generation = int(found.inventory.gpus[index].pcie_generation_max.number() or 0)
+        if index < len(probed.inventory.gpus):
+            generation = int(probed.inventory.gpus[index].pcie_generation_max.number() or 0)
     return Gpu(
         name=device.name,
         memory_bytes=int(device.memory_bytes.number() or 0),
@@ -107,7 +107,7 @@ def _gpu(device: DeviceRates, found: MachineFile) -> Gpu:
         efficiency=_REACHED,
         memory_bytes_per_s=_figure(device.memory_triad_bytes_per_s, f"the memory of {device.device}"),
         pcie_generation=generation,
-        is_host=not own,
+        is_host=not is_card,
     )
 
 
@@ -126,10 +126,10 @@ def _link(device: DeviceRates) -> Link:
     )
 
 
-def _peers(found: MachineFile) -> Iterable[Peer]:
+def _peers(probed: MachineFile) -> Iterable[Peer]:
     """Yield which devices copy to which: those whose copies do not go at the rate of two links, one after the other."""
-    numbers = {device.device: number for number, device in enumerate(found.devices)}
-    for peer in found.peers:
+    numbers = {device.device: number for number, device in enumerate(probed.devices)}
+    for peer in probed.peers:
         rate, kind = peer.copy_bytes_per_s, peer.by_rate.value
         if peer.by_topology.value == "host-staged" or kind not in ("NVLink", "PCIe peer"):
             continue
@@ -148,9 +148,9 @@ def _best(links: Iterable[LinkRates], direction: str) -> LinkRates:
     return max(candidates, key=lambda link: link.fit.bytes_per_s if link.fit else 0.0)
 
 
-def _disk(found: MachineFile) -> Disk | None:
+def _disk(probed: MachineFile) -> Disk | None:
     """Return the first directory whose disk was measured, at its best queue depth."""
-    for place, rates in zip(found.inventory.disks, found.disks, strict=True):
+    for place, rates in zip(probed.inventory.disks, probed.disks, strict=True):
         reads = [depth.read_bytes_per_s for depth in rates.depths if depth.read_bytes_per_s.median]
         writes = [depth.write_bytes_per_s for depth in rates.depths if depth.write_bytes_per_s.median]
         if reads and writes:

@@ -225,13 +225,13 @@ class HostMemory(Record):
 
     def usable_bytes(self) -> int | None:
         """Return the least of RAM and the limit of the control group; None where neither is known."""
-        known = [fact.number() for fact in (self.total_bytes, self.cgroup_limit_bytes)]
-        return min((int(value) for value in known if value is not None), default=None)
+        limits = [fact.number() for fact in (self.total_bytes, self.cgroup_limit_bytes)]
+        return min((int(value) for value in limits if value is not None), default=None)
 
     def free_bytes(self) -> int | None:
         """Return what may still be taken: what is available, within the control group; None where unknown."""
-        known = [fact.number() for fact in (self.available_bytes, self.cgroup_free_bytes)]
-        return min((int(value) for value in known if value is not None), default=None)
+        limits = [fact.number() for fact in (self.available_bytes, self.cgroup_free_bytes)]
+        return min((int(value) for value in limits if value is not None), default=None)
 
 
 def read_host_memory(root: Path) -> HostMemory:
@@ -308,21 +308,21 @@ def refused_pin(root: Path) -> str:
     limits = pin_limits(read_host_memory(root), read_environment(root, {}))
     if not limits:
         return "the driver refused to pin memory, though nothing limits it here; free RAM may be short"
-    told, tries = (
+    answer, tries = (
         "; ".join(part) for part in zip(*((limit.evidence, limit.remedy) for limit in limits), strict=True)
     )
-    return f"the driver refused to pin memory: {told}; try {tries}"
+    return f"the driver refused to pin memory: {answer}; try {tries}"
 
 
 def _meminfo(root: Path, name: str, instead: tuple[str, ...] = ()) -> Fact:
     path = root / "proc/meminfo"
 
     def read() -> int:
-        told = dict(re.findall(r"^(\w+):\s*(\d+) kB", path.read_text(), re.MULTILINE))
-        names = (name,) if name in told or not instead else instead
-        if not told.keys() >= {*names}:
+        fields = dict(re.findall(r"^(\w+):\s*(\d+) kB", path.read_text(), re.MULTILINE))
+        names = (name,) if name in fields or not instead else instead
+        if not fields.keys() >= {*names}:
             raise ValueError(f"has no {name}")
-        return sum(int(told[each]) for each in names) * 1024
+        return sum(int(fields[each]) for each in names) * 1024
 
     return Fact.of(path, read)
 

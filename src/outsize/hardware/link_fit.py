@@ -109,7 +109,7 @@ def fit_link(
     if len(seconds_by_size) < 2 or min(seconds_by_size.values()) <= 0:
         raise ValueError(f"a line needs two sizes and times above zero, not {dict(seconds_by_size)}")
     best = _chosen(seconds_by_size, num_pieces_max)
-    seen, unseen = (
+    used, unseen = (
         [best.error(size, seconds) for size, seconds in times.items()]
         for times in (seconds_by_size, held_out or {})
     )
@@ -121,8 +121,8 @@ def fit_link(
     return LinkFit(
         latency_s=pieces[0].latency_s,
         bytes_per_s=pieces[-1].bytes_per_s,
-        residual_median=statistics.median(seen),
-        residual_max=max(seen),
+        residual_median=statistics.median(used),
+        residual_max=max(used),
         held_out_median=statistics.median(unseen) if unseen else None,
         held_out_max=max(unseen) if unseen else None,
         pieces=pieces if len(pieces) > 1 else (),
@@ -159,17 +159,17 @@ def _best(times: Mapping[int, float], num_pieces: int) -> _Broken:
     cuts = list(_cuts(len(sizes), num_pieces))
     if not cuts:
         return _best(times, num_pieces - 1)
-    known: dict[tuple[int, int], tuple[float, _Line]] = {}
+    line_of: dict[tuple[int, int], tuple[float, _Line]] = {}
 
     def piece(first: int, last: int) -> tuple[float, _Line]:
-        if (first, last) not in known:
+        if (first, last) not in line_of:
             part = {size: times[size] for size in sizes[first : last + 1]}
-            known[first, last] = min(
+            line_of[first, last] = min(
                 (sum(line.error(*point) for point in part.items()), line)
                 for line in _lines(part)
                 if first > 0 or line.latency_s >= 0
             )
-        return known[first, last]
+        return line_of[first, last]
 
     best = min(cuts, key=lambda cut: sum(piece(*ends)[0] for ends in pairwise(cut)))
     lines = tuple(piece(*ends)[1] for ends in pairwise(best))

@@ -248,8 +248,8 @@ def parse(text: str) -> MachineFile:
         ConfigError: not such a file, or one of another schema version.
     """
     try:
-        found = json.loads(text)
-        version = found["schema_version"]
+        fields = json.loads(text)
+        version = fields["schema_version"]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             "not what `outsize probe` found; write that with `outsize probe --output FILE` (the machine.json of a run "
@@ -260,7 +260,7 @@ def parse(text: str) -> MachineFile:
             f"this machine.json has schema version {version}, not {SCHEMA_VERSION}; run `outsize probe` again"
         )
     try:
-        return MachineFile.model_validate(found)
+        return MachineFile.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -353,31 +353,31 @@ def compare(before: MachineFile, now: MachineFile) -> tuple[Change, ...]:
     changes = []
     for name, (value, spread) in new.items():
         if name in old:
-            former, former_spread = old[name]
-            apart = abs(value - former) / former
+            old_rate, former_spread = old[name]
+            apart = abs(value - old_rate) / old_rate
             changes.append(
                 Change(
                     name=name,
-                    before=former,
+                    before=old_rate,
                     now=value,
-                    ratio=value / former,
+                    ratio=value / old_rate,
                     is_significant=apart > max(_LEAST_SHARE, spread + former_spread),
                 )
             )
     return tuple(changes)
 
 
-def _rates(found: MachineFile) -> dict[str, tuple[float, float]]:
+def _rates(probed: MachineFile) -> dict[str, tuple[float, float]]:
     """Return median and spread of each rate by its name."""
     rates = {
         name: (reading.median, reading.spread)
         for part in ("host", "disks", "devices", "together", "peers", "all_reduce", "data", "codecs")
-        for name, reading in readings(getattr(found, part), part)
+        for name, reading in readings(getattr(probed, part), part)
         if isinstance(reading, Measurement)
         and reading.median is not None
         and not name.endswith((".copy_s", ".seconds"))
     }
-    for device in found.devices:
+    for device in probed.devices:
         for link in device.links:
             if link.fit is not None:
                 name = f"devices.{device.device}.links.{link.path} {link.direction}.bytes_per_s"

@@ -99,8 +99,8 @@ class Gpu(_Described):
             ConfigError: there is no figure for that dtype.
         """
         if dtype not in self.peak_flops_per_s:
-            known = " or ".join(name for name in ("bf16", "fp16", "fp32") if name in self.peak_flops_per_s)
-            raise ConfigError(f"no rate for {dtype} on {self.name}; try {known} (--dtype of `outsize plan`)")
+            dtypes = " or ".join(name for name in ("bf16", "fp16", "fp32") if name in self.peak_flops_per_s)
+            raise ConfigError(f"no rate for {dtype} on {self.name}; try {dtypes} (--dtype of `outsize plan`)")
         return self.peak_flops_per_s[dtype].value * self.efficiency.value
 
 
@@ -242,5 +242,5 @@ def from_json(text: str) -> Machine:
         return TypeAdapter(Machine).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        told = ".".join(map(str, first["loc"])) or "the whole"
-        raise ConfigError(f"not the description of a machine: {told}: {first['msg']}") from error
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ConfigError(f"not the description of a machine: {place}: {first['msg']}") from error

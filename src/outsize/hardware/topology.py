@@ -91,10 +91,10 @@ def kind_by_rate(copy: Measurement, pcie: tuple[int, int] | None, pinned_bytes_p
     most = most or (None if pinned_bytes_per_s is None else pinned_bytes_per_s / 0.8)
     if most is None:
         return Fact.absent("neither the PCIe link nor pinned copies are known to compare with")
-    told = f"{copy.median / 1e9:.1f} GB/s beside a link of {most / 1e9:.1f}"
+    rates_text = f"{copy.median / 1e9:.1f} GB/s beside a link of {most / 1e9:.1f}"
     if copy.median > _BEYOND_PCIE * most:
-        return Fact.read("NVLink", f"{told}: more than PCIe carries")
+        return Fact.read("NVLink", f"{rates_text}: more than PCIe carries")
     sound = min(most, pinned_bytes_per_s or most)
     if copy.median >= _PEER_SHARE * sound:
-        return Fact.read("PCIe peer", told)
-    return Fact.read("host-staged", f"{told}: as if each byte crossed two links")
+        return Fact.read("PCIe peer", rates_text)
+    return Fact.read("host-staged", f"{rates_text}: as if each byte crossed two links")

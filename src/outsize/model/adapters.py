@@ -194,11 +194,11 @@ def _take(
     # What has not the prefix of its kind is no weight, such as the count of ranks that AdaLoRA keeps for itself.
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(cast(Any, adapted).peft_config[ADAPTER_NAME].peft_type, "")
     lacking = set(result.missing_keys)  # what several modules share is stored under one of its names
-    taken = {id(p) for name, p in adapted.named_parameters(remove_duplicate=False) if name not in lacking}
+    ids = {id(p) for name, p in adapted.named_parameters(remove_duplicate=False) if name not in lacking}
     missing = sorted(
         name
         for name, p in model.named_parameters()
-        if prefix in name and id(p) not in shells and id(p) not in taken
+        if prefix in name and id(p) not in shells and id(p) not in ids
     )
     # Where embeddings are saved beside modules that train whole, PEFT writes those twice, and reads one.
     unknown = [key for key in result.unexpected_keys if not any(part in key for part in _TWICE)]
@@ -232,11 +232,13 @@ def _stored_names(adapted: nn.Module, trained: Mapping[str, nn.Parameter]) -> di
     from peft.utils import get_peft_model_state_dict
 
     state = adapted.state_dict()
-    own = {id(value): name.removeprefix(AROUND_MODEL) for name, value in state.items()}
+    names_by_id = {id(value): name.removeprefix(AROUND_MODEL) for name, value in state.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stored = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
-    names = {own[id(value)]: name for name, value in stored.items() if own[id(value)] in trained}
+    names = {
+        names_by_id[id(value)]: name for name, value in stored.items() if names_by_id[id(value)] in trained
+    }
     missing = trained.keys() - names.keys()
     if missing:
         raise ConfigError(f"lora: PEFT trains {sorted(missing)[0]} and does not save it; leave it out")
@@ -262,8 +264,8 @@ def expert_parameters(model: nn.Module) -> str:
 def _is_adapted(model: nn.Module, name: str) -> bool:
     """Whether a parameter of that name, or whose name ends so, has an adapter."""
     wrappers = (path for path, module in model.named_modules() if hasattr(module, "parameter_name"))
-    found = (f".{base_name(path)}.{model.get_submodule(path).parameter_name}" for path in wrappers)
-    return any(each.endswith(f".{name}") for each in found)
+    names = (f".{base_name(path)}.{model.get_submodule(path).parameter_name}" for path in wrappers)
+    return any(each.endswith(f".{name}") for each in names)
 
 
 def _add_by_shadowing(model: nn.Module) -> None:
@@ -333,10 +335,12 @@ def _check(trained: Mapping[str, nn.Parameter]) -> None:
 
 def _replace(model: nn.Module, make: Any) -> None:
     """Replace every parameter by one of the same form; what is tied stays tied."""
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, parameter in list(parameters_of(module).items()):
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
-                parameters_of(module)[name] = made[id(parameter)]
+                if id(parameter) not in replacements:
+                    replacements[id(parameter)] = nn.Parameter(
+                        make(parameter), requires_grad=parameter.requires_grad
+                    )
+                parameters_of(module)[name] = replacements[id(parameter)]

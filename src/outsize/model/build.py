@@ -203,10 +203,10 @@ def _require_config(path: Path) -> None:
             )
         raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}; download it again") from error
-    check_sizes(found, path)
+    check_sizes(fields, path)
 
 
 def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:

@@ -55,24 +55,24 @@ class CompiledKind:
         self._name = forward.__qualname__.partition(".")[0]
         self._announce = announce
         self._num_graphs = 0
-        own = _with_own_code(forward)
-        self._run = torch.compile(own, backend=self._compile, fullgraph=True, dynamic=False)
+        function = _with_own_code(forward)
+        self._run = torch.compile(function, backend=self._compile, fullgraph=True, dynamic=False)
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what ``block`` makes of its arguments."""
         if self.reason is not None or not torch.is_grad_enabled() or is_watched():
             return self.forward(block, *args, **kwargs)
         allow_forms(MOST_FORMS)
-        known, began_s = self._num_graphs, time.perf_counter()
+        num_graphs, began_s = self._num_graphs, time.perf_counter()
         try:
-            made = self._run(block, *args, **kwargs)
+            outputs = self._run(block, *args, **kwargs)
         except compile_errors() as error:
             self.reason = _reason(error)
             self._announce(f"compile: {self._name} runs as it is: {self.reason}")
             return self.forward(block, *args, **kwargs)
-        if self._num_graphs > known:
+        if self._num_graphs > num_graphs:
             self._announce(f"compile: {self._name}, in {time.perf_counter() - began_s:.1f} s")
-        return made
+        return outputs
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         """Compile one graph, and its backward at once."""
@@ -105,14 +105,14 @@ def take_eager(model: nn.Module) -> None:
 @contextmanager
 def as_they_are(model: nn.Module) -> Iterator[None]:
     """Have compiled blocks of ``model`` run as they are for as long as the context lasts."""
-    found = (_kind_of(vars(module).get("forward")) for module in model.modules())
-    former = {kind: kind.reason for kind in found if kind is not None}
-    for kind in former:
+    kinds = (_kind_of(vars(module).get("forward")) for module in model.modules())
+    reasons = {kind: kind.reason for kind in kinds if kind is not None}
+    for kind in reasons:
         kind.reason = "it is timed"
     try:
         yield
     finally:
-        for kind, reason in former.items():
+        for kind, reason in reasons.items():
             kind.reason = reason
 
 
@@ -130,15 +130,15 @@ def _kind_of(forward: object) -> CompiledKind | None:
 
 def _with_own_code(forward: FunctionType) -> FunctionType:
     code, names = forward.__code__.replace(), forward.__globals__
-    own = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return own
+    copy = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def _reason(error: BaseException) -> str:
     """Return what kept a block from being compiled, and at which line of it."""
     inner = getattr(error, "inner_exception", None) or error
-    told = next((line.strip() for line in str(inner).splitlines() if line.strip()), "")
+    first_line = next((line.strip() for line in str(inner).splitlines() if line.strip()), "")
     stack: traceback.StackSummary | None = getattr(error, "real_stack", None)
     where = f", at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-    return f"{type(inner).__name__}: {told}{where}"
+    return f"{type(inner).__name__}: {first_line}{where}"

@@ -66,12 +66,12 @@ def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str
 
 def _of_adapters(model: nn.Module) -> set[int]:
     """Return the parameters of adapters, by identity: what PEFT's layers have beside those they stand around."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in model.modules():
         base = getattr(module, "base_layer", None)
         if isinstance(base, nn.Module):
-            found.update({id(p) for p in module.parameters()} - {id(p) for p in base.parameters()})
-    return found
+            ids.update({id(p) for p in module.parameters()} - {id(p) for p in base.parameters()})
+    return ids
 
 
 def dtype_and_parts(model: nn.Module, base_codec: str = "raw", table_codec: str = "raw") -> tuple[str, Apart]:
@@ -92,11 +92,11 @@ def dtype_and_parts(model: nn.Module, base_codec: str = "raw", table_codec: str 
     unknown = {p.dtype for p in named.values()} - DTYPE_NAME.keys()
     trained = {p.dtype for p in named.values() if p.requires_grad}
     if unknown or len(trained) > 1:
-        found = ", ".join(sorted(map(str, unknown or trained)))
+        dtypes = ", ".join(sorted(map(str, unknown or trained)))
         whose = "some parameters" if unknown else "the parameters that train"
         raise ModelError(
-            f"{whose} are {found}; outsize needs fp32, bf16 or fp16, one of them for all that train: convert the model "
-            "first, e.g. with model.to(torch.bfloat16), or freeze what need not train"
+            f"{whose} are {dtypes}; outsize needs fp32, bf16 or fp16, one of them for all that train: convert the "
+            "model first, e.g. with model.to(torch.bfloat16), or freeze what need not train"
         )
     dtype = DTYPE_NAME[trained.pop() if trained else _most(named)]
     small = _beside_adapters(model, dtype)
@@ -118,10 +118,10 @@ def _most(named: dict[str, nn.Parameter]) -> torch.dtype:
 
 def _beside_adapters(model: nn.Module, dtype: str) -> set[str]:
     """Names of frozen parameters in units that train less than they keep."""
-    found: set[str] = set()
+    names: set[str] = set()
     for unit in split(model, dtype).spec.units:
         frozen = [tensor for tensor in unit.tensors if not tensor.trainable]
         trained = sum(tensor.numel for tensor in unit.tensors if tensor.trainable)
         if 0 < trained < sum(tensor.numel for tensor in frozen):
-            found.update(tensor.name for tensor in frozen)
-    return found
+            names.update(tensor.name for tensor in frozen)
+    return names

@@ -47,7 +47,9 @@ def take_hub(model: nn.Module, devices: Devices) -> str:
     kind = devices.torch_device.type
     kind = "rocm" if kind == "cuda" and torch.version.hip else kind
     functions = (vars(module).get("_kernel_funcs", {}).values() for module in model.modules())
-    parts = dict.fromkeys([*model.modules(), *(function for found in functions for function in found)])
+    parts = dict.fromkeys(
+        [*model.modules(), *(each for layer_functions in functions for each in layer_functions)]
+    )
     mapped = [part for part in parts if hasattr(type(part), "kernel_layer_name")]
     try:
         kernelize(model, device=kind)
@@ -59,12 +61,12 @@ def take_hub(model: nn.Module, devices: Devices) -> str:
             f"kernels: those of the hub for {type(model).__name__} on {kind} cannot be loaded: {why}; try again where "
             "the hub can be asked, or set none"
         ) from error
-    found = Counter(name for part in mapped for name in _take(part, not devices.own_processor))
-    if not found:
+    layer_functions = Counter(name for part in mapped for name in _take(part, not devices.own_processor))
+    if not layer_functions:
         raise ModelError(
             f"kernels: the hub has none that trains a layer of {type(model).__name__} on {kind}; set none"
         )
-    return ", ".join(f"{name} × {count}" for name, count in sorted(found.items()))
+    return ", ".join(f"{name} × {count}" for name, count in sorted(layer_functions.items()))
 
 
 def _kernelize() -> Callable[..., Any]:
@@ -94,11 +96,11 @@ def _take(part: Any, everywhere: bool) -> Iterator[str]:
     Yields:
         The name of its layer, if there was a kernel.
     """
-    kernel, own = given_forward(part), type(part).forward
-    if kernel is own:
+    kernel, class_forward = given_forward(part), type(part).forward
+    if kernel is class_forward:
         del part.forward
     elif kernel is not None and not isinstance(kernel, Either):
-        saving = partial(saving_norm, own) if kernel.__qualname__ == NORM else own
+        saving = partial(saving_norm, class_forward) if kernel.__qualname__ == NORM else class_forward
         part.forward = MethodType(Either(kernel, saving, everywhere), part)
         yield type(part).kernel_layer_name
 

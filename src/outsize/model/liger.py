@@ -70,20 +70,22 @@ def take_liger(model: nn.Module, devices: Devices) -> str:
     base = around.get_base_model() if hasattr(model, "get_base_model") else around
     kind = getattr(getattr(base, "config", None), "model_type", None)
     if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        known = ", ".join(sorted(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN))
-        raise ModelError(f"kernels: Liger has none for a model of type {kind}, but for {known}; set none")
+        model_types = ", ".join(sorted(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN))
+        raise ModelError(
+            f"kernels: Liger has none for a model of type {kind}, but for {model_types}; set none"
+        )
     check_plain(base)
     put = _put(put_kernels_in, base)
-    found = Counter(name for part in base.modules() for name in _take(part, put, interpreted))
-    return ", ".join(f"{name} × {count}" for name, count in sorted(found.items()))
+    counts = Counter(name for part in base.modules() for name in _take(part, put, interpreted))
+    return ", ".join(f"{name} × {count}" for name, count in sorted(counts.items()))
 
 
 def save_as_liger(units: Iterable[nn.Module]) -> None:
     """Have norms and gated MLPs in ``units`` save what Liger's kernels save, to be counted; none of them is needed."""
     for module in (part for unit in units for part in unit.modules()):
-        own: Any = type(module).forward
+        class_forward: Any = type(module).forward
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(partial(saving_norm, own), module)
+            module.forward = MethodType(partial(saving_norm, class_forward), module)
         elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             module.forward = MethodType(_gated, module)
 
@@ -111,8 +113,8 @@ def take_plain(model: nn.Module) -> None:
 class Either:
     """In place of a module's forward: ``kernel`` on an accelerator, and ``own`` elsewhere, or ``kernel`` everywhere."""
 
-    def __init__(self, kernel: Callable[..., Any], own: Callable[..., Any], everywhere: bool) -> None:
-        self._kernel, self._own, self._everywhere = kernel, own, everywhere
+    def __init__(self, kernel: Callable[..., Any], plain: Callable[..., Any], everywhere: bool) -> None:
+        self._kernel, self._own, self._everywhere = kernel, plain, everywhere
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what ``module`` makes of its arguments."""
@@ -124,15 +126,15 @@ class _Saving(Function):
     """An operation that saves what a kernel in its place would save, and is run again in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], kept: range, rows: bool, *tensors: Tensor) -> Any:
-        """Return what ``run`` makes of ``tensors``; its backward needs of them those in ``kept``, and no other values.
+    def forward(ctx: Any, run: Callable[..., Any], indices: range, rows: bool, *tensors: Tensor) -> Any:
+        """Return the result of ``run`` on ``tensors``; its backward needs the values of those in ``indices`` alone.
 
         With ``rows``, a number for each row of the first one is saved as well.
         """
-        ctx.run, ctx.kept = run, kept
+        ctx.run, ctx.kept = run, indices
         ctx.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         numbers = [tensors[0].new_zeros(tensors[0].shape[:-1], dtype=torch.float32)] if rows else []
-        ctx.save_for_backward(*(tensors[index] for index in kept), *numbers)
+        ctx.save_for_backward(*(tensors[index] for index in indices), *numbers)
         return run(*tensors)
 
     @staticmethod
@@ -143,31 +145,31 @@ class _Saving(Function):
             tensors[index] = saved.detach()
         leaves = [tensor.requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
         with torch.enable_grad():
-            made = torch_private.leaves_of(ctx.run(*leaves))
-        pairs = [pair for pair in zip(made, gradients, strict=True) if pair[0].requires_grad]
+            outputs = torch_private.leaves_of(ctx.run(*leaves))
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         roots, given = zip(*pairs, strict=True)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(roots, wanted, given))
-        return None, None, None, *(next(found) if need else None for need in needed)
+        in_order = iter(torch.autograd.grad(roots, wanted, given))
+        return None, None, None, *(next(in_order) if need else None for need in needed)
 
 
 # Function.apply has no types.
 _saving: Callable[..., Any] = _Saving.apply
 
 
-def saving_norm(own: Callable[..., Tensor], module: nn.Module, hidden: Tensor) -> Tensor:
-    """Run the norm ``own`` of ``module``, which saves its input, its weight, and a number for each row."""
+def saving_norm(plain: Callable[..., Tensor], module: nn.Module, hidden: Tensor) -> Tensor:
+    """Run the norm ``plain`` of ``module``, which saves its input, its weight, and a number for each row."""
     weights = {name: weight for name, weight in parameters_of(module).items() if weight is not None}
 
     def run(hidden: Tensor, *given: Any) -> Tensor:
         parameters_of(module).update(zip(weights, given, strict=True))
         try:
-            return own(module, hidden)
+            return plain(module, hidden)
         finally:
             parameters_of(module).update(weights)
 
-    made: Tensor = _saving(run, range(1 + len(weights)), True, hidden, *weights.values())
-    return made
+    normed: Tensor = _saving(run, range(1 + len(weights)), True, hidden, *weights.values())
+    return normed
 
 
 def _gated(module: Any, hidden: Tensor) -> Any:
@@ -181,8 +183,8 @@ def _gated(module: Any, hidden: Tensor) -> Any:
     return module.down_proj(_saving(run, range(2), False, gate, up))
 
 
-def _rotation(kernel: Callable[..., Any], own: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:
-    """Return what rotates queries and keys by ``kernel``, or else by ``own``, which saves cosines and sines."""
+def _rotation(kernel: Callable[..., Any], plain: Callable[..., Any], everywhere: bool) -> Callable[..., Any]:
+    """Return what rotates queries and keys by ``kernel``, or else by ``plain``, which saves cosines and sines."""
 
     def rotate(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         if everywhere or _is_away(query):
@@ -190,8 +192,8 @@ def _rotation(kernel: Callable[..., Any], own: Callable[..., Any], everywhere: b
                 query, key = query.clone(), key.clone()
             return kernel(query, key, *args, **kwargs)
         if len(args) != 2:
-            return own(query, key, *args, **kwargs)
-        return _saving(partial(own, **kwargs), range(2, 4), False, query, key, *args)
+            return plain(query, key, *args, **kwargs)
+        return _saving(partial(plain, **kwargs), range(2, 4), False, query, key, *args)
 
     return rotate
 
@@ -261,31 +263,38 @@ def _take(module: nn.Module, put: dict[ModuleType, dict[str, Any]], everywhere: 
     """
     for name in ("extra_repr", "_get_name"):
         vars(module).pop(name, None)
-    own: Any = type(module).forward
+    class_forward: Any = type(module).forward
     kernel = given_forward(module)
     if _is_ligers(kernel) and kernel.__qualname__ == _EXPERTS:
         del module.forward
     elif _is_ligers(kernel):
-        saving = own
+        saving = class_forward
         if kernel.__qualname__ in _GATED and hasattr(module, "act_fn"):
             saving = _gated
         elif kernel.__qualname__ == NORM:
-            saving = partial(saving_norm, own)
+            saving = partial(saving_norm, class_forward)
         module.forward = MethodType(Either(kernel, saving, everywhere), module)
         yield kernel.__qualname__.partition(".")[0]
         return
-    names = next((found for place, found in put.items() if own.__globals__ is vars(place)), {})
+    names = next(
+        (names_of_place for place, names_of_place in put.items() if class_forward.__globals__ is vars(place)),
+        {},
+    )
     called = {
         name: value
         for name, value in names.items()
-        if isinstance(value, FunctionType) and name in own.__code__.co_names
+        if isinstance(value, FunctionType) and name in class_forward.__code__.co_names
     }
     if called:
-        known = own.__globals__
-        rotations = {name: _rotation(value, known[name], everywhere) for name, value in called.items()}
+        namespace = class_forward.__globals__
+        rotations = {name: _rotation(value, namespace[name], everywhere) for name, value in called.items()}
         forward = FunctionType(
-            own.__code__, {**known, **rotations}, own.__name__, own.__defaults__, own.__closure__
+            class_forward.__code__,
+            {**namespace, **rotations},
+            class_forward.__name__,
+            class_forward.__defaults__,
+            class_forward.__closure__,
         )
-        forward.__kwdefaults__ = own.__kwdefaults__
-        module.forward = MethodType(Either(forward, own, True), module)
+        forward.__kwdefaults__ = class_forward.__kwdefaults__
+        module.forward = MethodType(Either(forward, class_forward, True), module)
         yield from (value.__name__ for value in called.values())

@@ -31,11 +31,11 @@ class Linear8(Float8Linear):  # type: ignore[misc]
             input = input.to(torch.get_autocast_dtype(kind))
         way = self.on_cpu
         if kind != "cpu":
-            whole = input.numel() // input.shape[-1] % self.multiple == 0
-            way = self.linear_mm_config if whole else self.padded
+            fits = input.numel() // input.shape[-1] % self.multiple == 0
+            way = self.linear_mm_config if fits else self.padded
         product = matmul_with_hp_or_float8_args if self.weight.requires_grad else _FrozenProduct
-        made: Tensor = product.apply(input, self.weight.t(), way, self.config)
-        return made if self.bias is None else made + self.bias.to(made.dtype)
+        output: Tensor = product.apply(input, self.weight.t(), way, self.config)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def linear_class(recipe: str, multiple: int) -> type[Linear8]:
@@ -45,13 +45,13 @@ def linear_class(recipe: str, multiple: int) -> type[Linear8]:
     """
     plain: nn.Module = nn.Linear(multiple, multiple, device="meta")
     config = Float8LinearConfig.from_recipe_name(recipe)
-    made = convert_to_float8_training(plain, config=config)
-    own = {name: value for name, value in vars(made).items() if name not in vars(plain)}
-    ways = own["linear_mm_config"]
-    own["multiple"] = multiple
-    own["on_cpu"] = LinearMMConfig(*(way._replace(emulate=True) for way in ways))
-    own["padded"] = LinearMMConfig(*(way._replace(pad_inner_dim=True) for way in ways))
-    return type(Linear8.__name__, (Linear8,), own)
+    converted = convert_to_float8_training(plain, config=config)
+    attributes = {name: value for name, value in vars(converted).items() if name not in vars(plain)}
+    ways = attributes["linear_mm_config"]
+    attributes["multiple"] = multiple
+    attributes["on_cpu"] = LinearMMConfig(*(way._replace(emulate=True) for way in ways))
+    attributes["padded"] = LinearMMConfig(*(way._replace(pad_inner_dim=True) for way in ways))
+    return type(Linear8.__name__, (Linear8,), attributes)
 
 
 @torch.compiler.allow_in_graph
@@ -77,8 +77,8 @@ class _FrozenProduct(Function):
         )
         kind = config.cast_config_weight_for_grad_input
         weights = _cast(weight_t, kind, GemmInputRole.WEIGHT, -1, way, config)
-        made = torch.mm(rows, weights.t())
-        return made.view(*gradient.shape[:-1], -1), None, None, None
+        flat_gradient = torch.mm(rows, weights.t())
+        return flat_gradient.view(*gradient.shape[:-1], -1), None, None, None
 
 
 def _cast(tensor: Tensor, kind: Any, role: GemmInputRole, dim: int, way: LinearMMConfig, config: Any) -> Any:

@@ -57,14 +57,14 @@ class Modes:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Run in these modes while the context lasts; graphs are made where both have them."""
-        former = Modes.of_now()
+        outer_modes = Modes.of_now()
         cached = torch.is_autocast_cache_enabled()
-        Modes(self.grad and former.grad, self.autocast).take()
+        Modes(self.grad and outer_modes.grad, self.autocast).take()
         torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that have left their slot
         try:
             yield
         finally:
-            former.take()
+            outer_modes.take()
             torch.set_autocast_cache_enabled(cached)
 
 

@@ -54,16 +54,16 @@ def take_products(split: Split, products: str, devices: Devices) -> str:
     _check_devices(devices, products)
     kind = _linear_class(products)
     layers = list(_linear_layers(split))
-    taken = [layer for layer in layers if type(layer) is nn.Linear and _fits(layer)]
-    if not taken:
+    linears = [layer for layer in layers if type(layer) is nn.Linear and _fits(layer)]
+    if not linears:
         raise ModelError(
             f"products: of {len(layers)} linear layers (torch.nn.Linear) in blocks of {type(split.model).__name__} "
             f"none has widths that are multiples of {_MULTIPLE}; set native"
         )
-    for layer in taken:
+    for layer in linears:
         layer.__class__ = kind
     emulated = "" if devices.accelerated else "; emulated, which is slow, and only for trying"
-    return f"{products} in {len(taken)} of {len(layers)} linear layers of blocks{emulated}"
+    return f"{products} in {len(linears)} of {len(layers)} linear layers of blocks{emulated}"
 
 
 def take_native(model: nn.Module) -> None:
@@ -115,8 +115,8 @@ def _fits(layer: nn.Linear) -> bool:
 
 def _is_taken(module: nn.Module) -> bool:
     # It imports torchao, and where nobody has imported it, nobody has its class.
-    known = sys.modules.get("outsize.model.linear8")
-    return known is not None and isinstance(module, known.Linear8)
+    loaded = sys.modules.get("outsize.model.linear8")
+    return loaded is not None and isinstance(module, loaded.Linear8)
 
 
 def _linear_class(products: str) -> Any:
@@ -154,5 +154,5 @@ def _lacks(kind: str, index: int) -> str:
         name = module_of(kind).get_device_properties(index).gcnArchName.partition(":")[0]
         return "" if name.startswith(_OF_AMD) else f"{name} has none; MI300, MI350 and RDNA 4 have"
     major, minor = module_of(kind).get_device_capability(index)
-    known = (major, minor) >= _FIRST
-    return "" if known else f"sm_{major}{minor} has none; Ada (sm_89), Hopper and later GPUs have"
+    supported = (major, minor) >= _FIRST
+    return "" if supported else f"sm_{major}{minor} has none; Ada (sm_89), Hopper and later GPUs have"

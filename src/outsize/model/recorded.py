@@ -27,11 +27,11 @@ def wanted() -> tuple[str, ...]:
     return tuple(key for key in lists or () if key not in _OF_UNITS)
 
 
-def note(found: Found) -> None:
+def note(records: Found) -> None:
     """Give the forward under way in this context what was recorded inside a unit."""
     collector = output_collector()
     assert collector is not None
-    for key, values in found.items():
+    for key, values in records.items():
         collector.get()[key].extend(values)
 
 
@@ -49,9 +49,9 @@ def recording(real: Callable[..., Any]) -> Callable[..., Any]:
         keys = kwargs.pop(WANTED, ())
         if not keys:
             return real(*args, **kwargs)
-        with _collecting(keys) as found:
+        with _collecting(keys) as records:
             outputs = real(*args, **kwargs)
-        return outputs, found
+        return outputs, records
 
     forward.__wrapped__ = real  # type: ignore[attr-defined]
     return forward
@@ -61,9 +61,9 @@ def recording(real: Callable[..., Any]) -> Callable[..., Any]:
 def _collecting(keys: tuple[str, ...]) -> Iterator[Found]:
     collector = output_collector()
     assert collector is not None
-    found: Found = {key: [] for key in keys}
-    token = collector.set(found)
+    records: Found = {key: [] for key in keys}
+    token = collector.set(records)
     try:
-        yield found
+        yield records
     finally:
         collector.reset(token)

@@ -49,8 +49,8 @@ def take_in_parts(split: Split, num_parts: int) -> None:
         return
     mlps = list(_mlps(split))
     for mlp in mlps:
-        own = type(mlp)
-        mlp.__class__ = type(f"{own.__name__}InParts", (_InParts, own), {"num_parts": num_parts})
+        mlp_class = type(mlp)
+        mlp.__class__ = type(f"{mlp_class.__name__}InParts", (_InParts, mlp_class), {"num_parts": num_parts})
 
 
 def take_whole(model: nn.Module) -> None:
@@ -117,8 +117,8 @@ class _InParts(nn.Module):
         if torch.is_grad_enabled():
             # Weights may train where the input needs no gradient: something has to make autograd come here.
             anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-            kept = _Keep.apply(rows, anchor)  # type: ignore[no-untyped-call]
-            leaves = list(_Parts.apply(kept, call))  # type: ignore[no-untyped-call]
+            anchored = _Keep.apply(rows, anchor)  # type: ignore[no-untyped-call]
+            leaves = list(_Parts.apply(anchored, call))  # type: ignore[no-untyped-call]
         else:
             leaves = call.joined(rows)
         return call.returned(leaves, hidden.shape[:-1])
@@ -168,14 +168,14 @@ class Call:
         if has_torch_function((rows,)):
             return handle_torch_function(Call.joined, (rows,), self, rows)
         parts = [self.part(part) for part in self.cut(rows)]
-        made = [torch.cat(pieces, dim=_dim(pieces[0])) for pieces in zip(*parts, strict=True)]
-        dims = map(_dim, made)
+        tensors = [torch.cat(pieces, dim=_dim(pieces[0])) for pieces in zip(*parts, strict=True)]
+        dims = map(_dim, tensors)
         forms = [
             (leaf.shape[:dim], leaf.shape[dim + 1 :], leaf.dtype)
-            for leaf, dim in zip(made, dims, strict=True)
+            for leaf, dim in zip(tensors, dims, strict=True)
         ]
         type(self._module).made = self._structure, forms
-        return made
+        return tensors
 
     def unwritten(self, rows: Tensor) -> list[Tensor]:
         """Return memory for what `joined` has returned for other tokens."""
@@ -187,10 +187,10 @@ class Call:
 
     def returned(self, leaves: list[Tensor], places: torch.Size) -> Any:
         """Return ``leaves`` as the module would, to whom came tokens at ``places``; what it recorded is noted."""
-        whole = [leaf.view(*places, -1) if leaf.ndim == 3 else leaf for leaf in leaves]
-        outputs, found = torch_private.unflatten(whole, self._structure)
-        if found:
-            recorded.note(found)
+        tensors = [leaf.view(*places, -1) if leaf.ndim == 3 else leaf for leaf in leaves]
+        outputs, rest = torch_private.unflatten(tensors, self._structure)
+        if rest:
+            recorded.note(rest)
         return outputs
 
 
@@ -216,23 +216,23 @@ class _Parts(Function):
     """Runs a module part by part, and again, part by part, on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, call: Call) -> tuple[Tensor, ...]:
-        ctx.call, kind = call, kept.device.type
+    def forward(ctx: Any, rows: Tensor, call: Call) -> tuple[Tensor, ...]:
+        ctx.call, kind = call, rows.device.type
         ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         ctx.set_materialize_grads(False)
-        made = call.joined(kept)
-        ctx.mark_non_differentiable(*(leaf for leaf in made if not leaf.is_floating_point()))
-        return tuple(made)
+        output = call.joined(rows)
+        ctx.mark_non_differentiable(*(leaf for leaf in output if not leaf.is_floating_point()))
+        return tuple(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (rows,) = ctx.next_functions[0][0].saved_tensors  # of `_Keep`, whose turn is next
         call: Call = ctx.call
-        made = torch.empty_like(rows)
+        input_gradient = torch.empty_like(rows)
         given = {
             index: call.cut(gradient) for index, gradient in enumerate(gradients) if gradient is not None
         }
-        for number, (part, into) in enumerate(zip(call.cut(rows), call.cut(made), strict=True)):
+        for number, (part, into) in enumerate(zip(call.cut(rows), call.cut(input_gradient), strict=True)):
             leaf = part.detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(rows.device.type, cache_enabled=False, **ctx.autocast):
                 out = call.part(leaf)
@@ -241,4 +241,4 @@ class _Parts(Function):
                 [out[index] for index in roots], [given[index][number] for index in roots]
             )
             into.copy_(cast(Tensor, leaf.grad))
-        return made, None
+        return input_gradient, None

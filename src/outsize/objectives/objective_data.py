@@ -159,7 +159,7 @@ def _encoded(
     objective: str,
     files: ModelFiles,
     tokenizer: Any,
-    found: tuple[list[Row], list[Row] | None],
+    splits: tuple[list[Row], list[Row] | None],
     announce: Callable[[str], None],
 ) -> Prepared:
     """Return records whose texts are tokens, cut to as many as a sequence has."""
@@ -178,7 +178,7 @@ def _encoded(
     changes: dict[str, Any] = {}
     collate: Any
     if objective == "classify":
-        classes = Classes([row["label"] for row in found[0]], _known_classes(files))
+        classes = Classes([row["label"] for row in splits[0]], _known_classes(files))
         changes, collate = classes.changes, DataCollatorWithPadding(tokenizer)
 
         def encode(row: Row) -> Row:
@@ -188,7 +188,7 @@ def _encoded(
             return {"input_ids": ids, "labels": classes.number(row["label"])}
 
     elif objective == "embed":
-        if min(len(found[0]), config.sequences_per_step) < 2:
+        if min(len(splits[0]), config.sequences_per_step) < 2:
             raise ConfigError(
                 "train.objective=embed sets a text apart from those of the other records of a step; have two at "
                 "least, in the data and in train.tokens_per_step"
@@ -205,7 +205,7 @@ def _encoded(
             labels = _ended(tokens(row["completion"], add_special_tokens=False), tokenizer, seq_len)
             return {"input_ids": tokens(row["prompt"]), "labels": labels}
 
-    rows, measured = (None if part is None else [encode(row) for row in part] for part in found)
+    rows, measured = (None if part is None else [encode(row) for row in part] for part in splits)
     if num_cut:
         announce(f"{num_cut:,} texts are longer than data.seq_len ({seq_len}) and cut")
     return Prepared(tokenizer=tokenizer, rows=rows, measured=measured, collate=collate, changes=changes)
@@ -255,9 +255,9 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def _stacked(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return a batch of sequences, of which those without padding have no mask."""
-    whole = torch.ones_like(rows[0]["input_ids"])
+    all_ones = torch.ones_like(rows[0]["input_ids"])
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: torch.stack([row.get(name, whole) for row in rows]) for name in names}
+    return {name: torch.stack([row.get(name, all_ones) for row in rows]) for name in names}
 
 
 def _packed(
@@ -336,11 +336,11 @@ def preview(config: Config, objective: str, announce: Callable[[str], None]) -> 
         "labels": dict(Counter(str(row["label"]) for row in rows if "label" in row)),
         "tokens": {
             name: {
-                "most": max(found),
-                "mean": sum(found) / len(found),
-                "num_longer": sum(length > config.data.seq_len for length in found),
+                "most": max(counts),
+                "mean": sum(counts) / len(counts),
+                "num_longer": sum(length > config.data.seq_len for length in counts),
             }
-            for name, found in lengths.items()
+            for name, counts in lengths.items()
         },
         "steps_per_epoch": len(rows) / config.sequences_per_step,
     }

@@ -59,8 +59,8 @@ def store_of(config: Config, run_dir: Path) -> Path:
 
 def streamed(model: Any) -> nn.Module:
     """Return the model that is wrapped: what adapters were put around, where they were."""
-    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return found
+    base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base
 
 
 def open_models(
@@ -134,17 +134,17 @@ def _blocks(config: Config) -> BlockSettings:
 
 
 def _opened(stack: ExitStack, name: str, settings: WrapSettings, built: Built) -> nn.Module:
-    made = open_wrapped(name, settings, built)
-    if is_wrapped(streamed(made)):
-        stack.callback(runner_of(streamed(made)).close)
-    return made
+    wrapper = open_wrapped(name, settings, built)
+    if is_wrapped(streamed(wrapper)):
+        stack.callback(runner_of(streamed(wrapper)).close)
+    return wrapper
 
 
 def _adapters(config: Config, recipe: Recipe) -> Any:
     settings = config.lora.for_peft()
-    made = peft_config(settings, config.model.path, causal=recipe.task == "CAUSAL_LM")
-    made.task_type = recipe.task
-    return made
+    adapter_config = peft_config(settings, config.model.path, causal=recipe.task == "CAUSAL_LM")
+    adapter_config.task_type = recipe.task
+    return adapter_config
 
 
 def _shared(
@@ -159,9 +159,9 @@ def _shared(
     dtype = choose_dtype(config.model.dtype, devices, scaled=False)
     sizes, vocabularies = [], []
     for name in (config.model.path, other):
-        found = load_hf_config(name, trust)
-        vocabularies.append(found.get_text_config().vocab_size)
-        skeleton = build_skeleton(found, dtype, config.model.attention, trust, auto, frozen=True)
+        hf_config = load_hf_config(name, trust)
+        vocabularies.append(hf_config.get_text_config().vocab_size)
+        skeleton = build_skeleton(hf_config, dtype, config.model.attention, trust, auto, frozen=True)
         sizes.append(sum(parameter.numel() for parameter in skeleton.parameters()))
     if vocabularies[0] != vocabularies[1]:
         raise ConfigError(
@@ -171,10 +171,10 @@ def _shared(
     states = sizes[0] * _STATE_BYTES[dtype], sizes[1] * _WEIGHT_BYTES[dtype]
     machine = describe_machine(memory, devices, sum(states), store_of(config, run_dir))
 
-    def part(own: int, device_bytes: int) -> MemoryConfig:
+    def part(parameters: int, device_bytes: int) -> MemoryConfig:
         budgets = {
-            f"{tier}_memory": whole * own // sum(states)
-            for tier, whole in (("host", machine.host_bytes), ("disk", machine.disk_bytes))
+            f"{tier}_memory": tier_bytes * parameters // sum(states)
+            for tier, tier_bytes in (("host", machine.host_bytes), ("disk", machine.disk_bytes))
         }
         return memory.model_copy(update={"home": machine.home, "device_memory": device_bytes, **budgets})
 

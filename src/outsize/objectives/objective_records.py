@@ -82,7 +82,7 @@ def _of_source(
     if sources.note is not None:
         announce(f"{corpus.path}: {sources.note}")
     bad = Tolerance(corpus.max_bad_records)
-    found: list[tuple[Record, str]] = []
+    records: list[tuple[Record, str]] = []
     for file in sources.files:
         for number, record in read_records(
             file.path, sources.container or "json", lambda _: None, bad.forgive
@@ -93,11 +93,11 @@ def _of_source(
             except DataError as error:
                 bad.forgive(error)
             else:
-                found.append(({name: value for name, value in named.items() if value is not None}, where))
-    as_chat = recipe.by_trl and any(asks_as_chat(record) for record, _ in found)
+                records.append(({name: value for name, value in named.items() if value is not None}, where))
+    as_chat = recipe.by_trl and any(asks_as_chat(record) for record, _ in records)
     rows: list[Row] = []
     unread: Counter[str] = Counter()
-    for record, where in found:
+    for record, where in records:
         try:
             row, others = _row(record, objective, recipe, (corpus.roles, as_chat), where)
         except DataError as error:
@@ -169,8 +169,8 @@ def _value(value: Any, name: str, objective: str, where: str) -> Any:
             return _truth(value, where)
         if isinstance(value, str) or (isinstance(value, (int, float)) and math.isfinite(value)):
             return value
-        found = value if isinstance(value, float) else type(value).__name__
-        raise DataError(f"{where}: field 'label' is a name or a number, not {found}")
+        shown = value if isinstance(value, float) else type(value).__name__
+        raise DataError(f"{where}: field 'label' is a name or a number, not {shown}")
     if not isinstance(value, str):
         raise DataError(f"{where}: field {name!r} must be a string, found {type(value).__name__}")
     if name != "prompt" and not value.strip():
@@ -197,10 +197,10 @@ def _type_labels(rows: list[Row]) -> None:
 
 
 def _truth(value: Any, where: str) -> bool:
-    found = _TRUTHS.get(str(value).lower())
-    if found is None:
+    truth = _TRUTHS.get(str(value).lower())
+    if truth is None:
         raise DataError(f"{where}: field 'label' of train.objective=kto is true or false, not {value!r}")
-    return found
+    return truth
 
 
 class Classes:
@@ -214,14 +214,14 @@ class Classes:
         changes: what the model's config says of them.
     """
 
-    def __init__(self, labels: Sequence[Any], known: Mapping[str, int]) -> None:
+    def __init__(self, labels: Sequence[Any], ids_by_label: Mapping[str, int]) -> None:
         kinds = {type(label) for label in labels}
         self._are_measures = float in kinds and kinds <= {int, float}
         self.changes: dict[str, Any] = {"num_labels": 1, "problem_type": "regression"}
         if self._are_measures:
             return
-        if {str(label) for label in labels} <= set(known):
-            self._numbers = dict(known)
+        if {str(label) for label in labels} <= set(ids_by_label):
+            self._numbers = dict(ids_by_label)
         else:
             numeric = all(isinstance(label, int) for label in labels)
             names = sorted(set(labels)) if numeric else sorted({str(label) for label in labels})

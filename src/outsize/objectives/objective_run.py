@@ -110,8 +110,8 @@ def _train(
     following = Following(config, interrupt, announce, progress, RECIPES[objective].has_perplexity)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-        known = Known(config, done, following.complete)
-        trainer, models = _opened(stack, config, objective, run_dir, announce, known)
+        known_run = Known(config, done, following.complete)
+        trainer, models = _opened(stack, config, objective, run_dir, announce, known_run)
         following.trainer = trainer
         following.steps_per_epoch = math.ceil(len(trainer.train_dataset) / config.sequences_per_step)
         named = open_writers(
@@ -126,14 +126,14 @@ def _train(
             "the run ends after the step under way, and saves; a second one stops it at once"
         )
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
-        told = {
+        figures = {
             "steps": trainer.state.global_step,
             "num_steps": trainer.state.max_steps,
             "eval_loss": following.eval_loss,
             "stopped_early": following.stopped_early,
             "budget_bytes": sum(runner_of(m).session.machine.device_bytes for _, m in models.named()),
         }
-    return _result(run_dir, done, told)
+    return _result(run_dir, done, figures)
 
 
 def _opened(
@@ -142,28 +142,28 @@ def _opened(
     objective: str,
     run_dir: Path,
     announce: Announce,
-    known: Known | None = None,
+    known_run: Known | None = None,
 ) -> tuple[Any, Models]:
-    """Return the trainer of a run, and its models, without weights where there is no loop that is ``known``."""
+    """Return the trainer of a run, and its models, without weights where there is none of ``known_run``."""
     recipe = RECIPES[objective]
     place = launched()
     if place is not None and place.size > 1:
         raise ConfigError(f"train.objective={objective} trains in one process; start it without torchrun")
     kinds = imported(recipe.trainer, objective), imported(recipe.arguments, objective)
     devices = devices_of(config.memory)
-    deterministic = config.train.deterministic and known is not None
+    deterministic = config.train.deterministic and known_run is not None
     stack.enter_context(borrowed_torch(deterministic=deterministic, devices=devices))
     stack.enter_context(_quiet())
     for note in config.notes(Surroundings(device=str(devices), by_trainer=True)):
         announce(f"note: {note}")
     model = files_of(config)
     check_length(config, model.hf_config)
-    own_dir = run_dir if known else stack.enter_context(temporary_directory())
+    own_dir = run_dir if known_run else stack.enter_context(temporary_directory())
     data = prepare_data(config, objective, recipe, model, (stack, own_dir), announce)
     torch.manual_seed(config.train.seed)
-    models = open_models(stack, config, devices, recipe, data.changes, run_dir, empty=known is None)
-    if known is not None and is_wrapped(streamed(models.trained)):
-        runner_of(streamed(models.trained)).record(run_dir, known)
+    models = open_models(stack, config, devices, recipe, data.changes, run_dir, empty=known_run is None)
+    if known_run is not None and is_wrapped(streamed(models.trained)):
+        runner_of(streamed(models.trained)).record(run_dir, known_run)
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
     _check_that_it_saves(models.trained, data.tokenizer)
     with _refused_as_configuration(objective):
@@ -204,7 +204,7 @@ def _trainer(
         more["ref_model"] = models.frozen
     if recipe.compares and models.adapters is not None:
         more["ref_model"] = NoReference(model)
-    made = by_config(kind)(
+    trainer = by_config(kind)(
         model=model,
         args=arguments,
         train_dataset=data.rows,
@@ -213,15 +213,15 @@ def _trainer(
         **more,
     )
     if recipe.compares and models.adapters is not None:
-        made.ref_model = None  # then TRL compares with the model without its adapters
+        trainer.ref_model = None  # then TRL compares with the model without its adapters
     for callback in (PrinterCallback, ProgressCallback):  # stdout is for the result
-        made.remove_callback(callback)
-    own = {"beta": config.train.beta, "temperature": config.train.temperature, "teacher": models.frozen}
-    for name, value in {} if recipe.by_trl else own.items():
+        trainer.remove_callback(callback)
+    settings = {"beta": config.train.beta, "temperature": config.train.temperature, "teacher": models.frozen}
+    for name, value in {} if recipe.by_trl else settings.items():
         if value is not None:
-            setattr(made, name, value)
-    made.config = config
-    return made
+            setattr(trainer, name, value)
+    trainer.config = config
+    return trainer
 
 
 def _arguments(
@@ -349,7 +349,7 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None, announce
         return
     for key in _THE_SAME:
         section, _, name = key.partition(".")
-        was, now = (getattr(getattr(found, section), name) for found in (before, config))
+        was, now = (getattr(getattr(each, section), name) for each in (before, config))
         if was != now and not (is_elsewhere and key in _PLACES):
             raise ConfigError(
                 f"{key}: the run in {run} has {was!r}, and cannot go on with {now!r}; leave it as it was, or "
@@ -360,7 +360,7 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None, announce
             announce(line)
 
 
-def _result(run_dir: Path, first: int, told: dict[str, Any]) -> TrainResult:
+def _result(run_dir: Path, first: int, figures: dict[str, Any]) -> TrainResult:
     """Return what the steps after ``first`` came to, from their lines in the heartbeat."""
     path = run_dir / HEARTBEAT
     lines = [step_of(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
@@ -385,6 +385,6 @@ def _result(run_dir: Path, first: int, told: dict[str, Any]) -> TrainResult:
             "run_dir": str(run_dir),
             "export_dir": None if saved is None else str(saved),
             "best_dir": None if chosen is None else str(chosen),
-            **told,
+            **figures,
         }
     )

@@ -54,7 +54,7 @@ class ByConfig(TrainerSteps):
     def create_optimizer(self, model: Any = None) -> Any:
         """Make AdamW with the groups that the trainer would have made."""
         if self.optimizer is None:
-            found, settings = streamed(self.model), self.config.optimizer
+            wrapped, settings = streamed(self.model), self.config.optimizer
             decaying = set(self.get_decay_parameter_names(self.model))  # type: ignore[attr-defined]
             trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
             groups = [
@@ -65,7 +65,7 @@ class ByConfig(TrainerSteps):
                 {"params": [p for name, p in trained if name not in decaying], "weight_decay": 0.0},
             ]
             self.optimizer = AdamW(
-                found, settings.lr, settings.betas, settings.eps, settings.weight_decay, groups=groups
+                wrapped, settings.lr, settings.betas, settings.eps, settings.weight_decay, groups=groups
             )
         return self.optimizer
 
@@ -99,9 +99,9 @@ class ByConfig(TrainerSteps):
 
     def clipped(self, most: float) -> Tensor:
         """See `TrainerSteps.clipped`."""
-        found = streamed(self.model)
-        clip: Any = clip_grad_norm_ if is_wrapped(found) else _plain_clip
-        norm: Tensor = clip(found, most)
+        model = streamed(self.model)
+        clip: Any = clip_grad_norm_ if is_wrapped(model) else _plain_clip
+        norm: Tensor = clip(model, most)
         self._require_finite("gradient norm", norm)
         return norm
 
@@ -112,7 +112,9 @@ class ByConfig(TrainerSteps):
         directory = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
         try:
             yield
-            if any(found.task_type == "SEQ_CLS" for found in getattr(self.model, "peft_config", {}).values()):
+            if any(
+                adapter.task_type == "SEQ_CLS" for adapter in getattr(self.model, "peft_config", {}).values()
+            ):
                 self.model.config.save_pretrained(directory)  # names of classes, which adapters do not tell
             for path in (*directory.rglob("*"), directory):
                 files.sync(path)
@@ -255,5 +257,5 @@ class Following(TrainerCallback):  # type: ignore[misc]
 
     @property
     def _records(self) -> LoopRecords | None:
-        found = streamed(self.trainer.model)
-        return runner_of(found).records if is_wrapped(found) else None
+        model = streamed(self.trainer.model)
+        return runner_of(model).records if is_wrapped(model) else None

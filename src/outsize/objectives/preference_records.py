@@ -130,12 +130,12 @@ def finite(value: Any, name: str, where: str) -> float:
         DataError: it is none.
     """
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if not math.isfinite(found):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(f"{where}: field {name!r} is a number, not {value!r}")
-    return found
+    return number
 
 
 def _split_off(given: dict[str, list[Message]], where: str) -> tuple[list[Message], dict[str, list[Message]]]:
@@ -152,8 +152,8 @@ def _split_off(given: dict[str, list[Message]], where: str) -> tuple[list[Messag
 
 def _answer(messages: list[Message], prompt: list[Message] | None, name: str, where: str) -> list[Message]:
     """Return an answer without the prompt, which data sets put before it once more."""
-    asked = [message for message in prompt or () if message["role"] != "system"]
-    for before in (prompt, asked):
+    turns = [message for message in prompt or () if message["role"] != "system"]
+    for before in (prompt, turns):
         if before and [_said(message) for message in messages[: len(before)]] == [
             _said(message) for message in before
         ]:

@@ -100,13 +100,13 @@ def objective_of(config: Config) -> str | None:
     if config.train.objective != "sft":
         return config.train.objective
     try:
-        found = load_hf_config(config.model.path, config.model.trust_remote_code)
+        hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
     except OutsizeError:  # of which the run itself speaks
         return None
-    if not getattr(found, "is_encoder_decoder", False):
+    if not getattr(hf_config, "is_encoder_decoder", False):
         return None
     refused = refused_by_trainers(
-        config, f"a {found.model_type} goes to a trainer of transformers, and there"
+        config, f"a {hf_config.model_type} goes to a trainer of transformers, and there"
     )
     if refused:
         raise ConfigError("\n".join(refused))

@@ -68,13 +68,13 @@ def measure_all_reduce(
         with temporary_directory() as directory:
             output = directory / "out.json"
             done = _launch(backend, num_ranks, bytes_max, output)
-            told = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
+            result = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
     except (OSError, StorageError, ValueError, subprocess.TimeoutExpired) as error:
         return _nothing(backend, num_ranks, f"torchrun: {error}")
-    if told is None:
+    if result is None:
         lines = done.stderr.strip().splitlines()
         return _nothing(backend, num_ranks, f"torchrun: {lines[-1] if lines else 'no rank answered'}")
-    return AllReduceRates.model_validate(told)
+    return AllReduceRates.model_validate(result)
 
 
 def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subprocess.CompletedProcess[str]":

@@ -148,13 +148,13 @@ def measure_shapes(device: Devices, spec: ModelSpec | None, effort: Effort) -> t
     """
     rates = []
     for (num_outputs, num_inputs), name in shapes_of(spec).items() if spec is not None else ():
-        tried: dict[str, int] = {}
+        tries_by_shape: dict[str, int] = {}
         measured = {
             dtype: measure_growing(
                 device,
                 effort,
                 _TOKENS,
-                _product(device, dtype, num_outputs, num_inputs, tried),
+                _product(device, dtype, num_outputs, num_inputs, tries_by_shape),
                 lambda tokens, one=num_outputs, other=num_inputs: 2.0 * tokens * one * other,  # type: ignore[misc]
                 f"{dtype}, weight {num_outputs} x {num_inputs}, tokens =",
             )
@@ -165,7 +165,7 @@ def measure_shapes(device: Devices, spec: ModelSpec | None, effort: Effort) -> t
                 name=name,
                 num_inputs=num_inputs,
                 num_outputs=num_outputs,
-                num_tokens=max(tried.values()),
+                num_tokens=max(tries_by_shape.values()),
                 flops_per_s=measured,
             )
         )
@@ -173,10 +173,10 @@ def measure_shapes(device: Devices, spec: ModelSpec | None, effort: Effort) -> t
 
 
 def _product(
-    device: Devices, dtype: str, num_outputs: int, num_inputs: int, tried: dict[str, int]
+    device: Devices, dtype: str, num_outputs: int, num_inputs: int, tries_by_shape: dict[str, int]
 ) -> Callable[[int], Callable[[], object]]:
     def prepare(tokens: int) -> Callable[[], object]:
-        tried[dtype] = tokens
+        tries_by_shape[dtype] = tokens
         x = torch.randn(tokens, num_inputs, device=device.torch_device).to(DTYPES[dtype])
         weight = torch.randn(num_outputs, num_inputs, device=device.torch_device).to(DTYPES[dtype])
         return lambda: torch.nn.functional.linear(x, weight)

@@ -23,7 +23,7 @@ def measure_emulated(
         effort: how long.
     """
     links = _links(link_bytes_per_s, effort)
-    told = (
+    measurement = (
         "outsize's emulation" if link_bytes_per_s is not None else "outsize's emulation: no throttle is set"
     )
     return tuple(
@@ -32,7 +32,7 @@ def measure_emulated(
                 "device": f"emulated:{index}",
                 "name": f"emulated on {cpu.name}, which {num_devices} share",
                 "links": links,
-                "throttle_bytes_per_s": Fact.read(link_bytes_per_s, told),
+                "throttle_bytes_per_s": Fact.read(link_bytes_per_s, measurement),
             }
         )
         for index in range(num_devices)

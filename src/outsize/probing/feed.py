@@ -165,10 +165,10 @@ def _on_cpu(directory: Path | None, effort: Effort) -> Iterator[_Job]:
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 flags=mmap.MAP_PRIVATE,
             ) as mapping:
-                whole = torch.frombuffer(mapping, dtype=torch.uint8)
+                mapped = torch.frombuffer(mapping, dtype=torch.uint8)
                 for index in range(num_chunks):
-                    multiply(whole[index * chunk_bytes : (index + 1) * chunk_bytes])
-                del whole
+                    multiply(mapped[index * chunk_bytes : (index + 1) * chunk_bytes])
+                del mapped
 
         def waited_for() -> None:
             for index in range(num_chunks):

@@ -123,14 +123,17 @@ T = TypeVar("T")
 
 def measure_pinning(effort: Effort, *, device: Devices | None) -> tuple[PinCost, ...]:
     """Return what locking takes: by the kernel, and where there is a GPU by its driver and by torch."""
-    asked = int(_ABOVE * effort.pin_bytes)
-    costs = [_pin_cost("mlock", asked, effort, _mlock)]
+    requested_bytes = int(_ABOVE * effort.pin_bytes)
+    costs = [_pin_cost("mlock", requested_bytes, effort, _mlock)]
     if device is not None:
         costs += [
-            _pin_cost("cudaHostRegister", asked, effort, partial(_register, device)),
+            _pin_cost("cudaHostRegister", requested_bytes, effort, partial(_register, device)),
             # Once: what torch has pinned it keeps, and hands out again.
             _pin_cost(
-                "torch pin_memory", asked, replace(effort, num_samples_min=1), partial(_torch_pin, device)
+                "torch pin_memory",
+                requested_bytes,
+                replace(effort, num_samples_min=1),
+                partial(_torch_pin, device),
             ),
         ]
     return tuple(costs)
@@ -138,18 +141,18 @@ def measure_pinning(effort: Effort, *, device: Devices | None) -> tuple[PinCost,
 
 def _pin_cost(
     way: Literal["mlock", "cudaHostRegister", "torch pin_memory"],
-    asked: int,
+    requested_bytes: int,
     effort: Effort,
     pin: Callable[[int], tuple[float, int]],
 ) -> PinCost:
     """Call ``pin`` several times: it returns seconds, and by how many bytes the process grew."""
     try:
-        results = [pin(asked) for _ in range(effort.num_samples_min)]
+        results = [pin(requested_bytes) for _ in range(effort.num_samples_min)]
     except (OSError, RuntimeError, StorageError) as error:
         why = explain(error)
         return PinCost(
             way=way,
-            asked_bytes=asked,
+            asked_bytes=requested_bytes,
             taken_bytes=Fact.absent(why),
             pin_s_per_gb=Measurement.absent(why),
         )
@@ -160,10 +163,10 @@ def _pin_cost(
     )
     return PinCost(
         way=way,
-        asked_bytes=asked,
+        asked_bytes=requested_bytes,
         taken_bytes=Fact.read(max(grown for _, grown in results), how),
         pin_s_per_gb=Measurement.of(
-            (seconds / asked * 1e9 for seconds, _ in results), f"{way}, pages touched"
+            (seconds / requested_bytes * 1e9 for seconds, _ in results), f"{way}, pages touched"
         ),
     )
 

@@ -43,10 +43,10 @@ _Path = Literal["pinned", "pageable", "dram copy"]
 
 def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
     """Return the sizes of copies, from 1 KiB, and whether each is held out: powers of two, and halfway to the next."""
-    found: list[tuple[int, bool]] = []
+    pairs: list[tuple[int, bool]] = []
     for power in range((copy_bytes_max // SMALLEST_BYTES).bit_length()):
-        found += [(SMALLEST_BYTES << power, False), (SMALLEST_BYTES * 3 << power >> 1, True)]
-    return tuple((size, held_out) for size, held_out in found if size <= copy_bytes_max)
+        pairs += [(SMALLEST_BYTES << power, False), (SMALLEST_BYTES * 3 << power >> 1, True)]
+    return tuple((size, held_out) for size, held_out in pairs if size <= copy_bytes_max)
 
 
 def measure_links(device: Devices, effort: Effort) -> Iterator[LinkRates]:
@@ -254,10 +254,10 @@ def _measure(device: Devices, arena: Arena, stack: ExitStack, effort: Effort) ->
         if index == 0:
             continue  # the threads of both pools of kernels exist now
         both.append(both_s)
-        for kept, (seconds,) in zip(alone, samples, strict=True):
-            kept.append(seconds)
-        for kept, seconds in zip(beside, together, strict=True):
-            kept.append(seconds)
+        for times, (seconds,) in zip(alone, samples, strict=True):
+            times.append(seconds)
+        for times, seconds in zip(beside, together, strict=True):
+            times.append(seconds)
     products = f"{num_products} products of {side}, {str(dtype).removeprefix('torch.')}"
     copies = f"{num_copies} copies of {num_bytes // 2**20} MiB to {device}"
     return Overlap(

@@ -138,33 +138,33 @@ class _Probe:
 
     def parts(self) -> list[tuple[str, bool, Callable[[], None]]]:
         """Return name, whether no plan does without it, and what measures it, in order."""
-        found: list[tuple[str, bool, Callable[[], None]]] = [("host memory and optimizer", True, self._host)]
-        found += [(f"disk of {at}", True, partial(self._disk, at)) for at in self.directories]
+        steps: list[tuple[str, bool, Callable[[], None]]] = [("host memory and optimizer", True, self._host)]
+        steps += [(f"disk of {at}", True, partial(self._disk, at)) for at in self.directories]
         for name in self.names:
-            found += [
+            steps += [
                 (f"compute of {name}", True, partial(self._compute, name)),
                 (f"link of {name}", True, partial(self._link, name)),
             ]
         for name in self.names:
-            found.append((f"overlap and feeding of {name}", False, partial(self._streaming, name)))
+            steps.append((f"overlap and feeding of {name}", False, partial(self._streaming, name)))
         if self.wishes.model is not None:
             for name in self.names:
-                found.append((f"the model's shapes on {name}", False, partial(self._shapes, name)))
-        found += [
+                steps.append((f"the model's shapes on {name}", False, partial(self._shapes, name)))
+        steps += [
             ("optimizer beside copies", False, self._beside),
             ("memory that is locked or far", False, self._host_costs),
             ("tokenizer and loader", False, self._data),
         ]
         if self.wishes.tensors is not None:
             # Asked for by name, so it is done however late it is.
-            found.append((f"codecs on {self.wishes.tensors}", True, self._codecs))
+            steps.append((f"codecs on {self.wishes.tensors}", True, self._codecs))
         if len(self.names) > 1:
-            found += [
+            steps += [
                 ("all GPUs at once", False, self._together),
                 ("copies between GPUs", False, self._peers),
             ]
-        found.append(("sums over processes", False, self._all_reduce))
-        return found
+        steps.append(("sums over processes", False, self._all_reduce))
+        return steps
 
     def give(self, seconds: float) -> None:
         """Set when the time of the part that begins now is up."""
@@ -193,8 +193,8 @@ class _Probe:
         """Return the effort for one device where all are timed."""
         return shared(self.effort, len(self.names))
 
-    def _change(self, device: Devices, **found: object) -> None:
-        self.devices[str(device)] = self.devices[str(device)].model_copy(update=found)
+    def _change(self, device: Devices, **fields: object) -> None:
+        self.devices[str(device)] = self.devices[str(device)].model_copy(update=fields)
 
     def _host(self) -> None:
         model = self.wishes.model
@@ -260,10 +260,10 @@ class _Probe:
         }
         self.host = self.host.model_copy(update=costs)
         for index, name in enumerate(gpus):
-            known = (
+            rates = (
                 self.inventory.gpus[index].numa_node.number() if index < len(self.inventory.gpus) else None
             )
-            node = None if known is None else int(known)
+            node = None if rates is None else int(rates)
             self._change(name, numa=measure_numa(nodes, self.effort, device=name, device_node=node))
 
     def _data(self) -> None:
@@ -291,17 +291,17 @@ class _Probe:
         )
 
     def _all_devices(self) -> tuple[DeviceRates, ...]:
-        found = tuple(self.devices.values())
+        devices = tuple(self.devices.values())
         if not self.wishes.emulated:
-            return found
+            return devices
         wishes = self.wishes
-        return measure_emulated(found[0], wishes.emulated, wishes.link_bytes_per_s, self.effort)
+        return measure_emulated(devices[0], wishes.emulated, wishes.link_bytes_per_s, self.effort)
 
 
 def _once_more_if_noisy(measure: Callable[[], _Streamed]) -> _Streamed:
     """Return what ``measure`` gives; where its times cannot all be true, what it gives the second time."""
-    found = measure()
-    return measure() if found.is_noisy() else found
+    result = measure()
+    return measure() if result.is_noisy() else result
 
 
 def _devices() -> list[Devices]:

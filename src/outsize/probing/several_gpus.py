@@ -64,8 +64,8 @@ def _one_direction(
             at_once = list(threads.map(lambda work: work(), works))
             if index == 0:
                 continue
-            for kept, seconds in zip((*alone, *together), (*apart, *at_once), strict=True):
-                kept.append(_NUM_COPIES * num_bytes / seconds)
+            for times, seconds in zip((*alone, *together), (*apart, *at_once), strict=True):
+                times.append(_NUM_COPIES * num_bytes / seconds)
     how = f"{_NUM_COPIES} copies of {num_bytes // 2**20} MiB"
     return [
         TogetherRates(
@@ -122,15 +122,15 @@ def _peer(
         copy = _copy_rate(there, here, effort)
     except RuntimeError as error:
         copy = Measurement.absent(explain(error))
-    known = max(source, target) < len(gpus)
+    is_listed = max(source, target) < len(gpus)
     pinned = [_pinned(devices[index]) for index in (source, target)]
     return PeerLink(
         source=str(there),
         target=str(here),
-        by_topology=kind_by_topology(gpus[target], source) if known else _kind_by_torch(there, here),
+        by_topology=kind_by_topology(gpus[target], source) if is_listed else _kind_by_torch(there, here),
         by_rate=kind_by_rate(
             copy,
-            _slower_link(gpus[source], gpus[target]) if known else None,
+            _slower_link(gpus[source], gpus[target]) if is_listed else None,
             min((rate for rate in pinned if rate is not None), default=None),
         ),
         copy_bytes_per_s=copy,
@@ -176,12 +176,12 @@ def _pinned(device: DeviceRates) -> float | None:
 
 def _slower_link(*gpus: GpuFacts) -> tuple[int, int] | None:
     links = [(gpu.pcie_generation_max.number(), gpu.pcie_lanes.number()) for gpu in gpus]
-    known = [
+    rates = [
         (int(generation), int(lanes))
         for generation, lanes in links
         if generation is not None and lanes is not None
     ]
-    return min(known, key=lambda link: 2 ** link[0] * link[1]) if len(known) == len(links) else None
+    return min(rates, key=lambda link: 2 ** link[0] * link[1]) if len(rates) == len(links) else None
 
 
 def read_loaded_link(device: Devices, effort: Effort) -> tuple[Fact, Fact]:

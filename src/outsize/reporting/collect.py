@@ -75,8 +75,8 @@ def _collected(directory: Path, history: History) -> dict[str, Any]:
 
 def _fallbacks(history: History) -> dict[str, int]:
     """What did not go as asked, by the newest line, and lines of the heartbeat that cannot be read."""
-    told = dict(history.recent[-1].get("fallbacks", {})) if history.recent else {}
-    return {**told, "broken_lines": history.num_broken} if history.num_broken else told
+    counts = dict(history.recent[-1].get("fallbacks", {})) if history.recent else {}
+    return {**counts, "broken_lines": history.num_broken} if history.num_broken else counts
 
 
 def _recorded(directory: Path, history: History) -> RunRecord | None:
@@ -104,7 +104,7 @@ def _figures(history: History) -> dict[str, float | None]:
     typical = _typical(history)
     mfu = [history.columns["mfu"][i] for i in typical]
     compute = [history.shares[i][COMPUTE] for i in typical if history.shares[i]]
-    known = [value for value in mfu if value is not None]
+    numbers = [value for value in mfu if value is not None]
     return {
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
@@ -112,7 +112,7 @@ def _figures(history: History) -> dict[str, float | None]:
         "tokens_per_step": _total(history, "tokens", typical) / len(typical),
         "step_s": statistics.median(s for s in seconds if s is not None),
         "tokens_per_s": _total(history, "tokens", typical) / _total(history, "seconds", typical),
-        "mfu": statistics.fmean(known) if known else None,
+        "mfu": statistics.fmean(numbers) if numbers else None,
         "compute_share": statistics.fmean(compute) if compute else None,
         "peak_rss_bytes": history.last("peak_rss_bytes"),
         "skipped_steps": history.last("skipped_steps") or 0,
@@ -125,8 +125,10 @@ def _typical(history: History) -> list[int]:
     """Return positions of the steps that nothing interrupted, without the first."""
     seconds = [value or 0.0 for value in history.columns["seconds"]]
     limit = _TYPICAL * statistics.median(seconds[1:] or seconds)
-    found = [index for index, value in enumerate(seconds) if value <= limit and (index or len(seconds) == 1)]
-    return found or list(range(len(seconds)))
+    indices = [
+        index for index, value in enumerate(seconds) if value <= limit and (index or len(seconds) == 1)
+    ]
+    return indices or list(range(len(seconds)))
 
 
 def _total(history: History, name: str, positions: Sequence[int]) -> float:
@@ -206,18 +208,18 @@ def _timeline(
 
 def _facts(inventory: Mapping[str, Any]) -> dict[str, Any]:
     """The machine for people: facts that have a value, without where they were read."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, entry in inventory.items():
         if isinstance(entry, Mapping) and {"value", "status", "source"} <= entry.keys():
             if entry["value"] not in (None, ""):
-                found[name] = entry["value"]
+                facts[name] = entry["value"]
         elif isinstance(entry, Mapping):
             below = _facts(entry)
             if below:
-                found[name] = below
+                facts[name] = below
         elif isinstance(entry, list | tuple) and entry:
             rows = [_facts(each) if isinstance(each, Mapping) else each for each in entry]
-            found[name] = {str(index): row for index, row in enumerate(rows)}
+            facts[name] = {str(index): row for index, row in enumerate(rows)}
         elif entry not in (None, "", [], ()):
-            found[name] = entry
-    return found
+            facts[name] = entry
+    return facts

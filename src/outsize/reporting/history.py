@@ -131,13 +131,13 @@ def shares_of(step: Mapping[str, Any], seconds: float) -> dict[str, float]:
     waits = step.get("waits_s", {})
     if not waits or seconds <= 0:
         return {}
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for causes in waits.values():
         waited = {cause: sum(owners.values()) / seconds for cause, owners in causes.items()}
-        found[COMPUTE] = found.get(COMPUTE, 0.0) + 1 - sum(waited.values())
+        shares[COMPUTE] = shares.get(COMPUTE, 0.0) + 1 - sum(waited.values())
         for cause, share in waited.items():
-            found[cause] = found.get(cause, 0.0) + share
-    return {cause: max(0.0, share / len(waits)) for cause, share in found.items()}
+            shares[cause] = shares.get(cause, 0.0) + share
+    return {cause: max(0.0, share / len(waits)) for cause, share in shares.items()}
 
 
 # Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.
@@ -156,7 +156,7 @@ def read_timeline(path: Path) -> Timeline | None:
     try:
         events = trace["traceEvents"]
         names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-        found = tuple(
+        read = tuple(
             Event(
                 lane=names[e["tid"]],
                 op=op_or_text(e["name"]),
@@ -172,4 +172,4 @@ def read_timeline(path: Path) -> Timeline | None:
         raise ConfigError(
             f"{path}: not a timeline that outsize wrote; without the file the rest is told"
         ) from error
-    return Timeline(found)
+    return Timeline(read)

@@ -34,13 +34,13 @@ def min_max(xs: Sequence[float], ys: Sequence[float | None], most_buckets: int =
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
     if len(points) <= 2 * most_buckets:
         return points
-    kept: list[Point] = [points[0]]
+    extremes: list[Point] = [points[0]]
     for start, end in _buckets(len(points), most_buckets):
         bucket = range(start, end)
         low, high = min(bucket, key=lambda i: points[i][1]), max(bucket, key=lambda i: points[i][1])
-        kept += [points[i] for i in sorted({low, high})]
-    kept.append(points[-1])
-    return list(dict.fromkeys(kept))
+        extremes += [points[i] for i in sorted({low, high})]
+    extremes.append(points[-1])
+    return list(dict.fromkeys(extremes))
 
 
 def means(
@@ -67,17 +67,17 @@ def smoothed(ys: Sequence[float | None]) -> list[float | None]:
     Towards both ends the window narrows with the room that is left on its shorter side, so that no end lags behind.
     """
     sums, counts = [0.0], [0]
-    known = [y is not None and math.isfinite(y) for y in ys]
-    for y, is_known in zip(ys, known, strict=True):
+    is_finite = [y is not None and math.isfinite(y) for y in ys]
+    for y, is_known in zip(ys, is_finite, strict=True):
         sums.append(sums[-1] + (y or 0.0) if is_known else sums[-1])
         counts.append(counts[-1] + is_known)
     reach = max(1, len(ys) // _SMOOTHED_PARTS // 2)
-    found: list[float | None] = []
-    for index, is_known in enumerate(known):
+    means: list[float | None] = []
+    for index, is_known in enumerate(is_finite):
         half = min(reach, index, len(ys) - 1 - index)
         start, end = index - half, index + half + 1
-        found.append((sums[end] - sums[start]) / (counts[end] - counts[start]) if is_known else None)
-    return found
+        means.append((sums[end] - sums[start]) / (counts[end] - counts[start]) if is_known else None)
+    return means
 
 
 def _buckets(length: int, count: int) -> list[tuple[int, int]]:
@@ -110,7 +110,7 @@ _SIGNIFICANT = 5
 
 def curves(history: History) -> list[dict[str, Any]]:
     """Return the curves of a page; those without a number are left out."""
-    found = []
+    lines = []
     for key, heading, unit, column, zero in CURVES:
         values = history.columns[column]
         points = _points(min_max(history.steps, values))
@@ -118,28 +118,28 @@ def curves(history: History) -> list[dict[str, Any]]:
             curve = {"key": key, "heading": heading, "unit": unit, "zero": zero, "points": points}
             if column in _NOISY and len(values) >= _SMOOTHED_FROM:
                 curve["smooth"] = _points(min_max(history.steps, smoothed(values)))
-            found.append(curve)
-    return found
+            lines.append(curve)
+    return lines
 
 
 def rates(history: History) -> list[dict[str, Any]]:
     """Return bytes per second on the wire, over whole steps; directions in which nothing moved are left out."""
-    found = []
+    lines = []
     for column, name in RATES:
         sizes = [value or 0.0 for value in history.columns[column]]
         if any(sizes):
             seconds = [value or 0.0 for value in history.columns["seconds"]]
             steps, (moved, took) = means(history.steps, [sizes, seconds])
             points = [(step, size / s) for step, size, s in zip(steps, moved, took, strict=True) if s]
-            found.append({"name": name, "points": _points(points)})
-    return found
+            lines.append({"name": name, "points": _points(points)})
+    return lines
 
 
 def memory(history: History, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return bytes by tier over time, with the budget; the process beside them."""
     names = list(dict.fromkeys(name for tiers in history.tiers for name in tiers))
     newest = history.recent[-1].get("tiers", {}) if history.recent else {}
-    found = [
+    lines = [
         {
             "name": name,
             "points": _points(min_max(history.steps, [tiers.get(name) for tiers in history.tiers])),
@@ -151,8 +151,8 @@ def memory(history: History, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
     rss = _points(min_max(history.steps, history.columns["rss_bytes"]))
     if rss:
-        found.append({"name": "process", "points": rss, "high_water_bytes": history.last("peak_rss_bytes")})
-    return found
+        lines.append({"name": "process", "points": rss, "high_water_bytes": history.last("peak_rss_bytes")})
+    return lines
 
 
 def shares(history: History) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class HostSampler:
         self._looked_s += span_s
         before, self._before = self._before, self._counters()
         since = {
-            name: None if now is None or (former := before[name]) is None else max(0.0, now - former)
+            name: None if now is None or (earlier := before[name]) is None else max(0.0, now - earlier)
             for name, now in self._before.items()
         }
         own_s, busy_s, swapped = since.pop("own_s"), since.pop("busy_s"), since.pop("swapped_in_pages")
@@ -198,14 +198,14 @@ class HostSampler:
 
     def _times_by_thread(self) -> dict[str, tuple[int, int]]:
         """Return ns that each thread had a processor, and that it was ready to run and had none; empty unless told."""
-        found = {}
+        times = {}
         for thread in (self._root / "proc/self/task").glob("[0-9]*"):
             try:
                 cpu_ns, queued_ns, _ = (thread / "schedstat").read_text().split()
-                found[thread.name] = int(cpu_ns), int(queued_ns)
+                times[thread.name] = int(cpu_ns), int(queued_ns)
             except (OSError, ValueError):
                 continue  # it has ended, or there is no such file
-        return found
+        return times
 
 
 def _known(read: Callable[[], float]) -> float | None:

@@ -84,11 +84,11 @@ class _Step(BaseModel):
 def step_of(line: bytes) -> Mapping[str, Any] | None:
     """Return the step that a line of a heartbeat tells of; None of half a line, or of one that tells of none."""
     try:
-        found = json.loads(line)
-        _Step.model_validate(found)
+        fields = json.loads(line)
+        _Step.model_validate(fields)
     except (ValueError, RecursionError):
         return None
-    return cast("Mapping[str, Any]", found)
+    return cast("Mapping[str, Any]", fields)
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:
@@ -107,15 +107,15 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
             return {}  # what a loss of power left of a file of an older version
         # JSON is YAML too, but its own reader is faster and stricter.
         if path.suffix == ".json":
-            found = json.loads(text)
+            fields = json.loads(text)
         else:
-            found = parse_yaml(text, str(path))
-            json.dumps(found)  # YAML has dates, sets and bytes, and a page none of them
+            fields = parse_yaml(text, str(path))
+            json.dumps(fields)  # YAML has dates, sets and bytes, and a page none of them
     except (OSError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(f"cannot read {path}: {error}; without the file the rest is told") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not what a run writes; without the file the rest is told")
-    return found
+    return fields
 
 
 @contextlib.contextmanager

@@ -139,18 +139,18 @@ class Writers:
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a step by name; waits as shares of the step, by cause, means over workers."""
-    found = {name: record[name] for name in FIELDS}
+    fields = {name: record[name] for name in FIELDS}
     for name, num_bytes in record["wire_bytes"].items():
-        found[f"bytes/{name}"] = num_bytes
+        fields[f"bytes/{name}"] = num_bytes
     waits = record["waits_s"]
     for causes in waits.values():
         for cause, owners in causes.items():
             name = f"waits/{cause}"
             share = sum(owners.values()) / record["seconds"] / len(waits)
-            found[name] = found.get(name, 0.0) + share
+            fields[name] = fields.get(name, 0.0) + share
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in fields.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
 
@@ -169,20 +169,20 @@ def open_writers(
     Raises:
         ConfigError: one of them is not installed, or refuses to begin.
     """
-    found: dict[str, Writer] = {}
+    writers: dict[str, Writer] = {}
     with contextlib.ExitStack() as opened:
         for name in names:
             try:
-                found[name] = OPENERS[name](run_dir, project, config)
+                writers[name] = OPENERS[name](run_dir, project, config)
             except ImportError as error:
                 raise ConfigError(
                     f"telemetry.writers: {name} is not installed; pip install {name}, or leave it out"
                 ) from error
             except Exception as error:
                 raise ConfigError(f"telemetry.writers: {name} does not begin: {error}") from error
-            opened.callback(found[name].close)
+            opened.callback(writers[name].close)
         opened.pop_all()
-    return found
+    return writers
 
 
 def _tensorboard(run_dir: Path, project: str, config: Mapping[str, Any]) -> Writer:

@@ -31,24 +31,24 @@ def plan(options: PlanFlags, output: Output) -> None:
     if options.sweep is not None or options.picture is not None:
         _swept(options, output)
         return
-    asked = ask_what_fits(options)
-    others = plan_compare.other_ways(asked) if options.compare else ()
-    prediction, outcomes, helps = _answer(asked, options.what_if or [], options.advice, output)
+    request = ask_what_fits(options)
+    others = plan_compare.other_ways(request) if options.compare else ()
+    prediction, outcomes, helps = _answer(request, options.what_if or [], options.advice, output)
     with _uncollected():
-        scaled = largest_models(asked) if options.largest else ()
-    _write(_files(asked, prediction, options))
+        scaled = largest_models(request) if options.largest else ()
+    _write(_files(request, prediction, options))
     if output.as_json:
-        compared = plan_compare.to_dict(asked, others) if others else {}
-        output.emit({**plan_table.to_dict(asked, prediction, outcomes, helps, scaled), **compared})
+        compared = plan_compare.to_dict(request, others) if others else {}
+        output.emit({**plan_table.to_dict(request, prediction, outcomes, helps, scaled), **compared})
         return
     show = plan_table.render if options.full else plan_table.render_short
-    output.print_result(show(asked, prediction, outcomes, helps, scaled))
+    output.print_result(show(request, prediction, outcomes, helps, scaled))
     if others:
-        output.print_result("\n" + plan_compare.render(asked, prediction, others))
+        output.print_result("\n" + plan_compare.render(request, prediction, others))
 
 
 def _answer(
-    asked: "Asked", changes: list[str], advice: bool, output: Output
+    request: "Asked", changes: list[str], advice: bool, output: Output
 ) -> "tuple[Prediction, list[Outcome], list[Outcome]]":
     """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
 
@@ -64,7 +64,7 @@ def _answer(
     from outsize.planner.predict.prediction import predict
     from outsize.planner.predict.what_if import estimated_outcome, outcome, usual_changes
 
-    question = asked.question
+    question = request.question
     for change in changes:
         parse_change(change)  # what is no change is said before anything is searched
     with _uncollected():
@@ -72,8 +72,8 @@ def _answer(
             decision = decide(question)
         except InfeasiblePlanError as error:
             question = replace(question, auto=())
-            for found in (outcome(question, None, change) for change in changes):
-                output.say(f"what if {found.change}: {plan_table.in_short(found)}")
+            for what_if in (outcome(question, None, change) for change in changes):
+                output.say(f"what if {what_if.change}: {plan_table.in_short(what_if)}")
             raise InfeasiblePlanError(in_options(error.message), error.short_by) from None
         prediction = predict(decision)
         # What is asked next goes on from the codec that was found.
@@ -122,7 +122,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
+def _files(request: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
     """Return the texts of the files that were asked for."""
     from outsize.cli.plan.plan_yaml import train_yaml
     from outsize.reporting.html_page import to_chrome
@@ -131,7 +131,7 @@ def _files(asked: "Asked", prediction: "Prediction", options: PlanFlags) -> dict
     if options.timeline is not None:
         texts[options.timeline] = to_chrome(prediction.timeline)
     if options.output_file is not None:
-        texts[options.output_file] = train_yaml(asked, prediction)
+        texts[options.output_file] = train_yaml(request, prediction)
     return texts
 
 

@@ -31,27 +31,27 @@ WIDTH = 110
 MUCH = 0.1
 
 
-def other_ways(asked: Asked) -> tuple[Alternative, ...]:
+def other_ways(request: Asked) -> tuple[Alternative, ...]:
     """Return other ways to train what was asked about.
 
     Raises:
         ConfigError: several nodes were asked about.
     """
-    if asked.question.nodes > 1:
+    if request.question.nodes > 1:
         raise ConfigError("--compare is of one machine; leave --nodes out")
-    return alternatives(asked.question)
+    return alternatives(request.question)
 
 
-def to_dict(asked: Asked, found: Sequence[Alternative]) -> dict[str, Any]:
+def to_dict(request: Asked, alternatives: Sequence[Alternative]) -> dict[str, Any]:
     """Return the comparison in what JSON knows."""
     return {
-        "other_ways": [asdict(way) for way in found],
-        "managed_memory_tokens_per_s": managed_tokens_per_s(asked.question),
-        "warnings": warnings(asked, found),
+        "other_ways": [asdict(way) for way in alternatives],
+        "managed_memory_tokens_per_s": managed_tokens_per_s(request.question),
+        "warnings": warnings(request, alternatives),
     }
 
 
-def render(asked: Asked, prediction: Prediction, found: Sequence[Alternative]) -> str:
+def render(request: Asked, prediction: Prediction, alternatives: Sequence[Alternative]) -> str:
     """Return the comparison for people."""
     table = Table(title="other ways on this machine, at most", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "each GPU", "host", "tokens/s", "of ours", ""):
@@ -65,7 +65,7 @@ def render(asked: Asked, prediction: Prediction, found: Sequence[Alternative]) -
         "1.00",
         "",
     )
-    for way in found:
+    for way in alternatives:
         speed = f"{way.tokens_per_s:,.0f}" if way.fits else "-"
         ratio = f"{way.tokens_per_s / prediction.tokens_per_s:.2f}" if way.fits else "-"
         where = format_bytes(way.host_bytes) if way.host_bytes else ""
@@ -73,7 +73,7 @@ def render(asked: Asked, prediction: Prediction, found: Sequence[Alternative]) -
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
     console.print(table)
-    for line in warnings(asked, found):
+    for line in warnings(request, alternatives):
         console.print(line)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
@@ -90,10 +90,10 @@ def _waits(way: Alternative) -> float:
     return way.waits_s / (way.compute_s + way.waits_s)
 
 
-def warnings(asked: Asked, found: Sequence[Alternative]) -> list[str]:
+def warnings(request: Asked, alternatives: Sequence[Alternative]) -> list[str]:
     """Return what to say of ways that PCIe does not suit."""
-    question = asked.question
-    sums = [_waits(way) for way in found if way.waits_for == ACTIVATION_SUMS]
+    question = request.question
+    sums = [_waits(way) for way in alternatives if way.waits_for == ACTIVATION_SUMS]
     lines = []
     if sums and max(sums) >= MUCH:
         lines.append(
@@ -126,9 +126,9 @@ class Scaled:
     num_parameters: int
 
 
-def largest_models(asked: Asked) -> tuple[Scaled, ...]:
+def largest_models(request: Asked) -> tuple[Scaled, ...]:
     """Return the largest model that fits the same budgets, with microbatches of one sequence; none where none fits."""
-    question = replace(asked.question, microbatches=asked.question.sequences)
+    question = replace(request.question, microbatches=request.question.sequences)
     if not any(unit.kind == "block" for unit in question.model.units):
         return ()
 

@@ -96,19 +96,19 @@ def size_of(option: str, text: str) -> int:
 
 def _described(text: str, options: PlanFlags) -> Machine:
     """Return the machine of a GPU that is told in figures."""
-    found = dict(_pairs(text))
-    missing = [key for key in ("memory", "tflops", "gbps") if key not in found]
+    fields = dict(_pairs(text))
+    missing = [key for key in ("memory", "tflops", "gbps") if key not in fields]
     if missing:
         raise ConfigError(f"--gpu-spec lacks {' and '.join(missing)}; write for example {_SPEC_EXAMPLE}")
-    generation, lanes = _slot(found.get("pcie", "4x16"))
-    rate = _number("tflops", found["tflops"]) * 1e12
+    generation, lanes = _slot(fields.get("pcie", "4x16"))
+    rate = _number("tflops", fields["tflops"]) * 1e12
     source = "--gpu-spec"
     card = Card(
-        name=found.get("name", "described"),
+        name=fields.get("name", "described"),
         aliases=(),
         kind="",
-        memory_bytes=size_of("--gpu-spec memory", found["memory"]),
-        memory_bytes_per_s=_number("gbps", found["gbps"]) * 1e9,
+        memory_bytes=size_of("--gpu-spec memory", fields["memory"]),
+        memory_bytes_per_s=_number("gbps", fields["gbps"]) * 1e9,
         peaks={**dict.fromkeys(_HALF, rate), "fp32": rate if options.dtype == "fp32" else rate / 2},
         pcie_generation=generation,
         lanes=lanes,
@@ -116,11 +116,11 @@ def _described(text: str, options: PlanFlags) -> Machine:
         peer_bytes_per_s=0.0,
         source=source,
     )
-    count = int(_number("count", found.get("count", "1")))
+    count = int(_number("count", fields.get("count", "1")))
     machine = machine_of(card, count, _kernels(options))
-    if "share" not in found:
+    if "share" not in fields:
         return machine
-    share = _number("share", found["share"])
+    share = _number("share", fields["share"])
     if share > 1:
         raise ConfigError("--gpu-spec share: products reach at most all of the peak; write for example 0.7")
     figure = Figure(value=share, source=source)
@@ -278,8 +278,8 @@ def net_of(options: PlanFlags) -> Figure | None:
 def _summed(path: Path) -> Figure:
     """Return what each rank sends while all sum, by a file of ``outsize all-reduce`` or of ``outsize probe``."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        rates = AllReduceRates.model_validate(told.get("all_reduce") or told)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        rates = AllReduceRates.model_validate(fields.get("all_reduce") or fields)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"--net {path}: no rates in it; write them with outsize all-reduce --output FILE"

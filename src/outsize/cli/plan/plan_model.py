@@ -70,13 +70,13 @@ class AskedModel:
             ConfigError: adapters for layers that it does not have.
         """
         kind, part = self._described.kind, self._described.part
-        found = counted(self._hf_config, config)
+        counts = counted(self._hf_config, config)
         notes = () if part is None else (f"of this model its text part alone, {part}, is planned",)
         as_they_are = config.model.compile == "off" and config.model.kernels == "none"
         return ModelFigures(
-            spec=found.spec,
-            workload_of=_workload_of(found, config),
-            in_mlp_parts=self._in_parts(config) if found.can_part and as_they_are else None,
+            spec=counts.spec,
+            workload_of=_workload_of(counts, config),
+            in_mlp_parts=self._in_parts(config) if counts.can_part and as_they_are else None,
             notes=(
                 *notes,
                 f"counted on the model that transformers builds of a {kind} config, without weights",
@@ -92,11 +92,11 @@ class AskedModel:
         return parted
 
 
-def _workload_of(found: Counts, config: Config) -> WorkloadOf:
+def _workload_of(counts: Counts, config: Config) -> WorkloadOf:
     seq_len = config.data.seq_len
     if config.model.compile == "blocks":
-        return lambda sequences: _compiled(found.workload(sequences, seq_len))
-    return lambda sequences: found.workload(sequences, seq_len)
+        return lambda sequences: _compiled(counts.workload(sequences, seq_len))
+    return lambda sequences: counts.workload(sequences, seq_len)
 
 
 def adapted_modules(text: str | None) -> str | tuple[str, ...] | None:
@@ -182,7 +182,7 @@ def _is_there(endpoint: str) -> bool:
 
 def _parsed(model: str, file: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{model} has no config.json; give a model directory, its config.json, or a hub id"
@@ -194,9 +194,9 @@ def _parsed(model: str, file: Path) -> Mapping[str, Any]:
                 f"outsize plan takes a model; the plan of a run is that of outsize train {file} --dry-run"
             )
         raise CheckpointError(f"cannot read {file} as JSON: {error}; {remedy}") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise CheckpointError(
             f"{file} is not the config of a model; give the config.json that lies beside its weights"
         )
-    check_sizes(found, file)
-    return found
+    check_sizes(fields, file)
+    return fields

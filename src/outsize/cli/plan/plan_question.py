@@ -93,27 +93,27 @@ def ask_what_fits(options: PlanFlags) -> Asked:
         ModelError: no model there, or none that can be counted.
     """
     model = AskedModel(*read_config(options.model))
-    asked = ask(options, model)
+    request = ask(options, model)
     if options.tokens_per_step is not None:
-        return asked
-    home, summed = asked.question.home, asked.config.optimizer.clip == "global"
+        return request
+    home, summed = request.question.home, request.config.optimizer.clip == "global"
     homes: tuple[Home, ...] = (home,) if summed or home != "auto" else ("host", "auto")
-    share = asked.question.tokens_per_step // DEFAULT_SEQUENCES
+    share = request.question.tokens_per_step // DEFAULT_SEQUENCES
     sizes = [DEFAULT_SEQUENCES * share]
     while sizes[-1] >= 2 * FEWEST_SEQUENCES * share:
         sizes.append(sizes[-1] // 2)
     for fitting, tokens in product(homes, sizes):
-        asked = ask(replace(options, tokens_per_step=tokens), model, asked.figures)
-        if _fits(asked, fitting):
+        request = ask(replace(options, tokens_per_step=tokens), model, request.figures)
+        if _fits(request, fitting):
             break
-    return asked
+    return request
 
 
-def _fits(asked: Asked, home: Home) -> bool:
+def _fits(request: Asked, home: Home) -> bool:
     """Whether any plan fits: of microbatches of one sequence, and of encoded weights, where the user names neither."""
-    question = replace(asked.question, home=home)
+    question = replace(request.question, home=home)
     plain = replace(question, microbatches=question.microbatches or question.sequences)
-    return fits_at_all(plain) or (asked.config.transport.weights == "auto" and fits_encoded(plain))
+    return fits_at_all(plain) or (request.config.transport.weights == "auto" and fits_encoded(plain))
 
 
 def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigures | None = None) -> Asked:
@@ -218,9 +218,9 @@ def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[st
 def in_options(text: str) -> str:
     """Return ``text`` with settings of a run, such as ``train.mlp_parts=4``, as options of this command."""
 
-    def as_option(found: re.Match[str]) -> str:
-        name = _SETTINGS.get(found[1])
-        return found[0] if name is None else f"--{name.replace('_', '-')} {found[2] or ''}".rstrip()
+    def as_option(match: re.Match[str]) -> str:
+        name = _SETTINGS.get(match[1])
+        return match[0] if name is None else f"--{name.replace('_', '-')} {match[2] or ''}".rstrip()
 
     return re.sub(r"\b(\w+\.\w+)(?:=(\w+))?", as_option, text)
 

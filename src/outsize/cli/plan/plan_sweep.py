@@ -55,9 +55,9 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
     points = []
     for value, changed in _changes(options, model, kind):
         try:
-            asked = ask(changed, model, figures)
-            figures = None if kind == "seq-len" else asked.figures
-            points.append(_point(value, asked))
+            request = ask(changed, model, figures)
+            figures = None if kind == "seq-len" else request.figures
+            points.append(_point(value, request))
         except InfeasiblePlanError as error:
             points.append(Point(value, None, None, None, in_options(str(error))))
     if not points:
@@ -67,10 +67,10 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _point(value: str, asked: Asked) -> Point:
-    found = fastest(asked.question)
-    ends_it = found.ends_it.partition(":")[0]
-    return Point(value, found.tokens_per_s, found.step_s, found.home, ends_it)
+def _point(value: str, request: Asked) -> Point:
+    decision = fastest(request.question)
+    ends_it = decision.ends_it.partition(":")[0]
+    return Point(value, decision.tokens_per_s, decision.step_s, decision.home, ends_it)
 
 
 def _changes(options: PlanFlags, model: AskedModel, kind: Sweep) -> Iterator[tuple[str, PlanFlags]]:
@@ -88,8 +88,8 @@ def _changes(options: PlanFlags, model: AskedModel, kind: Sweep) -> Iterator[tup
         longest = min(model.positions or LONGEST, LONGEST)
         tokens = options.tokens_per_step or longest
         for length in _doubled(SHORTEST, longest):
-            whole = max(1, tokens // length) * length
-            yield f"{length:,}", replace(options, seq_len=length, tokens_per_step=whole)
+            whole_tokens = max(1, tokens // length) * length
+            yield f"{length:,}", replace(options, seq_len=length, tokens_per_step=whole_tokens)
     else:
         question = ask_what_fits(options).question
         for sequences in sorted({max(1, round(question.sequences * share)) for share in SHARES}):
@@ -142,6 +142,6 @@ def to_svg(title: str, kind: Sweep, points: Sequence[Point]) -> str:
         width = max(1.0, _BAR_PX * point.tokens_per_s / most)
         color = "#3572b0" if point.home == "host" else "#c98a2b"
         parts.append(f'<rect x="{_LEFT_PX}" y="{y - 13}" width="{width:.1f}" height="17" fill="{color}"/>')
-        told = f"{format_count(point.tokens_per_s)} ({point.home})"
-        parts.append(f'<text x="{_LEFT_PX + width + 6:.1f}" y="{y}">{told}</text>')
+        label = f"{format_count(point.tokens_per_s)} ({point.home})"
+        parts.append(f'<text x="{_LEFT_PX + width + 6:.1f}" y="{y}">{label}</text>')
     return "\n".join([*parts, "</svg>\n"])

@@ -22,51 +22,51 @@ WIDTH = 110
 
 
 def to_dict(
-    asked: Asked,
+    request: Asked,
     prediction: Prediction,
     outcomes: Sequence[Outcome],
     helps: Sequence[Outcome],
     scaled: Sequence[Scaled] = (),
 ) -> dict[str, Any]:
     """Return everything that is known, in what JSON knows."""
-    question = asked.question
+    question = request.question
     return {
         "kind": "prediction",
-        "model": asked.name,
+        "model": request.name,
         "num_parameters": question.model.num_parameters,
         "num_trainable": question.model.num_trainable,
-        "method": asked.config.train.method,
+        "method": request.config.train.method,
         "machine": question.machine.name,
         "nodes": question.nodes,
         "dtype": question.model.compute_dtype,
-        "kernels": asked.config.model.kernels,
-        "compile": asked.config.model.compile,
+        "kernels": request.config.model.kernels,
+        "compile": request.config.model.compile,
         "seq_len": question.seq_len,
         "tokens_per_step": question.tokens_per_step,
         "verdict": "fits",
         "budget_bytes": asdict(question.budgets),
         **prediction.to_dict(),
-        "why_on_disk": _why_on_disk(asked, prediction),
-        "tokens": asked.tokens,
-        "steps": asked.steps,
-        "eta_s": None if asked.steps is None else asked.steps * prediction.step_s,
+        "why_on_disk": _why_on_disk(request, prediction),
+        "tokens": request.tokens,
+        "steps": request.steps,
+        "eta_s": None if request.steps is None else request.steps * prediction.step_s,
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
-        "assumptions": [*ALWAYS, *_notes(asked), *_small_rounds(prediction), *prediction.assumptions],
+        "assumptions": [*ALWAYS, *_notes(request), *_small_rounds(prediction), *prediction.assumptions],
         "figures": [asdict(figure) for figure in figures_used(question, prediction)],
     }
 
 
 def render_short(
-    asked: Asked,
+    request: Asked,
     prediction: Prediction,
     outcomes: Sequence[Outcome],
     helps: Sequence[Outcome],
     scaled: Sequence[Scaled] = (),
 ) -> str:
     """Return what somebody wants to know first, in some ten lines, and what was asked for besides."""
-    question = asked.question
+    question = request.question
     tiers = [
         f"{format_bytes(prediction.total_bytes(tier))} of {format_bytes(budget)} {where}"
         for tier, where in (("device", "on each GPU"), ("host", "in host memory"), ("disk", "on disk"))
@@ -75,20 +75,20 @@ def render_short(
     home = "in host memory" if prediction.home == "host" else "on disk"
     speed, step_s = f"{prediction.tokens_per_s:,.0f} tokens/s", format_seconds(prediction.step_s)
     lines = [
-        _headline(asked),
+        _headline(request),
         f"fits, its training state {home}: {', '.join(tiers)}",
         f"{speed}{_between(prediction)}, {step_s} for a step of {question.tokens_per_step:,} tokens in "
         f"{prediction.microbatches} microbatches; MFU {prediction.mfu:.0%}",
         f"what ends a step is {prediction.ends_it}",
     ]
-    if asked.tokens is not None and asked.steps is not None:
-        took = format_seconds(asked.steps * prediction.step_s)
-        lines.append(f"{format_count(asked.tokens)} tokens take {took}")
-    why = _why_on_disk(asked, prediction)
+    if request.tokens is not None and request.steps is not None:
+        took = format_seconds(request.steps * prediction.step_s)
+        lines.append(f"{format_count(request.tokens)} tokens take {took}")
+    why = _why_on_disk(request, prediction)
     if why is not None:
         lines.append(f"home on disk, for want of host memory: there {why}")
     lines += _change_first(helps)
-    lines += [f"note: {note}" for note in (*_notes(asked), *_small_rounds(prediction))]
+    lines += [f"note: {note}" for note in (*_notes(request), *_small_rounds(prediction))]
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
     for line in lines:
@@ -120,33 +120,33 @@ def _change_first(helps: Sequence[Outcome]) -> list[str]:
     return ["to change first: " + ", ".join(f"{change} ({gain:+.0%})" for gain, change in gains[:3])]
 
 
-def _headline(asked: Asked) -> str:
-    question = asked.question
+def _headline(request: Asked) -> str:
+    question = request.question
     nodes = f"{question.nodes} nodes of " if question.nodes > 1 else ""
     return (
-        f"{asked.name}: {format_count(question.model.num_parameters)} parameters, {question.model.compute_dtype}, "
-        f"{asked.method} on {nodes}{question.machine.name}"
+        f"{request.name}: {format_count(question.model.num_parameters)} parameters, {question.model.compute_dtype}, "
+        f"{request.method} on {nodes}{question.machine.name}"
     )
 
 
 def render(
-    asked: Asked,
+    request: Asked,
     prediction: Prediction,
     outcomes: Sequence[Outcome],
     helps: Sequence[Outcome],
     scaled: Sequence[Scaled] = (),
 ) -> str:
     """Return the tables as text."""
-    question = asked.question
+    question = request.question
     text = StringIO()
     console = Console(file=text, width=WIDTH, highlight=False, markup=False)
-    console.print(_headline(asked))
+    console.print(_headline(request))
     console.print("A prediction from the figures below, not a measurement.\n")
-    console.print(_memory_table(asked, prediction))
-    why = _why_on_disk(asked, prediction)
+    console.print(_memory_table(request, prediction))
+    why = _why_on_disk(request, prediction)
     if why is not None:
         console.print(f"home on disk, for want of host memory: there {why}\n")
-    console.print(_step_table(asked, prediction))
+    console.print(_step_table(request, prediction))
     console.print(_share_table("compute waits for", "share of the time", prediction.stalls))
     console.print(_share_table("in use", "share of the step", prediction.usage))
     if outcomes:
@@ -160,21 +160,21 @@ def render(
         console.print(_largest_table(scaled))
     console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
     console.print(_figure_table(figures_used(question, prediction)))
-    for assumption in (*ALWAYS, *_notes(asked), *_small_rounds(prediction), *prediction.assumptions):
+    for assumption in (*ALWAYS, *_notes(request), *_small_rounds(prediction), *prediction.assumptions):
         console.print(f"assumed: {assumption}")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _notes(asked: Asked) -> tuple[str, ...]:
+def _notes(request: Asked) -> tuple[str, ...]:
     """Return what the figures say besides rates, and whether a device multiplies faster in fp32, as measured."""
-    dtype, slow = asked.question.model.compute_dtype, []
-    for gpu in asked.question.machine.gpus:
+    dtype, slow = request.question.model.compute_dtype, []
+    for gpu in request.question.machine.gpus:
         rates = {name: rate.value for name, rate in gpu.peak_flops_per_s.items() if rate.measured}
         slower = slower_than_fp32(rates.get(dtype), rates.get("fp32"))
         note = f"products in {dtype} take {slower or 1:.1f} times as long as in fp32 on {gpu.name}: try --dtype fp32"
         if slower is not None and note not in slow:
             slow.append(note)
-    return (*asked.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(asked)))
+    return (*request.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(request)))
 
 
 def _small_rounds(prediction: Prediction) -> Iterator[str]:
@@ -188,9 +188,9 @@ def _small_rounds(prediction: Prediction) -> Iterator[str]:
         )
 
 
-def _own_kernels(asked: Asked) -> Iterator[tuple[str, str, str]]:
+def _own_kernels(request: Asked) -> Iterator[tuple[str, str, str]]:
     """Yield each setting of the run that gives blocks other kernels, how it is priced, and what that rests on."""
-    model, machine = asked.config.model, asked.question.machine
+    model, machine = request.config.model, request.question.machine
     source = machine.gpus[0].efficiency.source
     unpriced = "not priced", f"is not priced: no sourced figure of what it gains on {machine.name}"
     if model.kernels == "liger":
@@ -213,9 +213,9 @@ def _own_kernels(asked: Asked) -> Iterator[tuple[str, str, str]]:
         yield "model.compile", f"{model.compile}, {short}", f"{model.compile} {long}"
 
 
-def _why_on_disk(asked: Asked, prediction: Prediction) -> str | None:
+def _why_on_disk(request: Asked, prediction: Prediction) -> str | None:
     """Return what a home in host memory lacks, and what to try; None where it is there, or was asked to be on disk."""
-    question = asked.question
+    question = request.question
     if prediction.home == "host" or question.home != "auto":
         return None
     refusal = host_refusal(question.deciding(stages=prediction.stages), prediction.microbatches)
@@ -237,14 +237,14 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _memory_table(asked: Asked, prediction: Prediction) -> Table:
+def _memory_table(request: Asked, prediction: Prediction) -> Table:
     table = _table("memory", "bytes", "budget")
     for tier, classes in prediction.memory.items():
         total = prediction.total_bytes(tier)
         if not total:
             continue
         each = "each GPU" if tier == "device" else tier
-        budget = getattr(asked.question.budgets, tier)
+        budget = getattr(request.question.budgets, tier)
         table.add_row(each, format_bytes(total), "" if budget is None else format_bytes(budget))
         for name, size in classes.items():
             table.add_row(f"  {name}", format_bytes(size), "")
@@ -258,8 +258,8 @@ def _rounds(prediction: Prediction) -> str:
     return "one" if size >= count else f"{-(-count // size)} of {size} microbatches"
 
 
-def _step_table(asked: Asked, prediction: Prediction) -> Table:
-    question, even = asked.question, prediction.break_even
+def _step_table(request: Asked, prediction: Prediction) -> Table:
+    question, even = request.question, prediction.break_even
     table = _table("step", "")
     rows = [
         ("tokens", f"{question.tokens_per_step:,}"),
@@ -276,11 +276,11 @@ def _step_table(asked: Asked, prediction: Prediction) -> Table:
         ("activations", ", ".join(f"{count} {choice}" for choice, count in prediction.activations.items())),
         ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
     ]
-    if asked.tokens is not None and asked.steps is not None:
+    if request.tokens is not None and request.steps is not None:
         rows.append(
-            (f"{format_count(asked.tokens)} tokens take", format_seconds(asked.steps * prediction.step_s))
+            (f"{format_count(request.tokens)} tokens take", format_seconds(request.steps * prediction.step_s))
         )
-    rows += [(key, priced) for key, priced, _ in _own_kernels(asked)]
+    rows += [(key, priced) for key, priced, _ in _own_kernels(request)]
     for name, value in rows:
         table.add_row(f"  {name}", value)
     table.add_row("", "")

@@ -6,10 +6,10 @@ from outsize.config import dump_config
 from outsize.planner.predict.prediction import Prediction
 
 
-def train_yaml(asked: Asked, prediction: Prediction) -> str:
+def train_yaml(request: Asked, prediction: Prediction) -> str:
     """Return the configuration of the predicted run, as YAML."""
-    config, budgets = asked.config, asked.question.budgets
-    steps = config.train.steps if asked.steps is None else asked.steps
+    config, budgets = request.config, request.question.budgets
+    steps = config.train.steps if request.steps is None else request.steps
     run = config.model_copy(
         update={
             "train": config.train.model_copy(
@@ -17,7 +17,7 @@ def train_yaml(asked: Asked, prediction: Prediction) -> str:
             ),
             "memory": config.memory.model_copy(
                 update={
-                    "device": _devices(len(asked.question.machine.gpus), config.memory.device),
+                    "device": _devices(len(request.question.machine.gpus), config.memory.device),
                     "device_memory": budgets.device,
                     "host_memory": budgets.host,
                     "home": prediction.home,

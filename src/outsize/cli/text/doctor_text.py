@@ -29,8 +29,8 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 def _count(report: Report) -> str:
     numbers = {name: sum(finding.severity == name for finding in report.findings) for name in SEVERITIES}
-    told = [f"{number} {name}" for name, number in numbers.items() if number]
-    return f"{', '.join(told) or 'no findings'}; {report.num_passed} rules found nothing to say"
+    parts = [f"{number} {name}" for name, number in numbers.items() if number]
+    return f"{', '.join(parts) or 'no findings'}; {report.num_passed} rules found nothing to say"
 
 
 def _lacking(not_judged: Iterable[NotJudged]) -> list[str]:

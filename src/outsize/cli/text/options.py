@@ -109,11 +109,11 @@ def with_run_options(
 
         output = Output(as_json=as_json)
         with output.guarded():
-            own = {name: flags.pop(name) for name in more}
+            own_flags = {name: flags.pop(name) for name in more}
             config = load_config(
                 config_path, overrides or (), {keys[name]: value for name, value in flags.items()}
             )
-            command(config, output, **own)
+            command(config, output, **own_flags)
 
     offered = {
         "config_path": (ConfigArgument, None),

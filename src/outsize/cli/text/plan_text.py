@@ -28,8 +28,8 @@ def print_plan(config: "Config", output: Output) -> None:
             "predicted_step_s": predicted_s,
         }
     )
-    told = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
-    output.print_result(f"{plan.table}{told}\n\n{dump_config(config)}")
+    prediction = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
+    output.print_result(f"{plan.table}{prediction}\n\n{dump_config(config)}")
 
 
 def _print_plans(config: "Config", output: Output) -> None:

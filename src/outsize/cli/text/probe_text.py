@@ -13,33 +13,34 @@ from outsize.units import format_bytes, format_rate, format_seconds
 _UNKNOWN = "not measured"
 
 
-def describe(found: MachineFile) -> str:
+def describe(probed: MachineFile) -> str:
     """Return what was found, and in the end what could not be measured and why."""
-    lines = [*_inventory(found), "", *columns(_rows(found))]
-    missing = _missing(found)
+    lines = [*_inventory(probed), "", *columns(_rows(probed))]
+    missing = _missing(probed)
     if missing:
         lines += ["", "not measured:", *missing]
-    if found.left_out.value:
-        lines += ["", f"left out, {found.left_out.source}: {found.left_out.value}"]
-    lines.append(f"\n{found.mode} probe in {format_seconds(found.duration_s)}")
+    if probed.left_out.value:
+        lines += ["", f"left out, {probed.left_out.source}: {probed.left_out.value}"]
+    lines.append(f"\n{probed.mode} probe in {format_seconds(probed.duration_s)}")
     return "\n".join(lines)
 
 
 def describe_changes(changes: Sequence[Change]) -> str:
     """Return the rates that differ beyond their spread, the largest change first."""
-    told = sorted(
+    worst_first = sorted(
         (change for change in changes if change.is_significant), key=lambda change: -abs(change.ratio - 1)
     )
     rows = [
-        (change.name, f"{change.before:.4g} -> {change.now:.4g}", f"{change.ratio:.2f}x") for change in told
+        (change.name, f"{change.before:.4g} -> {change.now:.4g}", f"{change.ratio:.2f}x")
+        for change in worst_first
     ]
     return "\n".join(
-        ["", f"{len(told)} of {len(changes)} rates differ by more than their spread", *columns(rows)]
+        ["", f"{len(worst_first)} of {len(changes)} rates differ by more than their spread", *columns(rows)]
     )
 
 
-def _inventory(found: MachineFile) -> list[str]:
-    cpu, memory, environment = found.inventory.cpu, found.inventory.memory, found.inventory.environment
+def _inventory(probed: MachineFile) -> list[str]:
+    cpu, memory, environment = probed.inventory.cpu, probed.inventory.memory, probed.inventory.environment
     rows = [
         (
             "CPU",
@@ -61,11 +62,11 @@ def _inventory(found: MachineFile) -> list[str]:
             "disk",
             f"{disk.directory}: {_value(disk.file_system)} on {_value(disk.device)}, {_bytes(disk.free_bytes)} free",
         )
-        for disk in found.inventory.disks
+        for disk in probed.inventory.disks
     ]
     rows += [
         ("GPU", f"{_value(gpu.name)}, {_bytes(gpu.memory_total_bytes)}, driver {_value(gpu.driver)}")
-        for gpu in found.inventory.gpus
+        for gpu in probed.inventory.gpus
     ]
     return columns(rows)
 
@@ -74,8 +75,8 @@ def _native(fact: Fact) -> str:
     return f"none: {fact.source}" if fact.value == "none" else _value(fact)
 
 
-def _rows(found: MachineFile) -> Iterable[tuple[str, ...]]:
-    host = found.host
+def _rows(probed: MachineFile) -> Iterable[tuple[str, ...]]:
+    host = probed.host
     yield ("DRAM copy", *_rate(host.dram_copy_bytes_per_s))
     yield ("DRAM triad", *_rate(host.dram_triad_bytes_per_s))
     for dtype, rate in host.adamw_params_per_s.items():
@@ -83,22 +84,22 @@ def _rows(found: MachineFile) -> Iterable[tuple[str, ...]]:
     yield ("AdamW fp32 beside copies", *_count(host.adamw_beside_copies_params_per_s, 1e9, "G parameters/s"))
     yield ("copies beside AdamW", *_rate(host.copies_beside_adamw_bytes_per_s))
     for cost in host.pinning:
-        taken = (
+        chosen = (
             ""
             if cost.taken_bytes.value is None
             else f"{_bytes(cost.taken_bytes)} for {format_bytes(cost.asked_bytes)}"
         )
-        yield (f"{cost.way}, per GB", _seconds(cost.pin_s_per_gb), taken)
+        yield (f"{cost.way}, per GB", _seconds(cost.pin_s_per_gb), chosen)
     for numa in host.numa:
         yield (f"memory of node {numa.memory_node} by {numa.by}", *_rate(numa.copy_bytes_per_s))
-    for disk in found.disks:
+    for disk in probed.disks:
         yield from _disk_rows(disk)
-    for index, device in enumerate(found.devices):
+    for index, device in enumerate(probed.devices):
         yield from _device_rows(device)
-        yield from _link_rows(device, found.inventory.gpus[index : index + 1])
-        yield from ratio_rows(found, device)
+        yield from _link_rows(device, probed.inventory.gpus[index : index + 1])
+        yield from ratio_rows(probed, device)
         yield from streaming_rows(device)
-    yield from several_rows(found)
+    yield from several_rows(probed)
 
 
 def _disk_rows(disk: DiskRates) -> Iterable[tuple[str, ...]]:
@@ -168,13 +169,13 @@ def _count(rate: Measurement, factor: float, unit: str) -> tuple[str, str]:
     return f"{rate.median / factor:.3g} {unit}", f"±{rate.spread:.0%}"
 
 
-def _missing(found: MachineFile) -> list[str]:
+def _missing(probed: MachineFile) -> list[str]:
     """Return one line for each thing that is not measured, those with the same reason together."""
     names: dict[str, list[str]] = {}
-    for name, reading in readings(found):
+    for name, reading in readings(probed):
         if reading.status == _UNKNOWN:
             names.setdefault(reading.source, []).append(name)
-    for device in found.devices:
+    for device in probed.devices:
         for link in device.links:
             if link.fit is None:
                 names.setdefault(link.note, []).append(

@@ -77,7 +77,7 @@ def told() -> Iterator[None]:
     Raises:
         SystemExit: of the body; or as said.
     """
-    former = sys.stdout, sys.stderr
+    streams = sys.stdout, sys.stderr
     out, err = Told(sys.stdout), Told(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
     try:
@@ -91,4 +91,4 @@ def told() -> Iterator[None]:
     finally:
         out.flush()
         err.flush()
-        sys.stdout, sys.stderr = former
+        sys.stdout, sys.stderr = streams

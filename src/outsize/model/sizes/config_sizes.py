@@ -38,9 +38,9 @@ def check_sizes(config: Any, where: object) -> None:
         name = key.rpartition(".")[2]
         least, most = int(name in _AT_LEAST_ONE), _most(name)
         if type(size) is not int or not least <= size <= most:
-            said = repr(size) if len(repr(size)) <= 40 else f"{repr(size)[:40]}..."
+            shown = repr(size) if len(repr(size)) <= 40 else f"{repr(size)[:40]}..."
             raise ModelError(
-                f"{where}: {key} is {said}, and not a whole number from {least} to {most:,}; fetch the file again, or "
+                f"{where}: {key} is {shown}, and not a whole number from {least} to {most:,}; fetch the file again, or "
                 "write the size that the weights have"
             )
 
@@ -63,7 +63,7 @@ def _sizes(config: Any) -> Iterator[tuple[str, Any]]:
             yield from ((key, size) for size in each if size is not None)
         elif isinstance(value, Mapping):
             for name, size in value.items():
-                yield from ((f"{key}.{inner}", found) for inner, found in _sizes({name: size}))
+                yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _sizes({name: size}))
 
 
 # Ways of stretching rotary positions of which ``factor`` says by how much; of all others the config says the length.
@@ -81,14 +81,14 @@ def num_positions(config: Mapping[str, Any]) -> int | None:
     Args:
         config: of the model or of its text part, as JSON.
     """
-    said = config.get("max_position_embeddings")
+    in_config = config.get("max_position_embeddings")
     if (
         "relative_attention_num_buckets" not in config
     ):  # beside which T5 says positions that it does not count
-        said = said or config.get("n_positions")
-    if not isinstance(said, int) or said <= 0:
+        in_config = in_config or config.get("n_positions")
+    if not isinstance(in_config, int) or in_config <= 0:
         return None
-    most = said
+    most = in_config
     for rope in _ropes(config):
         kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
         if kind not in _STRETCHED or not isinstance(factor, int | float) or factor <= 1:
@@ -96,14 +96,14 @@ def num_positions(config: Mapping[str, Any]) -> int | None:
         original = rope.get("original_max_position_embeddings") or config.get(
             "original_max_position_embeddings"
         )
-        most = max(most, int(factor * (original or said)))
+        most = max(most, int(factor * (original or in_config)))
     return most
 
 
 def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """What is said of rotary positions: of all layers, or of each kind of layer."""
     for name in ("rope_scaling", "rope_parameters"):
-        found = config.get(name)
-        if isinstance(found, Mapping):
-            yield found
-            yield from (value for value in found.values() if isinstance(value, Mapping))
+        rope = config.get(name)
+        if isinstance(rope, Mapping):
+            yield rope
+            yield from (value for value in rope.values() if isinstance(value, Mapping))

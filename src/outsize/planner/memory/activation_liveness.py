@@ -76,7 +76,7 @@ class ActivationMeter:
             self._device += self._kept(op)
         elif row.price in ("turn", "backward"):
             self._device -= self._kept(op)
-            made = self._bytes[unit] if unit > self._first_backward else 0
+            size = self._bytes[unit] if unit > self._first_backward else 0
             keys: list[tuple[Content, int, int | None]] = [
                 ("input", unit, op.microbatch),
                 ("kept", unit, op.microbatch),
@@ -84,9 +84,9 @@ class ActivationMeter:
             if [self._early.pop(key) for key in keys if key in self._early]:
                 self._late = 0
             behind = max(0, self._late - sum(self._early.values()))
-            peak = Live(self._device + made + behind, self._below)
+            peak = Live(self._device + size + behind, self._below)
             consumed = self._bytes[unit + 1] if row.price == "backward" else 0
-            self._device += made - self._bytes[unit] - consumed
+            self._device += size - self._bytes[unit] - consumed
         elif row.price == "link" and row.carries in ("input", "kept"):
             moved = self._bytes[unit] if row.carries == "input" else self._kept(op)
             peak = self._move(op, moved)

@@ -24,18 +24,18 @@ def encoded_planes(unit: UnitSpec, dtype: str, *, stays: bool = False) -> Iterat
 
 def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[int, ...]) -> int:
     """Return what codecs hold on each device: two buffers a crossing, what gradients lost, what is under way."""
-    found = 2 * (staging_bytes(transport, "weights") + staging_bytes(transport, "gradients"))
+    buffer_bytes = 2 * (staging_bytes(transport, "weights") + staging_bytes(transport, "gradients"))
     if not transport.is_raw("weights"):
-        found += DECODE_BYTES * PIECE_ELEMENTS
+        buffer_bytes += DECODE_BYTES * PIECE_ELEMENTS
     if transport.feedback:
-        found += RESIDUAL_BYTES * sum(unit.numel for unit in model.units if unit.trainable)
+        buffer_bytes += RESIDUAL_BYTES * sum(unit.numel for unit in model.units if unit.trainable)
     if not transport.is_raw("activations"):  # one encoding on its way down and one on its way up
         itemsize = ITEMSIZE[model.dtype]
         numel = max(boundary_bytes, default=0) // itemsize
-        found += 2 * transport.spec("activations").max_bytes(numel, model.dtype)
+        buffer_bytes += 2 * transport.spec("activations").max_bytes(numel, model.dtype)
     if not transport.is_raw("gradients"):  # a piece decoded again, to know what it lost
-        found += staging_bytes(Transport(gradients="lossless4"), "gradients") * transport.feedback
-    return found
+        buffer_bytes += staging_bytes(Transport(gradients="lossless4"), "gradients") * transport.feedback
+    return buffer_bytes
 
 
 def host_bytes(transport: Transport, model: ModelSpec) -> int:

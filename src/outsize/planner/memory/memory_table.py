@@ -111,15 +111,15 @@ class Demand:
     @property
     def kept_bytes(self) -> KeptBytes:
         """What forwards of each extent keep, as far as it is known."""
-        whole = {Extent.WHOLE: self.saved_bytes} if self.saved_bytes else {}
-        return {**self.selected_bytes, **whole}
+        by_extent = {Extent.WHOLE: self.saved_bytes} if self.saved_bytes else {}
+        return {**self.selected_bytes, **by_extent}
 
     def spared_s(self, extent: Extent, unit: int) -> float:
         """Return what keeping ``extent`` spares the backward of ``unit``; 0 where it is not worth it."""
-        whole = self.recompute_s[unit] if self.recompute_s else 0.0
+        recompute_s = self.recompute_s[unit] if self.recompute_s else 0.0
         if extent is Extent.WHOLE:
-            return whole
-        seconds = min(whole, self.selected_s[extent][unit]) if extent in self.selected_s else 0.0
+            return recompute_s
+        seconds = min(recompute_s, self.selected_s[extent][unit]) if extent in self.selected_s else 0.0
         return seconds if seconds >= self.least_selected_s else 0.0
 
     def extent_bytes(self, choice: Choice, unit: int) -> int:
@@ -252,9 +252,9 @@ def memory_table(
     rooms = offload_rooms(layout, demand).values() if layout.kept else ()
     table[below]["offloaded activations"] = sum(count * size for count, size in rooms)
     for tier, classes in lower.items():
-        own = tier == "host" and below == "disk"
-        table["device" if own else tier] |= classes
-    return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+        has_mirror = tier == "host" and below == "disk"
+        table["device" if has_mirror else tier] |= classes
+    return {tier: {name: size for name, size in sizes.items() if size} for tier, sizes in table.items()}
 
 
 def bytes_below(
@@ -272,14 +272,14 @@ def bytes_below(
 
     That is the home, and in host memory buffers for tiles, whole units, other nodes and checkpoints.
     """
-    kept = layout_of(model.dtype if state is None else state)
+    state_layout = layout_of(model.dtype if state is None else state)
     buffers = {
-        **disk_buffer_bytes(model, layout, home, tile_elements, kept),
+        **disk_buffer_bytes(model, layout, home, tile_elements, state_layout),
         "host buffers": layout.num_host_buffers * host_buffer_bytes,
-        **net_bytes(model, layout, wire, home, kept),
+        **net_bytes(model, layout, wire, home, state_layout),
     }
     table: dict[str, dict[str, int]] = {"host": buffers, "disk": {}}
-    table[home]["home"] = state_bytes(model, layout, home, transport, kept)
+    table[home]["home"] = state_bytes(model, layout, home, transport, state_layout)
     return table
 
 
@@ -287,13 +287,14 @@ def disk_buffer_bytes(
     model: ModelSpec, layout: StepLayout, home: Tier, tile_elements: int, state: State
 ) -> dict[str, int]:
     """Return what memory a home takes for its optimizer tiles, commits and checkpoints, in bytes by class."""
-    kept = layout_of(state)
+    state_layout = layout_of(state)
     tiles = "optimizer tiles" if layout.tiles_on_disk else "gradient ring"
     granule = home_granule(model, tile_elements, layout.num_nodes)
-    record = commit_record_bytes(model, granule, kept.planes) if layout.commits else 0
+    record = commit_record_bytes(model, granule, state_layout.planes) if layout.commits else 0
     return {
-        tiles: layout.num_tile_buffers * kept.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
-        "optimizer scratch": kept.scratch_bytes(model),
+        tiles: layout.num_tile_buffers
+        * state_layout.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
+        "optimizer scratch": state_layout.scratch_bytes(model),
         "checkpoint buffer": store_buffer_bytes(model, home),
         "commits": COMMIT_COPIES * record,
     }
@@ -301,11 +302,13 @@ def disk_buffer_bytes(
 
 def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Transport, state: State) -> int:
     """Return the bytes of a home: all units, those that change twice where it commits."""
-    kept = layout_of(state)
-    own = layout.own_elements or tuple(unit.numel for unit in model.units)
-    whole = layout.whole_planes
+    planes = layout_of(state)
+    num_elements = layout.own_elements or tuple(unit.numel for unit in model.units)
+    whole_planes = layout.whole_planes
     if layout.commits:
-        twice = sum(committed_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
-        return twice + 2 * commit_record_bytes(model, planes=kept.planes)
-    size = sum(home_bytes(unit, kept, own[unit.index], whole) for unit in model.units)
+        twice = sum(
+            committed_bytes(unit, planes, num_elements[unit.index], whole_planes) for unit in model.units
+        )
+        return twice + 2 * commit_record_bytes(model, planes=planes.planes)
+    size = sum(home_bytes(unit, planes, num_elements[unit.index], whole_planes) for unit in model.units)
     return size - packed_bytes(transport, model) if home == "host" else size

@@ -155,12 +155,12 @@ class OpBytes:
 
     def _exchanged(self, op: Op, unit: int) -> Iterator[tuple[str, int]]:
         """Yield disk bytes of an exchange on this node: summed gradient, own weights, gathered weights."""
-        own, itemsize = self.layout.own_elements[unit], ITEMSIZE[self.model.dtype]
+        own_elements, itemsize = self.layout.own_elements[unit], ITEMSIZE[self.model.dtype]
         if op.row.carries == "gradient":
-            yield "disk_written", 4 * own
+            yield "disk_written", 4 * own_elements
         else:
-            yield "disk_read", own * itemsize
-            yield "disk_written", (self.model.units[unit].numel - own) * itemsize
+            yield "disk_read", own_elements * itemsize
+            yield "disk_written", (self.model.units[unit].numel - own_elements) * itemsize
 
     def _activations(self, op: Op) -> int:
         """Bytes of activations, or of their gradients, that leave the device or come back, as they are."""

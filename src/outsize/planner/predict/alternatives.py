@@ -108,22 +108,22 @@ def managed_tokens_per_s(question: Question) -> float:
     link = min(link.up_bytes_per_s.value for link in question.machine.links)
     moved_s = (2 * _weights(question) + _gradients(question)) / link
     state_s = STATE_BYTES * question.model.num_trainable / link
-    found = [
+    rates = [
         state_s + num_microbatches * (_compute_s(question, work, again=True) + moved_s)
         for work, num_microbatches in _microbatches(question, question.num_workers)
         if _activation_bytes(work, again=True) <= question.budgets.device
     ]
-    return question.tokens_per_step / min(found) if found else 0.0
+    return question.tokens_per_step / min(rates) if rates else 0.0
 
 
 def _divisors(count: int) -> list[int]:
     return [number for number in range(1, count + 1) if count % number == 0]
 
 
-def _best(found: Iterator[Alternative] | list[Alternative]) -> Alternative:
+def _best(alternatives: Iterator[Alternative] | list[Alternative]) -> Alternative:
     """Return the fastest that fits; where none fits, the one that needs the least memory on a GPU."""
     return max(
-        found,
+        alternatives,
         key=lambda way: (way.fits, way.tokens_per_s if way.fits else -way.device_bytes - way.host_bytes),
     )
 
@@ -245,8 +245,8 @@ def _compute_s(question: Question, work: Workload, again: bool) -> float:
 
 def _activation_bytes(work: Workload, again: bool) -> int:
     """Return what a microbatch keeps: inputs of units, or all that backwards need; and what one backward allocates."""
-    kept = sum(work.boundary_bytes) if again else sum(work.saved_bytes)
-    return kept + max(work.backward_workspace_bytes.values()) + work.held_bytes
+    activation_bytes = sum(work.boundary_bytes) if again else sum(work.saved_bytes)
+    return activation_bytes + max(work.backward_workspace_bytes.values()) + work.held_bytes
 
 
 def _summed_bytes(work: Workload, share: _Share, again: bool) -> float:

@@ -68,12 +68,12 @@ def _with_state(name: str) -> Change:
 
     def change(question: Question) -> Question:
         options = question.options
-        former = options.state or StateLayout(dtype=question.model.dtype)
-        if not former.num_moments:
+        layout = options.state or StateLayout(dtype=question.model.dtype)
+        if not layout.num_moments:
             raise ConfigError("what-if state: this optimizer keeps no moments that could be rounded")
-        unsplit = former.dtype == "bf16" and not former.splits
-        masters: Masters = "split" if unsplit else former.masters
-        state = replace(former, moments=cast(Moments, name), masters=masters)
+        unsplit = layout.dtype == "bf16" and not layout.splits
+        masters: Masters = "split" if unsplit else layout.masters
+        state = replace(layout, moments=cast(Moments, name), masters=masters)
         if question.model.compute_dtype == "fp16" or question.nodes > 1 or question.num_workers > 1:
             return question.deciding(state=state)
         return question.deciding(state=state, clip=False, unit_clip=options.clip or options.unit_clip)

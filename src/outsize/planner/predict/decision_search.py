@@ -87,12 +87,12 @@ def _multiplying(on_host: Decision) -> Decision:
         return on_host
     question = on_host.question.deciding(state=there)
     try:
-        found = _fastest(question)
+        best = _fastest(question)
     except InfeasiblePlanError:
         return on_host
-    if not worth_it(on_host.step_s, found.step_s):
+    if not worth_it(on_host.step_s, best.step_s):
         return on_host
-    return _same(found, former={**found.former, PRODUCTS_KEY: on_host})
+    return _same(best, former={**best.former, PRODUCTS_KEY: on_host})
 
 
 def _products_s(decision: Decision, state: StateLayout) -> float:
@@ -121,16 +121,16 @@ def _encoded(question: Question, best: Decision | None, crossing: str) -> Decisi
         elif not packed_bytes(candidate.options.transport, question.model):
             break  # nothing that does not train would rest encoded, and may fit host memory so
         try:
-            found = _fastest(candidate)
+            decision = _fastest(candidate)
         except (InfeasiblePlanError, ConfigError):
             continue
-        if best is None or worth_it(best.step_s, found.step_s):
+        if best is None or worth_it(best.step_s, decision.step_s):
             # What is asked next goes on from the codec that was found, and searches microbatches anew.
-            named = replace(found.question, microbatches=question.microbatches)
-            best = _same(found, question=named, chosen={crossing: name})
+            named = replace(decision.question, microbatches=question.microbatches)
+            best = _same(decision, question=named, chosen={crossing: name})
             if raw is not None:
-                former = {**raw.former, f"transport.{crossing}": raw}
-                best = _same(best, chosen={**raw.chosen, crossing: name}, former=former)
+                replaced = {**raw.former, f"transport.{crossing}": raw}
+                best = _same(best, chosen={**raw.chosen, crossing: name}, former=replaced)
             if not question.timed:  # the faster to write, of those that fit
                 break
     return best
@@ -212,12 +212,12 @@ def _ways(question: Question, microbatches: int, home: Tier) -> list[Decision]:
         return [largest]
     for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller):
         try:
-            found = planned_in(size)
+            planned = planned_in(size)
         except InfeasiblePlanError:
             break
-        if found.lanes_s >= best.lanes_s:
+        if planned.lanes_s >= best.lanes_s:
             break
-        best = found
+        best = planned
     return [largest] if best is largest else [largest, best]
 
 
@@ -264,8 +264,8 @@ def _offloading(decision: Decision) -> Decision:
     Stages are compared with both where they are cut.
     """
     question, plan = decision.question, decision.plan
-    asked = question.options.activations != "auto" or question.num_workers > 1 or question.brief
-    if asked or not plan.layout.any_leaves:
+    is_fixed = question.options.activations != "auto" or question.num_workers > 1 or question.brief
+    if is_fixed or not plan.layout.any_leaves:
         return decision
     staying = planned_at(replace(question, linked=False), decision.microbatches, plan.home)
     if not decision.is_less(1 - GAIN, staying):
@@ -276,7 +276,7 @@ def _offloading(decision: Decision) -> Decision:
 def _same(decision: Decision, **changes: Any) -> Decision:
     """Return ``decision`` with changes that its steps do not depend on, so that none is simulated again."""
     changed = replace(decision, **changes)
-    vars(changed).update({name: found for name, found in vars(decision).items() if name == "simulated"})
+    vars(changed).update({name: value for name, value in vars(decision).items() if name == "simulated"})
     return changed
 
 

@@ -69,30 +69,30 @@ class Simulated:
     def steady(self) -> Timeline:
         """The events between the decisions of the last two steps: a step among others."""
         first_s, end_s = self.done.decided_s[-2], self.done.decided_s[-1]
-        found = [e for e in self.done.between(first_s, end_s).events if e.start_s >= first_s]
+        steady_events = [e for e in self.done.between(first_s, end_s).events if e.start_s >= first_s]
         if not self.left_out:
-            return Timeline(tuple(found))
+            return Timeline(tuple(steady_events))
         begun_s, ended_s = self._repeated
-        events = [e for e in found if e.start_s < ended_s]
+        events = [e for e in steady_events if e.start_s < ended_s]
         again = [e for e in events if e.start_s >= begun_s]
         later_s = [number * (ended_s - begun_s) for number in range(1, self.left_out + 1)]
         events += [e.later(seconds) for seconds in later_s for e in again]
-        events += [e.later(later_s[-1]) for e in found if e.start_s >= ended_s]
+        events += [e.later(later_s[-1]) for e in steady_events if e.start_s >= ended_s]
         return Timeline(tuple(events))
 
     @property
     def amounts(self) -> dict[str, float]:
         """What goes through each resource in a step."""
         steps, (begun_s, ended_s) = self.done.steps, self._repeated
-        found: defaultdict[str, float] = defaultdict(float)
+        amounts: defaultdict[str, float] = defaultdict(float)
         for index in self._last_step:
             op = steps.ops[index]
             cost = self.costs.cost_of(op) if op is not None else None
             often = 1 + self.left_out * (begun_s <= self.done.run.start_s[index] < ended_s)
             for part in () if cost is None else cost.parts:
                 for name in part.through if part.amount else ():
-                    found[name] += often * part.amount
-        return found
+                    amounts[name] += often * part.amount
+        return amounts
 
     @property
     def _last_step(self) -> range:

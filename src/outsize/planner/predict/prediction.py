@@ -251,8 +251,8 @@ def _by_plane(plan: Plan) -> Table:
 def _stalls(steady: Timeline, lanes: list[str]) -> dict[str, float]:
     """Return the share of all GPUs' time spent waiting, by cause, largest first."""
     shares: dict[str, float] = defaultdict(float)
-    for found in waits_by_cause(steady, lanes):
-        for cause, stall_s in found.items():
+    for waits in waits_by_cause(steady, lanes):
+        for cause, stall_s in waits.items():
             shares[cause] += stall_s / (len(lanes) * steady.span_s)
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     return {cause: share for cause, share in ordered if share >= LEAST_SHARE}

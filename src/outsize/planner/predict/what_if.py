@@ -85,8 +85,8 @@ def estimated_outcome(question: Question, base: Prediction, text: str) -> Outcom
     step_s = min(base.step_s, max(step_s, *(used / limits[kind] for kind, used in used_s.items())))
     usage = sorted(((kind, used / step_s) for kind, used in used_s.items()), key=lambda item: -item[1])
     tokens_per_s = question.tokens_per_step / step_s
-    found = replace(base, step_s=step_s, tokens_per_s=tokens_per_s, usage=dict(usage))
-    return Outcome(change=text, prediction=found, gain=base.step_s / step_s - 1, estimated=True)
+    prediction = replace(base, step_s=step_s, tokens_per_s=tokens_per_s, usage=dict(usage))
+    return Outcome(change=text, prediction=prediction, gain=base.step_s / step_s - 1, estimated=True)
 
 
 def _shares(before: Question, after: Question) -> dict[str, float]:

@@ -132,17 +132,17 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the comparison for people."""
-        told = [part for part in self.parts if abs(part.seconds) >= TOLD_SHARE * self.measured_s]
-        why = ", ".join(f"{part.name} {_signed(part.seconds)}" for part in told)
-        found = [
+        parts = [part for part in self.parts if abs(part.seconds) >= TOLD_SHARE * self.measured_s]
+        why = ", ".join(f"{part.name} {_signed(part.seconds)}" for part in parts)
+        texts = [
             f"a step was predicted to take {format_seconds(self.predicted_s)} and takes "
             f"{format_seconds(self.measured_s)} ({1 / (1 + self.error) - 1:+.0%}){': ' if why else ''}{why}"
         ]
         slow = [lane for lane in self.lanes if _is_told(lane, self.measured_s)]
         if slow:
             ratios = (f"{lane.name} {lane.measured_s / lane.predicted_s:.2f} x" for lane in slow)
-            found.append(f"lanes, measured over predicted: {', '.join(ratios)}")
-        return found
+            texts.append(f"lanes, measured over predicted: {', '.join(ratios)}")
+        return texts
 
 
 def take_apart(steps: Steps) -> StepParts:
@@ -172,22 +172,22 @@ def compare(predicted: StepParts, measured: StepParts, expected_s: float) -> Com
 
 def compute_lanes(timeline: Timeline) -> list[Lane]:
     """Return the lanes that compute, one for each worker, in their order."""
-    found = (lane_named(lane) for lane in timeline.lanes)
-    return sorted((lane for lane in found if lane.kind == "compute"), key=lambda lane: lane.worker or 0)
+    lanes = (lane_named(lane) for lane in timeline.lanes)
+    return sorted((lane for lane in lanes if lane.kind == "compute"), key=lambda lane: lane.worker or 0)
 
 
 def _parts(steps: Steps) -> dict[str, float]:
     """Return the seconds per step of each part, on the mean over workers; they add up to the step's."""
     timeline = steps.within
     lanes = compute_lanes(timeline)
-    found: defaultdict[str, float] = defaultdict(float)
+    seconds_by_part: defaultdict[str, float] = defaultdict(float)
     for lane, waits in zip(lanes, waits_by_cause(timeline, lanes), strict=True):
-        found[COMPUTE] += timeline.busy_s(lane) / (len(lanes) * steps.count)
+        seconds_by_part[COMPUTE] += timeline.busy_s(lane) / (len(lanes) * steps.count)
         for cause, wait_s in waits.items():
-            found[f"waiting for {cause}"] += wait_s / (len(lanes) * steps.count)
+            seconds_by_part[f"waiting for {cause}"] += wait_s / (len(lanes) * steps.count)
     # Nothing is left where lanes were at work or waiting throughout; rounding may make that a little less.
-    found[BETWEEN] = max(0.0, steps.step_s - sum(found.values()))
-    return dict(found)
+    seconds_by_part[BETWEEN] = max(0.0, steps.step_s - sum(seconds_by_part.values()))
+    return dict(seconds_by_part)
 
 
 def _busy(steps: Steps) -> dict[str, float]:

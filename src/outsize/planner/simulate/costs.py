@@ -166,15 +166,15 @@ _BY_CHOICE = frozenset(
 
 def _remembered(price: Callable[[Op], Cost], layout: StepLayout) -> Callable[[Op], Cost]:
     """Return ``price``, asked once for all microbatches of a unit: they cost the same, but for a B of what was kept."""
-    known: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice, int | None], Cost] = {}
+    cost_by_key: dict[tuple[Kind, int | None, int | None, int | None, bool, Choice, int | None], Cost] = {}
 
     def cost_of(op: Op) -> Cost:
         depends = op.kind in _BY_CHOICE
         choice = layout.choice(op.unit or 0, op.microbatch or 0) if depends else Choice.RECOMPUTE
         key = (op.kind, op.unit, op.worker, op.tile, op.buffer is None, choice, op.target)
-        cost = known.get(key)
+        cost = cost_by_key.get(key)
         if cost is None:
-            cost = known[key] = price(op)
+            cost = cost_by_key[key] = price(op)
         return cost
 
     return cost_of

@@ -133,16 +133,16 @@ class _Rates:
 
         ``meeting`` has a digit of so many flows for each path.
         """
-        found = self._known.get(meeting)
-        if found is None:
+        solution = self._known.get(meeting)
+        if solution is None:
             paths = sorted([flow.path for flow in flows], key=self._alike.__getitem__)
             rates = dict(zip(paths, self._fair(paths), strict=True))
             free = all(
                 rate >= min([self._capacity[name] for name in self._names[path]])
                 for path, rate in rates.items()
             )
-            found = self._known[meeting] = rates, free
-        return found
+            solution = self._known[meeting] = rates, free
+        return solution
 
     def _fair(self, paths: list[int]) -> list[float]:
         if len(set(paths)) < len(paths):  # of several lanes, which share all of it

@@ -36,8 +36,8 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
         for down, flops, more in zip(work.forward_flops, work.gradient_flops, slower, strict=True)
     )
     again = (
-        (flops + (more - 1) * whole * (flops > 0)) / rate
-        for flops, more, whole in zip(again_flops, slower, work.forward_flops, strict=True)
+        (flops + (more - 1) * forward_flops * (flops > 0)) / rate
+        for flops, more, forward_flops in zip(again_flops, slower, work.forward_flops, strict=True)
     )
     backward = tuple(sum(parts) for parts in zip(recompute, gradient, again, strict=True))
     forward, recompute, backward = (
@@ -90,10 +90,13 @@ def _spared(
     if not work.attention_bytes:
         return {}
     between = (
-        2 * (whole - kept) / memory for whole, kept in zip(work.saved_bytes, work.products_bytes, strict=True)
+        2 * (saved_bytes - products_bytes) / memory
+        for saved_bytes, products_bytes in zip(work.saved_bytes, work.products_bytes, strict=True)
     )
     products = (max(0.0, all_s - rest_s) for all_s, rest_s in zip(recompute, between, strict=True))
     return {
         Extent.ATTENTION: tuple(flops / rate for flops in work.attention_flops),
-        Extent.PRODUCTS: tuple(s * (kept > 0) for s, kept in zip(products, work.products_bytes, strict=True)),
+        Extent.PRODUCTS: tuple(
+            s * (products_bytes > 0) for s, products_bytes in zip(products, work.products_bytes, strict=True)
+        ),
     }

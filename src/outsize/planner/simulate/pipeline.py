@@ -183,8 +183,8 @@ def _makespan_by_microbatch_s(
             inputs = of_round[stage.source] if stage.recompute_s and stage.source >= 0 else None
             rest_s = stage.seconds - stage.recompute_s
             ready, ends = ends, []
-            for microbatch, made in enumerate(ready):
-                arrived, before = max(made, before, arrived) + hop, now
+            for microbatch, ready_s in enumerate(ready):
+                arrived, before = max(ready_s, before, arrived) + hop, now
                 if inputs is not None and inputs[microbatch] - stage.early_s > now:
                     now = inputs[microbatch] - stage.early_s
                 now += stage.recompute_s

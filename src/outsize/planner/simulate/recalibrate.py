@@ -80,11 +80,13 @@ def _bottleneck(cost: Cost) -> str:
 
 def _measured(by_op: Mapping[_Key, _Sum], predicted: Callable[[Op], Cost]) -> Callable[[Op], Cost]:
     def cost_of(op: Op) -> Cost:
-        found, cost = by_op.get(_key(op)), predicted(op)
-        if found is None or not found.count:
+        timings, cost = by_op.get(_key(op)), predicted(op)
+        if timings is None or not timings.count:
             return cost
-        if op.tile is None or not found.amount:
-            return Cost(seconds=found.seconds / found.count)
-        return Cost(seconds=found.seconds / found.amount * cost.amount)  # larger tiles than those that ran
+        if op.tile is None or not timings.amount:
+            return Cost(seconds=timings.seconds / timings.count)
+        return Cost(
+            seconds=timings.seconds / timings.amount * cost.amount
+        )  # larger tiles than those that ran
 
     return cost_of

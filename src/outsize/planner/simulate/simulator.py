@@ -126,8 +126,8 @@ def in_order(programs: Sequence[Program], layout: StepLayout) -> OrderedSteps:
         gate = (decided[-1],) if decided else ()
         if number > 1 and repeats:  # but for the first, what ops of a program wait for is the same in each
             lanes += lanes[-count - 1 : -1]
-            former = after[-count - 1 : -1]
-            after += [(*gate, *[index + count + 1 for index in waits[1:]]) for waits in former]
+            previous = after[-count - 1 : -1]
+            after += [(*gate, *[index + count + 1 for index in waits[1:]]) for waits in previous]
         else:
             for op in program:
                 waits = hazards.dependencies(op)

@@ -84,13 +84,13 @@ class StageSums:
     def turning(self, span: Span) -> StageTimes:
         """Return what the stage takes that runs forward and backward."""
         first, end = span
-        found = self.backward(span)
-        seconds = found.seconds + self._turning[end] - self._turning[first]
-        return found._replace(seconds=seconds, recompute_s=0.0)
+        backward_s = self.backward(span)
+        seconds = backward_s.seconds + self._turning[end] - self._turning[first]
+        return backward_s._replace(seconds=seconds, recompute_s=0.0)
 
     def of(self, stages: Stages) -> list[StageTimes]:
         """Return the times of the stages of a round, in order."""
-        made = self._forward
+        forward_s = self._forward
         ends = [end for _, end in stages.forward]
         fused, *backward = stages.backward
         times = [*map(self.forward, stages.forward), self.turning(fused)]
@@ -98,7 +98,7 @@ class StageSums:
             end, source, early_s = span[1], -1, 0.0
             if end > 1:  # the input of the top unit comes out of the unit below
                 source = bisect_right(ends, end - 2)
-                early_s = made[ends[source]] - made[end] if ends[source] > end else 0.0
+                early_s = forward_s[ends[source]] - forward_s[end] if ends[source] > end else 0.0
             times.append(self.backward(span, source, early_s))
         return times
 

@@ -209,8 +209,8 @@ def _overlap(start_s: float, end_s: float, from_s: float, to_s: float) -> float:
 
 
 def _nested(booked: Mapping[tuple[str, str], float]) -> Booked:
-    found: Booked = {}
+    sums: Booked = {}
     for (cause, owner), seconds in sorted(booked.items(), key=lambda item: -item[1]):
         if seconds > 0:
-            found.setdefault(cause, {})[owner] = seconds
-    return found
+            sums.setdefault(cause, {})[owner] = seconds
+    return sums

@@ -144,17 +144,17 @@ class Timeline:
 
     @cached_property
     def _lanes(self) -> dict[str, tuple[Event, ...]]:
-        found: defaultdict[str, list[Event]] = defaultdict(list)
+        events_by_lane: defaultdict[str, list[Event]] = defaultdict(list)
         for event in sorted(self.events, key=lambda event: event.start_s):
-            found[event.lane].append(event)
-        return {name: tuple(events) for name, events in found.items()}
+            events_by_lane[event.lane].append(event)
+        return {name: tuple(events) for name, events in events_by_lane.items()}
 
     @cached_property
     def _runs(self) -> dict[Op | str, list[Event]]:
-        found: defaultdict[Op | str, list[Event]] = defaultdict(list)
+        events_by_op: defaultdict[Op | str, list[Event]] = defaultdict(list)
         for event in sorted(self.events, key=lambda event: event.start_s):
-            found[event.op].append(event)
-        return found
+            events_by_op[event.op].append(event)
+        return events_by_op
 
     def _lane_that_ran(self, op: Op | str | None, before_s: float) -> str:
         """Return the lane of the latest run of ``op`` that started before ``before_s``."""
