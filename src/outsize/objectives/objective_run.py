@@ -144,7 +144,7 @@ def _opened(
     announce: Announce,
     known_run: Known | None = None,
 ) -> tuple[Any, Models]:
-    """Return the trainer of a run, and its models, without weights where there is none of ``known_run``."""
+    """Return the trainer of a run, and its models, without weights where no ``known_run`` is given."""
     recipe = RECIPES[objective]
     place = launched()
     if place is not None and place.size > 1:
