@@ -32,8 +32,8 @@ from outsize.model.sizes.model_spec import GRANULE_ELEMENTS
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
 from outsize.session.job.prepare import prepare
+from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
-from outsize.session.torch_state import borrowed_torch
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
 from outsize.storage.record import HASH, checksum
 from outsize.training.run_data import open_dataset

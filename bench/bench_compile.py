@@ -55,8 +55,8 @@ def child(args: argparse.Namespace) -> dict[str, object]:
     from outsize.data.batch import Batch
     from outsize.session.decide.decide import choose_plan
     from outsize.session.job.prepare import prepare
+    from outsize.session.process_settings import borrowed_torch
     from outsize.session.stream import StreamedTrainer
-    from outsize.session.torch_state import borrowed_torch
 
     found: dict[str, object] = {}
     with ExitStack() as stack:

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from outsize import native
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
-from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.adamw import PlaneAdamW, agrees_with_torch
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import join_master, split_master, ties_bytes

@@ -57,7 +57,7 @@ def write(args: argparse.Namespace) -> dict[str, Any]:
 def train(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     """Train some steps; return seconds and trained tokens of each, and what the run says of padding."""
     from outsize.config import load_config
-    from outsize.training.metrics.run_records import StepRecord
+    from outsize.training.records import StepRecord
     from outsize.training.run import train
 
     steps: list[StepRecord] = []

@@ -52,7 +52,7 @@ from outsize.probing.optimizer_probe import measure_adamw
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
-from outsize.training.metrics.lane_times import lane_times
+from outsize.training.measures import lane_times
 from outsize.training.run_data import open_dataset
 
 # As the engine's buffers have: requests into small pages are cut up, which halves the rate of direct I/O.

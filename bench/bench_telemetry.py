@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
 from outsize.training.loop import TIMELINE_STEP
-from outsize.training.metrics.heartbeat import Heartbeat
-from outsize.training.metrics.step_metrics import Accounts
+from outsize.training.measures import Accounts
+from outsize.training.records import Heartbeat
 from outsize.training.run import train
 from tiny import tiny_model, tiny_run
 

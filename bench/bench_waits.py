@@ -138,9 +138,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("runtime/engine/executor.py", "begun = time.perf_counter(), self._device.record(lane)"): CLOCK,
     ("inference/caller.py", "self._waits[0][1].query()"): CLOCK,
     ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
-    ("session/decide/codec_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
-    ("session/job/device_peers.py", "torch.accelerator.synchronize(source)"): CLOCK,
-    ("session/job/device_peers.py", "torch.accelerator.synchronize(target)"): CLOCK,
+    ("session/decide/lane_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
+    ("session/job/machine.py", "torch.accelerator.synchronize(source)"): CLOCK,
+    ("session/job/machine.py", "torch.accelerator.synchronize(target)"): CLOCK,
     ("training/replica_engine.py", "event.record()"): CLOCK,
     ("training/replica_engine.py", "mark.query()"): CLOCK,
 }

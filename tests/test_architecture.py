@@ -210,21 +210,6 @@ ARROWS = {
         "storage",
         "telemetry",
     },
-    "training.metrics": GROUND
-    | {
-        "accelerators",
-        "compat",
-        "files",
-        "hardware",
-        "model.sizes",
-        "planner.program",
-        "planner.simulate",
-        "runtime.device",
-        "runtime.forward",
-        "session",
-        "storage",
-        "telemetry",
-    },
     "training": GROUND
     | {
         "accelerators",
@@ -246,7 +231,6 @@ ARROWS = {
         "storage",
         "streamed",
         "telemetry",
-        "training.metrics",
     },
     "inference": GROUND
     | {

@@ -68,7 +68,7 @@ for arguments in (
 
 
 @pytest.mark.parametrize(
-    "module", ["outsize.config", "outsize.training.metrics.run_records", "outsize.model.sizes.model_spec"]
+    "module", ["outsize.config", "outsize.training.records", "outsize.model.sizes.model_spec"]
 )
 def test_what_only_describes_needs_no_torch(module):
     report, printed = run(f"import {module}")

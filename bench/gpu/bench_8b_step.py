@@ -38,9 +38,9 @@ from outsize.planner.simulate.timeline import Timeline
 from outsize.reporting.html_page import to_chrome
 from outsize.session.job.machine import available_ram_bytes
 from outsize.session.job.prepare import Job, prepare
+from outsize.session.process_settings import borrowed_torch
 from outsize.session.steps import StepOutcome
 from outsize.session.stream import StreamedTrainer
-from outsize.session.torch_state import borrowed_torch
 from outsize.units import parse_bytes
 
 SHAPE = {

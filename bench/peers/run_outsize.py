@@ -6,7 +6,7 @@
 from harness import ADAMW, COMPILED, Job, Recorder
 
 from outsize.config import Config, load_config
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.run import train
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outsize.hardware.machine_file import MachineFile
     from outsize.planner.search.step_plan import Plan
     from outsize.training.loop import Progress
-    from outsize.training.metrics.run_records import TrainResult, VerifyResult
+    from outsize.training.records import TrainResult, VerifyResult
 
 Run = Config | str | Path | Mapping[str, Any]
 Announce = Callable[[str], None]

@@ -10,7 +10,7 @@ from accelerator import late
 from devices import IS_MADE_UP
 from outsize.config import Config
 from outsize.errors import ExecutionError
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.run import train
 from support import assert_same_end, in_dir, make_model_dir, make_run
 

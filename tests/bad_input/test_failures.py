@@ -26,7 +26,7 @@ from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.scratch import DiskScratch, HostScratch
-from outsize.training.metrics.heartbeat import Heartbeat
+from outsize.training.records import Heartbeat
 from outsize.training.run import train
 
 DIRECT = {"device": "cpu", "home": "disk", "offload": True}

@@ -21,9 +21,9 @@ from outsize.data.batch import Batch
 from outsize.errors import NonFiniteError
 from outsize.planner.program.ops import Kind
 from outsize.session.job.prepare import prepare
+from outsize.session.process_settings import borrowed_torch
 from outsize.session.steps import StepOutcome
 from outsize.session.stream import StreamedTrainer
-from outsize.session.torch_state import borrowed_torch
 from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 

@@ -22,7 +22,7 @@ from outsize.config import Config, dump_config
 from outsize.config.load import parse_config
 from outsize.errors import OutsizeError
 from outsize.storage.record import has_commit
-from outsize.training.metrics.run_records import TrainResult
+from outsize.training.records import TrainResult
 from outsize.training.run import train
 from support import save_model
 

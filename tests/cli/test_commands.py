@@ -14,7 +14,7 @@ from outsize.cli.text.options import FLAGS
 from outsize.cli.text.progress import Progress, describe
 from outsize.config.messages import all_keys
 from outsize.errors import InfeasiblePlanError, NonFiniteError
-from outsize.training.metrics.run_records import StepRecord, TrainResult, VerifyResult
+from outsize.training.records import StepRecord, TrainResult, VerifyResult
 
 PATHS = ["--model", "m", "--data", "d"]
 

@@ -11,7 +11,7 @@ from data.test_packed import DETECTED, MemoryStore
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, PackedDataset
 from outsize.data.permute import SeededPermutation
-from outsize.data.shared import SharedData
+from outsize.data.prefetch import SharedData
 
 SEQ_LEN, PAD_ID = 30, 77_777
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data.recycled import RecycledArrays
+from outsize.data.batch import RecycledArrays
 
 
 def test_memory_comes_back_when_the_last_view_is_gone():

@@ -6,9 +6,9 @@ from torch import Tensor
 from optim.test_step import Resident
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, StateLayout
+from outsize.optim.planes import WholeRule
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_whole
-from outsize.optim.update import WholeRule
 from outsize.storage.home_layout import ITEM_DTYPE
 
 # What torch.optim.Adafactor keeps, see test_torch_class.

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.optim.planes import StatePlanes
-from outsize.optim.step import step_state
+from outsize.optim.step import clip_coefficient, gradient_norms, step_state
 from threads import num_threads
 
 SETTINGS = PlaneAdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

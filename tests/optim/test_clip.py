@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from outsize.model.sizes.model_spec import pack_unit
-from outsize.optim.clip import clip_coefficient, gradient_norms
+from outsize.optim.step import clip_coefficient, gradient_norms
 
 SHAPES = [(300, 301), (7,), (64, 64), (1,), (70_001,)]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outsize.optim.halves import join_low, split_low
+from outsize.optim.split_masters import join_low, split_low
 
 
 def of_bits(bits: list[int]) -> Tensor:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from outsize import native
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
-from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.adamw import PlaneAdamW, agrees_with_torch
 from outsize.optim.moments import chance_key
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from outsize.telemetry.heartbeat_schema import SCHEMA_VERSION, Line
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 
 ROOT = Path(__file__).parent.parent.parent
 

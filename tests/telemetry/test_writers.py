@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from outsize.errors import ConfigError
 from outsize.telemetry.writers import Writers, open_writers, values_of
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.run import train
 from support import make_run
 

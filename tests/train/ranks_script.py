@@ -21,7 +21,7 @@ from forked import fork_ranks
 from outsize.checkpoint.saving import Saving
 from outsize.cli import main
 from outsize.runtime.ops.gradient_ops import GradientOps
-from outsize.training.metrics.heartbeat import Heartbeat
+from outsize.training.records import Heartbeat
 
 
 def run(scenario, root):

@@ -12,8 +12,8 @@ from outsize.accelerators import CPU
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.telemetry.heartbeat_schema import Line
-from outsize.training.metrics import flops
-from outsize.training.metrics.run_info import about
+from outsize.training import measures
+from outsize.training.measures import about
 from outsize.training.run import train
 from support import make_run
 
@@ -115,7 +115,7 @@ def test_a_run_says_what_it_is(tmp_path: Path):
 def test_a_rank_says_what_its_own_microbatches_hold(tmp_path: Path):
     config = make_run(tmp_path, train={"microbatches": 2})
     alone = prepare(RunSpec.of(config, tmp_path), lambda _: None)
-    nobody = flops.Peak(flops_per_s=None, source="nobody")
+    nobody = measures.Peak(flops_per_s=None, source="nobody")
 
     def tokens(size: int) -> int:
         prepared = replace(alone, group=SimpleNamespace(rank=0, size=size))
@@ -128,23 +128,25 @@ def test_a_rank_says_what_its_own_microbatches_hold(tmp_path: Path):
     ("bf16", "fp32", "said"), [(2e10, 9e10, "4.5 times"), (9e10, 9e10, ""), (9e10, None, "")]
 )
 def test_a_processor_that_is_slow_in_16_bits_is_told_of(bf16: float, fp32: float | None, said: str):
-    line = flops.slow_products(flops.Peak(flops_per_s=bf16, source="", fp32_flops_per_s=fp32), "bf16")
+    line = measures.slow_products(measures.Peak(flops_per_s=bf16, source="", fp32_flops_per_s=fp32), "bf16")
     assert bool(line) == bool(said)
     assert said in line
 
 
 def test_fp32_is_measured_beside_another_dtype_of_a_cpu():
-    assert flops.peak_of(CPU, "bf16").fp32_flops_per_s > 0
-    assert flops.peak_of(CPU, "fp32").fp32_flops_per_s is None
+    assert measures.peak_of(CPU, "bf16").fp32_flops_per_s > 0
+    assert measures.peak_of(CPU, "fp32").fp32_flops_per_s is None
 
 
 def test_peaks_are_those_of_data_sheets():
-    assert flops.promised(["NVIDIA H100 80GB HBM3"], "bf16").flops_per_s == 989e12
-    assert flops.promised(["NVIDIA GeForce RTX 4090"] * 2, "fp32").flops_per_s == pytest.approx(2 * 82.6e12)
+    assert measures.promised(["NVIDIA H100 80GB HBM3"], "bf16").flops_per_s == 989e12
+    assert measures.promised(["NVIDIA GeForce RTX 4090"] * 2, "fp32").flops_per_s == pytest.approx(
+        2 * 82.6e12
+    )
     # Cards that share a name have sheets of their own.
-    assert flops.promised(["NVIDIA H100 PCIe"], "bf16").flops_per_s == 756e12
-    assert flops.promised(["NVIDIA GeForce RTX 4090 Laptop GPU"], "bf16").flops_per_s == 79.4e12
+    assert measures.promised(["NVIDIA H100 PCIe"], "bf16").flops_per_s == 756e12
+    assert measures.promised(["NVIDIA GeForce RTX 4090 Laptop GPU"], "bf16").flops_per_s == 79.4e12
     for other in ("Tesla T4", "Example 9000"):  # one without products in bf16, and one that nobody knows
-        peak = flops.promised([other], "bf16")
+        peak = measures.promised([other], "bf16")
         assert peak.flops_per_s is None
         assert other in peak.source

@@ -10,7 +10,7 @@ from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
-from outsize.session.decide.codec_rates import codec_rates, crossing_rates
+from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec

@@ -10,8 +10,8 @@ from outsize.checkpoint.home_file import newest_home, start
 from outsize.errors import LostRankError, StorageError
 from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import prepare
-from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, state_of
+from outsize.session.steps import LossScale
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_records

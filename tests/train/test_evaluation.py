@@ -15,7 +15,7 @@ from outsize.session.steps import Measure, microbatches_of
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec
 from outsize.training.evaluation import read_evaluations
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.resident import materialise
 from outsize.training.run import train
 from outsize.training.run_data import open_dataset

@@ -8,8 +8,7 @@ import pytest
 
 from outsize.errors import StorageError
 from outsize.telemetry.run_reading import step_of
-from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import Heartbeat, StepRecord, write_json, write_whole
 
 
 def record(step: int = 1, **changes) -> StepRecord:

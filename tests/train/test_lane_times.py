@@ -2,7 +2,7 @@ import pytest
 
 from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.training.metrics.lane_times import lane_times
+from outsize.training.measures import lane_times
 
 
 def event(lane: str, op: str, start_s: float, end_s: float, waited_for: str = "") -> Event:

@@ -8,7 +8,7 @@ import pytest
 from outsize.checkpoint.checkpoint_dir import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.checkpoint_files import is_own_file
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.run import train
 from tiny import tiny_model, tiny_run
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from outsize.session.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
+from outsize.session.steps import GROWTH_INTERVAL, INITIAL, LossScale
 
 
 def test_without_fp16_the_scale_is_one_and_stays():

@@ -9,7 +9,7 @@ from outsize.accelerators import Devices
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
 from outsize.hardware.cards.presets import parse_gpus
-from outsize.session.job.device_presets import assumed_machine
+from outsize.session.job.machine import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from outsize.hardware.cpu import Placement, left_alone
-from outsize.session import numa_binding
-from outsize.session.numa_binding import address_of, bound
+from outsize.session import process_settings
+from outsize.session.process_settings import address_of, bound
 from outsize.training.run import train
 from support import in_dir, make_run
 
@@ -53,7 +53,7 @@ def test_threads_old_and_new_are_bound_and_come_back():
 
 def test_a_thread_that_ends_meanwhile_holds_nobody_up(monkeypatch):
     own, gone = os.getpid(), 2**22 + 1  # above the most that a system gives out
-    monkeypatch.setattr(numa_binding, "_tasks", lambda: [own, gone])
+    monkeypatch.setattr(process_settings, "_tasks", lambda: [own, gone])
     cpus = os.sched_getaffinity(0)
     with bound(Placement(node=0, cpus=frozenset(cpus), reason="a test")):
         pass
@@ -88,13 +88,13 @@ def test_a_run_of_two_nodes_goes_to_that_of_its_gpu_by_what_the_machine_says(tmp
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(numa_binding.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(process_settings.torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda task: {own, 4000})
     config = make_run(tmp_path)
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
     machine = SimpleNamespace(devices=SimpleNamespace(properties=[gpu]))
     prepared = SimpleNamespace(machine=machine, plan=SimpleNamespace(memory={"host": {"home": 10**9}}))
-    found = numa_binding.placement_of(config, prepared, 1, tmp_path)
+    found = process_settings.placement_of(config, prepared, 1, tmp_path)
     assert (found.node, found.cpus) == (0, {own})
 
 

@@ -8,9 +8,8 @@ from outsize.accelerators import Devices
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.decide.rates import measure_rates
-from outsize.session.job import device_peers as module
-from outsize.session.job.device_peers import measured_peers, peers_of
-from outsize.session.job.machine import RunMachine
+from outsize.session.job import machine as module
+from outsize.session.job.machine import RunMachine, measured_peers, peers_of
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from support import make_run

@@ -11,9 +11,9 @@ from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.testing.processes import rank_variables
-from outsize.training import preflight, ranks
+from outsize.training import ranks
 from outsize.training.ddp import check_fits
-from outsize.training.preflight import check_same_start
+from outsize.training.ranks import check_same_start
 from tiny import tiny_run
 
 
@@ -49,8 +49,8 @@ def test_paths_and_budgets_may_be_those_of_each_machine(tmp_path):
 
 def test_another_version_is_named(tmp_path, monkeypatch):
     versions = iter(["2.13.0", "2.12.0"])
-    found = preflight.version
-    monkeypatch.setattr(preflight, "version", lambda name: next(versions) if name == "torch" else found(name))
+    found = ranks.version
+    monkeypatch.setattr(ranks, "version", lambda name: next(versions) if name == "torch" else found(name))
     told = starts(tmp_path)[0]
     assert "version of torch is" in told
     assert "2.12.0 on rank" in told
@@ -68,7 +68,7 @@ def test_variables_are_judged(tmp_path):
 
 
 def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_known_as", lambda name: f"node0 {name} GPU-1")
+    monkeypatch.setattr(ranks, "_known_as", lambda name: f"node0 {name} GPU-1")
     assert (
         "ranks 0 and 1 would both use node0 cuda:0 GPU-1: leave memory.device at cuda, or"
         in starts(tmp_path, devices=Devices("cuda", (0,)))[0]

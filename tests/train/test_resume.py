@@ -10,7 +10,7 @@ from outsize.checkpoint.checkpoint_dir import latest
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.storage.committed import CommittedHome
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.run import train
 from support import assert_same_end, end_of, in_dir, make_run
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from outsize.session.state_kinds import check_kinds
+from outsize.session.run_state import check_kinds
 
 GOOD: dict[str, Any] = {
     "step": 2,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outsize.training.metrics.step_metrics import stall_share
+from outsize.training.measures import stall_share
 
 
 @pytest.mark.parametrize(

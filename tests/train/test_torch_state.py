@@ -9,7 +9,7 @@ import torch
 
 from outsize.accelerators import Devices
 from outsize.errors import ConfigError
-from outsize.session.torch_state import borrowed_torch
+from outsize.session.process_settings import borrowed_torch
 
 
 @pytest.mark.parametrize(("said", "read"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])

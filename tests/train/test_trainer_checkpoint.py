@@ -17,7 +17,7 @@ from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.metrics.run_records import StepRecord
+from outsize.training.records import StepRecord
 from outsize.training.run import train
 from outsize.training.run_data import open_dataset
 from support import make_run

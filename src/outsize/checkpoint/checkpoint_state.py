@@ -23,8 +23,8 @@ from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, Plane, State, layout_of
 from outsize.session import run_state
-from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position
+from outsize.session.steps import LossScale
 from outsize.storage.home_layout import ITEM_DTYPE
 
 OPTIMIZER = "optimizer"
@@ -108,7 +108,7 @@ def check_same_run(directory: Path, config: Config, dtype: str) -> None:
 def state_planes(state: State, unit: UnitSpec) -> dict[str, torch.dtype]:
     """The planes of a unit that a checkpoint keeps besides its weights, and their dtypes.
 
-    Beside bf16 weights the lower halves of the masters suffice, see `outsize.optim.halves`, in whichever way they lie
+    Beside bf16 weights the lower halves of the masters suffice, see `outsize.optim.split_masters`, however they lie
     at home: checkpoints of split masters and of others are the same.
     """
     if not unit.trainable:

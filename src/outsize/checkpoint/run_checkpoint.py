@@ -32,15 +32,13 @@ from outsize.checkpoint.files.checkpoint_map import find_plane, pieces, read_pla
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
-from outsize.optim.halves import PIECE_ELEMENTS, join_low
 from outsize.optim.optimizer_spec import EXP_AVG, EXP_AVG_SQ, WEIGHTS, Plane
+from outsize.optim.split_masters import PIECE_ELEMENTS, join_low
 from outsize.session import run_state
-from outsize.session.fill import FILL_ELEMENTS
+from outsize.session.fill import FILL_ELEMENTS, MasterWriter
 from outsize.session.job.prepare import Job
-from outsize.session.loss_scale import LossScale
-from outsize.session.masters import MasterWriter
 from outsize.session.run_state import Position
-from outsize.session.steps import schedule_of
+from outsize.session.steps import LossScale, schedule_of
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.units import align_up

@@ -21,7 +21,7 @@ from outsize.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from outsize.config import Config
-    from outsize.training.metrics.run_records import TrainResult, VerifyResult
+    from outsize.training.records import TrainResult, VerifyResult
     from outsize.training.short_runs import ShortRun
 
 
@@ -40,7 +40,7 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     from outsize.cli.text.plan_text import print_plan
     from outsize.cli.text.progress import Progress
     from outsize.group.launched import launched
-    from outsize.training.interrupt import Interrupt
+    from outsize.training.stopping import Interrupt
 
     with Interrupt() as starting:
         starting.doing = "torch and transformers were loaded"

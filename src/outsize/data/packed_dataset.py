@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outsize.data.batch import IGNORED, Batch
+from outsize.data.batch import IGNORED, Batch, RecycledArrays
 from outsize.data.detected import Detected
 from outsize.data.masking import Masker
 from outsize.data.permute import SeededPermutation
-from outsize.data.recycled import RecycledArrays
 from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError

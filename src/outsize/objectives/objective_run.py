@@ -32,20 +32,19 @@ from outsize.objectives.objective_models import Models, open_models, store_of, s
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
 from outsize.session.job.prepare import check_length
+from outsize.session.process_settings import borrowed_torch
 from outsize.session.run_state import changed_settings, settings_of
-from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import temporary_directory
 from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import devices_of
 from outsize.telemetry.run_reading import step_of
 from outsize.telemetry.writers import Writers, open_writers
-from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress
-from outsize.training.metrics.heartbeat import HEARTBEAT, write_whole
-from outsize.training.metrics.run_records import TrainResult
-from outsize.training.metrics.step_metrics import peak_rss_bytes, stall_share
+from outsize.training.measures import peak_rss_bytes, stall_share
+from outsize.training.records import HEARTBEAT, TrainResult, write_whole
 from outsize.training.run_data import files_of
 from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed, config_of
+from outsize.training.stopping import Interrupt
 from outsize.wrapped.loop_records import Known
 from outsize.wrapped.module import is_wrapped, runner_of
 

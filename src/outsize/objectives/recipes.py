@@ -9,7 +9,7 @@ from outsize.config import Config
 from outsize.config.config_rules import refused_by_trainers
 from outsize.errors import ConfigError, OutsizeError
 from outsize.model.build import load_hf_config
-from outsize.training.metrics.run_records import TrainResult
+from outsize.training.records import TrainResult
 
 SEQ2SEQ: Final = "seq2seq"
 _OWN = "outsize.objectives.own_trainers"

@@ -19,9 +19,8 @@ from outsize.optim import moments
 from outsize.optim.adamw import PlaneAdamW, check_numbers
 from outsize.optim.factors import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import GRADIENT
-from outsize.optim.planes import StatePlanes, WholeParameter
+from outsize.optim.planes import StatePlanes, Update, WholeParameter
 from outsize.optim.step import pack, step_piece, unpacked
-from outsize.optim.update import Update
 
 # Defaults of torch.optim.Muon, which are those of the post above.
 _COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7
@@ -82,7 +81,7 @@ class Muon:
         return (BESIDE_MUON,)
 
     def step_parameter(self, parameter: WholeParameter, update: Update) -> None:
-        """Step a parameter, see `outsize.optim.update.WholeRule`."""
+        """Step a parameter, see `outsize.optim.planes.WholeRule`."""
         if parameter.factors:
             gradient = parameter.flat(GRADIENT)
             assert gradient is not None

@@ -1,7 +1,7 @@
 """Optimizers by name: those of our own, each with what it keeps of a parameter, and all of torch's by their class.
 
 An optimizer of our own is a row here and a file with its rule, of which ``rule`` says the class: a dataclass whose
-fields are its settings, an `outsize.optim.update.UpdateRule` or `WholeRule`. Any other name is a class of
+fields are its settings, an `outsize.optim.planes.UpdateRule` or `WholeRule`. Any other name is a class of
 ``torch.optim`` (``SGD``; small letters do as well), or a path (``package.module.Class``), see
 `outsize.optim.torch_class`. No torch.
 """

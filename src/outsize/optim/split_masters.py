@@ -1,4 +1,13 @@
-"""An fp32 master in three planes: the bf16 weight that it rounds to, the 16 bits below, and one bit for ties.
+"""Masters split into a bf16 weight and what it lacks.
+
+An fp32 master beside its bf16 weight: the weight is the upper half, so only the lower half need be kept.
+
+A bf16 weight is the upper 16 bits of its master, plus one where rounding to nearest went up, which the lower half says:
+it does from 0x8000 on. The one case that is not decided so is the tie that was rounded down to an even weight, one
+master in 131,072; those, and whatever else does not come back (the payload of a NaN), are kept one by one. Nothing
+is lost.
+
+An fp32 master in three planes: the bf16 weight that it rounds to, the 16 bits below, and one bit for ties.
 
 Weight and master together take 4.125 bytes per parameter, not 6, and both are bit-exact. ``hi`` is what
 ``master.to(torch.bfloat16)`` gives, ties to even; a NaN stays a NaN. ``lo`` is ``master - hi`` in units of the last
@@ -25,6 +34,36 @@ from torch import Tensor
 
 from outsize import native
 from outsize.optim.moments import chances
+
+# Masters are best halved in pieces that stay in a cache: these and what is made of them are 2 MiB.
+PIECE_ELEMENTS = 2**17
+
+
+def split_low(master: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `join_low` needs to make ``master`` from ``weights`` again.
+
+    Args:
+        master: fp32 ``[n]``.
+        weights: bf16 ``[n]``, of the same elements.
+
+    Returns:
+        The lower halves, int16 ``[n]``; the positions where they do not suffice, int64 ``[k]``; and the bits of the
+        masters there, int32 ``[k]``.
+    """
+    bits = master.view(torch.int32)
+    low = bits.bitwise_and(0xFFFF).to(torch.int16)
+    positions = (join_low(weights, low).view(torch.int32) != bits).nonzero().view(-1)
+    return low, positions, bits[positions]
+
+
+def join_low(weights: Tensor, low: Tensor) -> Tensor:
+    """Return masters, fp32 ``[n]``, of bf16 ``weights`` and lower halves, except where `split_low` names others."""
+    bits = weights.view(torch.int16).to(torch.int32)
+    bits += low >> 15  # -1 where it rounded up
+    bits <<= 16
+    bits |= low.to(torch.int32).bitwise_and_(0xFFFF)
+    return bits.view(torch.float32)
+
 
 # Kinds of numbers whose upper half rounding would change: bits of a quiet NaN, and of the least and the greatest.
 _QUIET, _LEAST_NAN, _MOST_NAN, _INFINITY = 0x7FC0, 0x7F80, 0x7FFF, 0x7F800000

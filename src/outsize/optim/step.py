@@ -1,4 +1,12 @@
-"""A step of an optimizer over whatever planes a home keeps: split or separate masters, moments in fp32 or fewer bits.
+"""Steps of the optimizer over tiles of a unit: clipping, and the step itself.
+
+Clipping by the global norm, bit for bit ``torch.nn.utils.clip_grad_norm_`` over separate parameters.
+
+torch takes the norm of each parameter's gradient and then the norm of these norms, in the order of
+``model.parameters()``. The first half can be done unit by unit, where each gradient lies; only the norms are
+gathered.
+
+A step of an optimizer over whatever planes a home keeps: split or separate masters, moments in fp32 or fewer bits.
 
 With moments in fp32 a step is bit for bit that of torch's own AdamW with ``fused=True`` on fp32 masters, or of a
 class of torch, followed by their cast to the weights. With fewer bits of moments or masters the arithmetic is still
@@ -13,14 +21,64 @@ import torch
 from torch import Tensor
 
 from outsize import native
+from outsize.compat.torch_private import norms
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim import moments
 from outsize.optim.adamw import check_range, pieces_of
 from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, WEIGHTS
-from outsize.optim.planes import StatePlanes, WholeParameter
+from outsize.optim.planes import StatePlanes, Update, UpdateRule, WholeParameter, WholeRule
 from outsize.optim.split_masters import join_master, split_master
-from outsize.optim.update import Update, UpdateRule, WholeRule
+
+
+@torch.no_grad()
+def gradient_norms(unit: UnitSpec, gradient: Tensor) -> Tensor:
+    """Return the L2 norm of each tensor of a unit, in the order of ``unit.tensors``.
+
+    Args:
+        unit: the unit.
+        gradient: its whole fp32 gradient plane, on any device.
+
+    Returns:
+        fp32 tensor of ``len(unit.tensors)`` norms, on the gradient's device.
+
+    Raises:
+        ValueError: the plane has another size.
+    """
+    if gradient.shape != (unit.numel,):
+        raise ValueError(
+            f"{unit.name}: need a gradient of {unit.numel} elements, not {tuple(gradient.shape)}"
+        )
+    if not unit.tensors:
+        return gradient.new_empty(0)
+    views = [gradient[t.offset : t.offset + t.numel].view(t.shape) for t in unit.tensors]
+    return norms(views)
+
+
+@torch.no_grad()
+def clip_coefficient(norms: Sequence[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
+    """Return the global norm and the factor that clips it to ``max_norm``.
+
+    Args:
+        norms: one fp32 scalar per parameter that got a gradient, in the order of ``model.parameters()``.
+        max_norm: largest norm that is left alone, above 0.
+
+    Returns:
+        Two fp32 scalars on the device of the first norm: the norm before clipping, and a coefficient of at
+        most 1. Where the norm is not finite, the caller must not use the coefficient.
+
+    Raises:
+        ValueError: ``max_norm`` is not a positive number.
+    """
+    if not max_norm > 0.0:
+        raise ValueError(f"max_norm must be above 0, not {max_norm}")
+    if not norms:
+        return torch.tensor(0.0), torch.tensor(1.0)
+    device = norms[0].device
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
+    # 1e-6 keeps a zero norm from dividing, as in torch.nn.utils.clip_grads_with_norm_.
+    return total, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+
 
 # In torch ops a piece is stepped in tiles. What has to be unpacked stays in a cache: 512 KiB of fp32 for each of four
 # tensors, and what a class of torch makes op by op. Of planes that lie as they step only the gradient is copied, and

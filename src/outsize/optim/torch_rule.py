@@ -7,13 +7,12 @@ from torch import Tensor
 
 from outsize.optim.factors import Factor
 from outsize.optim.optimizer_spec import STATE
-from outsize.optim.planes import StatePlanes, WholeParameter
+from outsize.optim.planes import StatePlanes, Update, WholeParameter
 from outsize.optim.torch_class import Entry, Stepper, TorchClass
-from outsize.optim.update import Update
 
 
 class ElementRule:
-    """A class of torch whose update looks at elements one by one, see `outsize.optim.update.UpdateRule`.
+    """A class of torch whose update looks at elements one by one, see `outsize.optim.planes.UpdateRule`.
 
     Args:
         about: the class.
@@ -27,11 +26,11 @@ class ElementRule:
     def update(
         self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
     ) -> None:
-        """Update in place, see `outsize.optim.update.UpdateRule`."""
+        """Update in place, see `outsize.optim.planes.UpdateRule`."""
         self._stepper.step(master, gradient, moments, update.count, update.lr, update.decay)
 
     def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-        """Return an object of the class, see `outsize.optim.update.UpdateRule`."""
+        """Return an object of the class, see `outsize.optim.planes.UpdateRule`."""
         return self._stepper.resident(groups, lr)
 
     def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
@@ -40,7 +39,7 @@ class ElementRule:
 
 
 class ParameterRule:
-    """A class of torch that steps whole parameters, see `outsize.optim.update.WholeRule`.
+    """A class of torch that steps whole parameters, see `outsize.optim.planes.WholeRule`.
 
     Args:
         about: the class.
@@ -55,7 +54,7 @@ class ParameterRule:
         )
 
     def step_parameter(self, parameter: WholeParameter, update: Update) -> None:
-        """Step a parameter, see `outsize.optim.update.WholeRule`."""
+        """Step a parameter, see `outsize.optim.planes.WholeRule`."""
         master, gradient = parameter.master(), parameter.gradient()
         if update.clip != 1.0:
             gradient.mul_(update.clip)
@@ -64,7 +63,7 @@ class ParameterRule:
         parameter.put_back(master, update.key)
 
     def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-        """Return an object of the class, see `outsize.optim.update.WholeRule`."""
+        """Return an object of the class, see `outsize.optim.planes.WholeRule`."""
         return self._stepper.resident(groups, lr)
 
     def _kept(self, parameter: WholeParameter, entry: Entry) -> Tensor | None:

@@ -1,21 +1,163 @@
-"""From a model's checkpoint into the home: weights, and masters where there are any, in bounded memory."""
+"""Fill the offload store with masters, frozen weights and their encodings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from outsize.checkpoint.files.checkpoint_map import pieces
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
-from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
-from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
+from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, ModelSpec, TensorSpec, UnitSpec
+from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
+from outsize.optim.split_masters import split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.session.frozen_encoding import fill_encoded
-from outsize.session.masters import MasterWriter
+from outsize.runtime.ops.decoding import decode, encode
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.storage.home_layout import ITEM_DTYPE
+
+_KEPT = (WEIGHTS, MASTER, MASTER_LOW, MASTER_TIES)
+
+
+class MasterWriter:
+    """Writes fp32 masters of trained units, piece by piece.
+
+    Args:
+        home: where to.
+        state: how a trained unit lies there.
+        arena: where the memory of a piece comes from.
+        size: elements of the largest piece.
+        own: elements of each unit of which ``home`` holds more than weights; None for all. A piece lies within them, or
+            without.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        state: StateLayout,
+        arena: Arena,
+        size: int,
+        own: Sequence[range] | None = None,
+    ) -> None:
+        self._home = home
+        self._own = own
+        self._made = {name: plane for name, plane in state.planes.items() if name in _KEPT}
+        self._room = {
+            name: arena.take(plane.num_bytes(size), name).view(ITEM_DTYPE[plane.item])
+            for name, plane in self._made.items()
+            if plane.item != "fp32"
+        }
+
+    def write(self, unit: int, start: int, master: Tensor) -> None:
+        """Write the weights of a unit from element ``start`` on, and all that is kept of their masters.
+
+        Args:
+            unit: index.
+            start: first element, a multiple of the layout's quantum.
+            master: fp32, at an address that direct I/O takes.
+
+        Raises:
+            StorageError: the home cannot be written.
+        """
+        numel = master.numel()
+        parts = {name: room[: self._made[name].items(numel)] for name, room in self._room.items()}
+        if MASTER_LOW in parts:
+            ties = parts.get(MASTER_TIES)
+            if ties is not None:
+                ties.zero_()
+                ties = ties[: numel // 8]
+            split_master(master, parts[WEIGHTS][:numel], parts[MASTER_LOW][:numel], ties)
+        elif WEIGHTS in parts:
+            parts[WEIGHTS].copy_(master)
+        for name, plane in self._made.items():
+            if plane.item == "fp32":
+                parts[name] = master
+        if self._own is None:
+            self._home.write_planes(unit, start, parts)
+            return
+        self._home.write(unit, WEIGHTS, start, parts.pop(WEIGHTS))
+        if parts and start in self._own[unit]:
+            self._home.write_planes(unit, start, parts)
+
+
+def fill_encoded(
+    home: Home, unit: UnitSpec, part: FrozenPart, source: WeightSource, arena: Arena
+) -> dict[str, float]:
+    """Encode a part of ``unit`` into ``home``; returns the error of each tensor, see `errors_of`.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        StorageError: the home cannot be written.
+    """
+    values = arena.take(part.num_bytes, "frozen weights").view(TORCH_DTYPE[part.dtype])
+    decoded = arena.take(part.num_bytes, "frozen weights, decoded").view(TORCH_DTYPE[part.dtype])
+    encoded = arena.take(part.encoded_bytes, "frozen weights, encoded")
+    _read(part, source, values)
+    encode(part, values, encoded)
+    decode(part, encoded, decoded)
+    home.write(unit.index, part.plane, 0, encoded)
+    return errors_of(part, values, decoded)
+
+
+def errors_of(part: FrozenPart, values: Tensor, decoded: Tensor) -> dict[str, float]:
+    """Return, by name, the root mean square of each tensor's error by that of its weights; 0 for zeros."""
+    found = {}
+    for tensor in part.tensors:
+        stretch = slice(tensor.offset, tensor.offset + tensor.numel)
+        one = values[stretch].float()
+        size = float(torch.linalg.vector_norm(one))
+        error = float(torch.linalg.vector_norm(decoded[stretch].float().sub_(one)))
+        found[tensor.name] = error / size if size else 0.0
+    return found
+
+
+def summary(errors: Mapping[str, float]) -> str:
+    """Say errors by name in a few words; there is at least one."""
+    worst = max(errors, key=lambda name: errors[name])
+    return (
+        f"root mean square error {median(errors.values()):.2%} of a tensor's weights (median), {errors[worst]:.2%} at "
+        f"most ({worst})"
+    )
+
+
+class Decoded:
+    """Weights as they arrive on a device: what a codec writes as it decodes, everything else as it is."""
+
+    def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
+        self._source = source
+        parts = [part for unit in spec.units for part in unit.frozen if part.codec is not None]
+        self._part_of = {tensor.name: (part, tensor) for part in parts for tensor in part.tensors}
+        self._last: tuple[FrozenPart, Tensor] | None = None
+
+    def read(self, name: str, start: int, stop: int, into: Tensor) -> None:
+        """See `WeightSource.read`; the part that was read last is kept."""
+        if name not in self._part_of:
+            self._source.read(name, start, stop, into)
+            return
+        part, tensor = self._part_of[name]
+        if self._last is None or self._last[0] is not part:
+            self._last = None
+            self._last = part, self._decode(part)
+        into.view(-1).copy_(self._last[1][tensor.offset + start : tensor.offset + stop])
+
+    def _decode(self, part: FrozenPart) -> Tensor:
+        values = torch.empty(part.numel, dtype=TORCH_DTYPE[part.dtype])
+        _read(part, self._source, values)
+        encoded = torch.empty(part.encoded_bytes, dtype=torch.uint8)
+        encode(part, values, encoded)
+        decode(part, encoded, values)
+        return values
+
+
+def _read(part: FrozenPart, source: WeightSource, into: Tensor) -> None:
+    """Read a whole part; what lies between tensors is zero."""
+    into.zero_()
+    for tensor in part.tensors:
+        source.read(tensor.name, 0, tensor.numel, into[tensor.offset : tensor.offset + tensor.numel])
+
 
 FILL_ELEMENTS = 512 * PLANE_ELEMENTS
 

@@ -27,13 +27,11 @@ from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.gradient_ops import GradientObserver
 from outsize.session.fill import FILL_ELEMENTS, fill
 from outsize.session.job.model_inputs import num_targets
-from outsize.session.job.optimizer_layout import max_norm_of
-from outsize.session.job.optimizer_rule import rule_of
+from outsize.session.job.optimizer_layout import max_norm_of, rule_of
 from outsize.session.job.prepare import Job
-from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position, Standing, position_in
 from outsize.session.session import Session, Store
-from outsize.session.steps import Measure, StepOutcome, microbatches_of, schedule_of
+from outsize.session.steps import LossScale, Measure, StepOutcome, microbatches_of, schedule_of
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import Home

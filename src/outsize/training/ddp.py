@@ -36,7 +36,7 @@ from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
-from outsize.optim.decay_groups import parameter_groups
+from outsize.optim.learning_rates import parameter_groups
 from outsize.planner.program.ops import Kind
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved

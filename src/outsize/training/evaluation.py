@@ -21,7 +21,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.steps import Measure
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.prealloc import explain
-from outsize.training.metrics.heartbeat import Telling
+from outsize.training.records import Telling
 
 EVALUATIONS = "evaluations.jsonl"
 

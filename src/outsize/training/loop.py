@@ -16,8 +16,7 @@ from outsize.checkpoint.saver import Saver
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
-from outsize.data.prefetch import Prefetcher
-from outsize.data.shared import SharedData
+from outsize.data.prefetch import Prefetcher, SharedData
 from outsize.errors import NonFiniteError, OutsizeError
 from outsize.group.group import Group
 from outsize.planner.simulate.stalls import Window
@@ -29,12 +28,11 @@ from outsize.session.steps import StepOutcome
 from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Evaluations
 from outsize.training.forecast import Forecast
-from outsize.training.interrupt import Interrupt
-from outsize.training.metrics.heartbeat import Heartbeat, write_whole
-from outsize.training.metrics.profiling import PROFILE, StepProfiler
-from outsize.training.metrics.run_records import StepRecord, TrainResult
-from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes, stall_share
+from outsize.training.measures import Accounts, peak_rss_bytes, stall_share
+from outsize.training.profiling import PROFILE, StepProfiler
 from outsize.training.ranks import Ranks
+from outsize.training.records import Heartbeat, StepRecord, TrainResult, write_whole
+from outsize.training.stopping import Interrupt
 from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog
 from outsize.units import format_seconds

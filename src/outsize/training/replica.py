@@ -27,7 +27,7 @@ from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.checkpoint_ops import StoreOps, UnitAtRest
 from outsize.session.fill import fill
 from outsize.session.job.prepare import Job
-from outsize.session.loss_scale import LossScale
+from outsize.session.steps import LossScale
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
 

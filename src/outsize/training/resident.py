@@ -24,8 +24,8 @@ from outsize.config.optimizer_section import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
-from outsize.optim.decay_groups import parameter_groups
 from outsize.optim.factors import muon_matrices
+from outsize.optim.learning_rates import parameter_groups
 from outsize.optim.moments import chance_key
 from outsize.optim.muon import Muon
 from outsize.optim.split_masters import join_master, split_master
@@ -34,14 +34,12 @@ from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import loss_of
 from outsize.runtime.forward.random_states import seed_generators
 from outsize.runtime.ops.compute_ops import seed_of
-from outsize.session.frozen_encoding import Decoded
+from outsize.session.fill import Decoded
 from outsize.session.job.job_options import clip_of
 from outsize.session.job.model_inputs import num_targets
-from outsize.session.job.optimizer_layout import layout_for, max_norm_of
-from outsize.session.job.optimizer_rule import rule_of
+from outsize.session.job.optimizer_layout import layout_for, max_norm_of, rule_of
 from outsize.session.job.prepare import Job
-from outsize.session.loss_scale import LossScale
-from outsize.session.steps import schedule_of
+from outsize.session.steps import LossScale, schedule_of
 
 
 class ResidentTrainer:

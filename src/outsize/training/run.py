@@ -24,35 +24,36 @@ from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds, use_one_arena
 from outsize.session.decide.decide import plan_run
 from outsize.session.decide.rates import Rates
-from outsize.session.frozen_encoding import summary
+from outsize.session.fill import summary
 from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job, prepare
-from outsize.session.numa_binding import bound, placement_of
+from outsize.session.process_settings import borrowed_torch, bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
-from outsize.session.torch_state import borrowed_torch
 from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
 from outsize.streamed.spec import RunSpec
 from outsize.telemetry.counters import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
-from outsize.training.aftermath import Aftermath
 from outsize.training.ddp import check_fits, one_share, start_replica
 from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
-from outsize.training.interrupt import Interrupt
 from outsize.training.loop import Progress, Run
-from outsize.training.metrics.flops import Peak, peak_of, slow_products, step_flops
-from outsize.training.metrics.heartbeat import Heartbeat, Telling, write_json, write_whole
-from outsize.training.metrics.profiling import StepProfiler
-from outsize.training.metrics.run_info import about
-from outsize.training.metrics.run_records import TrainResult
-from outsize.training.metrics.step_metrics import Accounts, peak_rss_bytes
-from outsize.training.notes import notes_of
-from outsize.training.preflight import check_same_run
-from outsize.training.ranks import Ranks, own_share, together
-from outsize.training.run_data import data_of, open_dataset
+from outsize.training.measures import (
+    Accounts,
+    Peak,
+    about,
+    peak_of,
+    peak_rss_bytes,
+    slow_products,
+    step_flops,
+)
+from outsize.training.profiling import StepProfiler
+from outsize.training.ranks import Ranks, check_same_run, own_share, together
+from outsize.training.records import Heartbeat, Telling, TrainResult, write_json, write_whole
+from outsize.training.run_data import data_of, notes_of, open_dataset
 from outsize.training.run_dir import PLAN_FILE, as_before, choose_run_dir, claimed
+from outsize.training.stopping import Aftermath, Interrupt
 from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog
 

@@ -1,4 +1,4 @@
-"""The data set of a run: the model's tokenizer, and sequences made with it."""
+"""The data of a run, and settings that have no effect with its data, model and machine."""
 
 import contextlib
 import time
@@ -10,16 +10,18 @@ from typing import Any, Protocol
 from outsize.checkpoint import tokenizer_files
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
-from outsize.config import Config, SourceConfig
+from outsize.config import Config, SourceConfig, Surroundings
 from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.loader_sweep import enough_workers, sweep_loader
 from outsize.data.masking import Masker
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.errors import DataError
+from outsize.hardware.cpu import read_cpu
 from outsize.model.build import is_masked, load_hf_config
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.session.data_files import list_files
+from outsize.session.job.prepare import Job
 from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.units import format_bytes
 
@@ -233,3 +235,27 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
             "loader": [rate.to_dict() for rate in rates],
             "enough_workers": enough_workers(rates),
         }
+
+
+def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]:
+    """Return a line for every setting of ``config``, as the user gave it, without effect on the run that it came to.
+
+    And one of what of the optimizer's state is kept in fewer bits than a plain fp32 run has.
+    """
+    container = None
+    with contextlib.suppress(DataError):  # which says so itself where it is opened
+        container = find_sources(Path(config.data.path), config.data.glob).container
+    around = Surroundings(
+        num_processes=num_processes,
+        num_numa_nodes=len(read_cpu(Path("/")).numa_nodes) or None,
+        device=str(prepared.machine.devices),
+        home=prepared.machine.home,
+        dtype=prepared.dtype,
+        chunks_loss=prepared.chunk_tokens is not None,
+        container=container,
+        one_file=Path(config.data.path).is_file(),
+        masks=is_masked(prepared.hf_config),
+    )
+    lossy = prepared.plan.state.lossy
+    rounded = [f"not bit-exact, since rounded by chance: {' and '.join(lossy)}"] if lossy else []
+    return [f"note: {note}" for note in (*config.notes(around), *rounded)]

@@ -22,7 +22,7 @@ from outsize.session.job.machine import home_file
 from outsize.storage.directory import needed_directory
 from outsize.storage.prealloc import explain
 from outsize.storage.record import has_commit
-from outsize.training.metrics.heartbeat import HEARTBEAT
+from outsize.training.records import HEARTBEAT
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"

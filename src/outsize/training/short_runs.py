@@ -21,8 +21,8 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
+from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
-from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import temporary_directory
 from outsize.streamed.spec import RunSpec
 from outsize.training.run_data import open_dataset

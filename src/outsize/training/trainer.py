@@ -9,9 +9,8 @@ from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.device.profiler_ranges import OpRanges
 from outsize.session.job.prepare import Job
-from outsize.session.loss_scale import LossScale
 from outsize.session.run_state import Position
-from outsize.session.steps import StepOutcome
+from outsize.session.steps import LossScale, StepOutcome
 from outsize.storage.ledger import Ledger
 from outsize.training.watchdog import Watched
 

@@ -16,14 +16,13 @@ from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.job.prepare import Job
+from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
-from outsize.session.torch_state import borrowed_torch
 from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.streamed.spec import RunSpec
-from outsize.training.metrics.run_records import VerifyResult
-from outsize.training.notes import notes_of
+from outsize.training.records import VerifyResult
 from outsize.training.resident import ResidentTrainer, materialise
-from outsize.training.run_data import open_dataset
+from outsize.training.run_data import notes_of, open_dataset
 
 
 def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) -> VerifyResult:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import NonFiniteError
-from outsize.optim.clip import clip_coefficient, gradient_norms
 from outsize.optim.optimizer_spec import GRADIENT
+from outsize.optim.step import clip_coefficient, gradient_norms
 from outsize.storage.arena import Arena
 from outsize.wrapped.module import iterate_parameters, runner_of
 from outsize.wrapped.runner import Runner

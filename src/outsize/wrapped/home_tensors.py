@@ -18,7 +18,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, TensorSpe
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.decoding import decode, encode
-from outsize.session.frozen_encoding import errors_of
+from outsize.session.fill import errors_of
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE

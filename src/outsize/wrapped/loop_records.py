@@ -36,11 +36,8 @@ from outsize.session.session import Session
 from outsize.session.steps import StepOutcome
 from outsize.telemetry.counters import GpuSampler
 from outsize.training.loop import TIMELINE_STEP
-from outsize.training.metrics.flops import peak_of
-from outsize.training.metrics.heartbeat import Heartbeat, write_json, write_whole
-from outsize.training.metrics.run_info import describe
-from outsize.training.metrics.run_records import StepRecord
-from outsize.training.metrics.step_metrics import Accounts
+from outsize.training.measures import Accounts, describe, peak_of
+from outsize.training.records import Heartbeat, StepRecord, write_json, write_whole
 from outsize.training.run_dir import PLAN_FILE, claimed
 from outsize.training.watchdog import Watchdog
 

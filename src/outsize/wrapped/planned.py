@@ -36,9 +36,8 @@ from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.context import slots_used
 from outsize.runtime.ops.gradient_ops import count_times_home
 from outsize.runtime.trial.measured import Measured
-from outsize.session.frozen_encoding import summary
-from outsize.session.job.machine import describe_machine
-from outsize.session.job.run_codecs import check_transport
+from outsize.session.fill import summary
+from outsize.session.job.machine import check_transport, describe_machine
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
 from outsize.wrapped import wrap_planning

@@ -15,7 +15,7 @@ from rich.text import Text
 from outsize.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.training.metrics.run_records import StepRecord
+    from outsize.training.records import StepRecord
 
 
 # What a step waited for, by the cause in its record, in words.

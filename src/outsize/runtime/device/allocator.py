@@ -1,4 +1,16 @@
-"""Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
+"""Memory of the process: what torch and the C library keep of freed memory, and teams of OpenMP threads.
+
+One team of OpenMP threads at a time, so that its threads may spin between two parallel loops.
+
+libgomp starts a team of its own for each thread that computes, and keeps it. While all teams together have more threads
+than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops in a step
+then puts threads to sleep and wakes them up, which made steps up to a tenth longer on two cores (docs/log.md).
+
+Ending the team also makes results independent of what the process computed before: a helping thread keeps for good the
+number of threads that holds at its first loop inside a loop (``lazy_init_num_threads`` of ATen/Parallel.h), and MKL
+divides that thread's products by it.
+
+Resident memory as a promise: what the C allocator keeps of what is freed is part of the budget.
 
 A step frees and takes the same sizes over and over. Mapped one by one from the kernel, each costs a page fault for
 every 4 KiB: a fifth of the processor time of a step (docs/log.md). Kept in glibc's heap they cost nothing, but a heap
@@ -14,11 +26,31 @@ import mmap
 import os
 import time
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from outsize.runtime.device.heap import set_thresholds, trim
+
+
+def release_team() -> None:
+    """End the threads that wait for loops of the calling thread; its next loop starts others, in some 50 us."""
+    library = _libgomp()
+    if library is not None:
+        library.omp_pause_resource_all(1)  # omp_pause_soft: settings stay
+
+
+@cache
+def _libgomp() -> ctypes.CDLL | None:
+    """Return the OpenMP that torch is linked with where it is GNU's; that of LLVM pauses the teams of all threads."""
+    try:
+        library = ctypes.CDLL("libtorch_cpu.so")
+    except OSError:
+        return None
+    is_gnu = hasattr(library, "omp_pause_resource_all") and not hasattr(library, "__kmpc_fork_call")
+    return library if is_gnu else None
+
 
 # Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Its holes were
 # 0.1 to 0.2 GiB where tensors fit again where they have lain, and 0.5 GiB and more where they do not (docs/log.md).

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outsize.optim.update import UpdateRule, WholeRule
+from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.ops.commit_ops import Describe
 from outsize.runtime.ops.gradient_ops import GradientObserver

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outsize.optim.muon import Muon
-from outsize.optim.update import UpdateRule, WholeRule
+from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers

@@ -11,7 +11,7 @@ from torch import Tensor
 from outsize.codecs.codec import pieces_on
 from outsize.errors import NonFiniteError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
-from outsize.optim.clip import clip_coefficient, gradient_norms
+from outsize.optim.step import clip_coefficient, gradient_norms
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device

@@ -16,9 +16,8 @@ from torch import Tensor
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
-from outsize.optim.planes import StatePlanes
+from outsize.optim.planes import StatePlanes, UpdateRule, WholeRule
 from outsize.optim.step import step_state, step_whole
-from outsize.optim.update import UpdateRule, WholeRule
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.ops.context import StepContext

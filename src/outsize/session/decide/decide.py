@@ -24,7 +24,7 @@ from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
-from outsize.session.decide.codec_rates import codec_rates, crossing_rates
+from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
 from outsize.session.job.job_options import AUTO, open_crossings, products_open
 from outsize.session.job.planning import is_linked, question_of

@@ -1,16 +1,33 @@
-"""What the machine has to give: which device computes, and how many bytes each tier may hold."""
+"""The machine of a run: devices and budgets, copies between workers, data sheets, codecs that run there.
 
+Between which devices of a run stages hand over by themselves, and how fast that is.
+
+A run computes the same either way, so what a machine can do may decide.
+"""
+
+import contextlib
 import hashlib
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from outsize.accelerators import Devices, check_here, count_of
-from outsize.config import MemoryConfig
+from outsize.choices import Home
+from outsize.codecs.transport import CODECS, Transport
+from outsize.codecs.wire import Wire
+from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
+from outsize.hardware.cards.gpu_table import find_card, known_card
+from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.host_memory import HostMemory, read_host_memory
-from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE
+from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Gpu, Machine, Peer
+from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.memory_table import Tier
+from outsize.runtime.device.peer_copies import can_copy
+from outsize.session.job.job_options import AUTO
 from outsize.storage.zram import check_not_a_device
 from outsize.units import format_bytes
 
@@ -169,3 +186,132 @@ def _free_disk_bytes(path: Path) -> int:
 def existing(path: Path) -> Path:
     """Return ``path``, or what of the way to it there is already."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+# Stands for devices without figures, emulated ones and GPUs that nobody has described.
+USUAL = "4090"
+
+
+def preset_of(name: str) -> Gpu | None:
+    """Return the preset for a driver's name, e.g. ``NVIDIA H100 80GB HBM3``; None for one that nobody has described."""
+    card = known_card(name)
+    return None if card is None else card.gpu()
+
+
+def assumed_machine(devices: Devices) -> Machine:
+    """Return the preset of the devices of a run, or that of so many `USUAL` cards where they have none.
+
+    For what must not be timed, since another start would find another number.
+    """
+    gpu = find_card(USUAL).gpu()
+    with contextlib.suppress(AssertionError, RuntimeError):  # torch without CUDA: of a run on another machine
+        gpu = next(filter(None, map(preset_of, devices.each[0].titles)), gpu)
+    return parse_gpus(f"{len(devices.each)}x{gpu.name}")
+
+
+Pairs = frozenset[tuple[int, int]]
+# Large enough to hide what a copy costs besides its bytes; the best of so many.
+_COPY_BYTES, _REPEATS = 16 * 2**20, 5
+
+
+def peers_of(config: Config, machine: RunMachine) -> Pairs:
+    """Return the pairs of workers (source, target), one after the other in turn, of which one copies to the other.
+
+    Raises:
+        ConfigError: ``parallel.handover`` is ``peer``, and a pair cannot, or inputs lose something on their way below.
+    """
+    handover, each = config.parallel.handover, machine.devices.each
+    count = len(each)
+    if count == 1 or handover == "host":
+        return frozenset()
+    activations = config.transport.activations
+    if activations not in (*CODECS["weights"], AUTO):
+        if handover == "peer":
+            raise ConfigError(
+                f"parallel.handover=peer: a backward would find inputs that {activations} has rounded, and its forward "
+                "those as they were; leave transport.activations lossless, or use parallel.handover=auto"
+            )
+        return frozenset()
+    pairs = frozenset((worker, (worker + 1) % count) for worker in range(count))
+    found = frozenset(pair for pair in pairs if _can_copy(config, each[pair[0]], each[pair[1]]))
+    if handover == "peer" and found != pairs:
+        source, target = min(pairs - found)
+        advice = "set memory.peer_gb_per_s" if machine.devices.emulated else "see outsize doctor"
+        raise ConfigError(
+            f"parallel.handover=peer: {each[source]} does not copy to {each[target]} by itself; {advice}, or use "
+            "parallel.handover=auto"
+        )
+    return found
+
+
+def measured_peers(config: Config, machine: RunMachine, pairs: Pairs) -> tuple[Peer, ...]:
+    """Return what copies between ``pairs`` reach; on emulated devices what they are throttled to."""
+    each, rate = machine.devices.each, config.memory.peer_gb_per_s
+    found = []
+    for source, target in sorted(pairs):
+        if rate is not None:
+            figure = Figure(value=rate * 1e9, source="memory.peer_gb_per_s", measured=True)
+        else:
+            value = _bytes_per_s(each[source].torch_device, each[target].torch_device)
+            figure = Figure(value=value, source="copies between the two, timed", measured=True)
+        found.append(Peer(source=source, target=target, bytes_per_s=figure, own_wire=True))
+    return tuple(found)
+
+
+def _can_copy(config: Config, source: Devices, target: Devices) -> bool:
+    if source.emulated:
+        return config.memory.peer_gb_per_s is not None
+    return can_copy(source, target)
+
+
+def _bytes_per_s(source: torch.device, target: torch.device) -> float:
+    sent = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=source)
+    arrived = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=target)
+    best_s = float("inf")
+    for _ in range(_REPEATS + 1):  # the first opens the way
+        torch.accelerator.synchronize(source)
+        began = time.perf_counter()
+        arrived.copy_(sent)
+        torch.accelerator.synchronize(source)
+        torch.accelerator.synchronize(target)
+        best_s = min(best_s, time.perf_counter() - began)
+    return _COPY_BYTES / best_s
+
+
+def check_transport(transport: Transport, devices: Devices, home: Home) -> None:
+    """Check that the codecs run on ``devices``, and with a home there.
+
+    Raises:
+        ConfigError: there is no such link on this machine, or the codec does not run there.
+    """
+    if transport == Transport():
+        return
+    if devices.is_cpu:
+        raise ConfigError("transport: a cpu computes where the host memory is, over no link; leave it raw")
+    if home == "disk" and not transport.is_raw("weights"):
+        raise ConfigError(
+            "transport.weights: encodings of weights are kept in host memory, and the home is on disk; leave it raw, "
+            "or set memory.home=host"
+        )
+    if devices.accelerated:
+        for crossing in ("activations", "gradients"):
+            if transport.spec(crossing).lossless and not transport.is_raw(crossing):
+                raise ConfigError(
+                    f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
+                )
+
+
+def wire_of(config: Config, spec: ModelSpec, machine: RunMachine) -> Wire:
+    """Return the codecs between ranks.
+
+    Raises:
+        ConfigError: changes of weights are asked for where there are none to be had.
+    """
+    wire = Wire(gradients=config.parallel.gradients, weights=config.parallel.weights)
+    if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
+        raise ConfigError(
+            "parallel.weights: delta is of 16-bit weights in host memory, and here "
+            + ("weights are fp32" if spec.dtype == "fp32" else "the home is on disk")
+            + "; leave it raw"
+        )
+    return wire

@@ -1,14 +1,25 @@
-"""From what a user says of optimizer and clipping to how a trained unit lies at home."""
+"""The optimizer of a run, from its configuration: how state lies in the offload store, how a parameter steps."""
+
+import contextlib
+import importlib
+from pathlib import Path
+from typing import Literal
 
 from outsize.config import Config
 from outsize.config.optimizer_section import OptimizerConfig
+from outsize.errors import ConfigError, StorageError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.native import library
-from outsize.optim.adamw_kernel import agrees_with_torch
+from outsize.optim.adamw import agrees_with_torch
 from outsize.optim.optimizer_names import named
 from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.planes import UpdateRule, WholeRule
+from outsize.optim.torch_rule import rule_of_class
+from outsize.optim.torch_trial import torch_class
 from outsize.planner.search.sizing import gradients_at_home
 from outsize.session.job.job_options import clip_of, named_transport, state_layout
+from outsize.storage.committed import find_record
+from outsize.storage.layout_digest import is_laid_out
 
 
 def max_norm_of(config: Config) -> float:
@@ -38,3 +49,51 @@ def has_kernel(optimizer: OptimizerConfig) -> bool:
     """Return whether a kernel in C steps exact state, to the bit as the torch at hand does."""
     own = named(optimizer.name)
     return own is not None and own.kernel and library.available() and agrees_with_torch(library.level())
+
+
+_WAYS: tuple[Literal["split", "separate"], ...] = ("split", "separate")
+
+
+def with_masters_of(path: Path, config: Config, spec: ModelSpec, num_workers: int) -> Config:
+    """Return ``config`` with ``optimizer.masters`` as they lie in the home at ``path``, where it says ``auto``.
+
+    Which of the two is best here may have changed since: by a version of this program, or by kernels that were built.
+
+    Raises:
+        ConfigError: see `layout_for`.
+    """
+    if config.optimizer.masters != "auto" or config.train.resume != "auto" or spec.dtype != "bf16":
+        return config
+    for masters in _WAYS:
+        optimizer = config.optimizer.model_copy(update={"masters": masters})
+        given = config.model_copy(update={"optimizer": optimizer})
+        planes = layout_for(given, spec, num_workers=num_workers).planes
+        with contextlib.suppress(StorageError):  # whoever goes on from that home says it
+            record, _ = find_record(path, spec, planes)
+            if record is not None and is_laid_out(record.layout, spec, planes):
+                return given
+    return config
+
+
+# Settings of which a plan makes something, and not the rule.
+_OF_THE_RUN = ("ns_on",)
+
+
+def rule_of(optimizer: OptimizerConfig) -> UpdateRule | WholeRule:
+    """Return how a parameter steps; the learning rate comes with each step.
+
+    Raises:
+        ConfigError: the optimizer does not take its arguments.
+    """
+    own = named(optimizer.name)
+    if own is None:
+        return rule_of_class(torch_class(optimizer.name, optimizer.args), optimizer.weight_decay)
+    module, _, name = own.rule.rpartition(".")
+    made = getattr(importlib.import_module(module), name)
+    settings = {key: getattr(optimizer, key) for key in own.keys if key not in _OF_THE_RUN}
+    rule: UpdateRule | WholeRule
+    try:
+        rule = getattr(made, "of", made)(weight_decay=optimizer.weight_decay, **settings, **optimizer.args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.args: {optimizer.name} refuses them: {error}") from error
+    return rule

@@ -31,13 +31,10 @@ from outsize.planner.simulate.crowding import scaled
 from outsize.runtime.device.allocator import HEAP_WORKSPACES
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.runtime.trial.measured import Measured
-from outsize.session.job.device_peers import peers_of
-from outsize.session.job.device_presets import assumed_machine
 from outsize.session.job.job_options import named_transport, options_for, question_for
-from outsize.session.job.machine import RunMachine
+from outsize.session.job.machine import RunMachine, assumed_machine, check_transport, peers_of, wire_of
 from outsize.session.job.optimizer_layout import has_kernel
 from outsize.session.job.relative_times import counted_times, selected_bytes
-from outsize.session.job.run_codecs import check_transport, wire_of
 from outsize.storage.pool import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 

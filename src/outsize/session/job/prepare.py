@@ -27,7 +27,7 @@ from outsize.model.split import Split, split
 from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
-from outsize.optim.decay_groups import RateGroup, decay_parameter_names, with_rates
+from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.validate import validate
@@ -40,20 +40,18 @@ from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.compile_units import compile_units
 from outsize.runtime.trial.measured import Measured
-from outsize.session.job.home_masters import with_masters_of
 from outsize.session.job.job_options import named_transport
 from outsize.session.job.machine import (
     RunMachine,
     check_directory,
+    check_transport,
     describe_machine,
     determinism_said,
     home_file,
 )
-from outsize.session.job.model_inputs import made_up_inputs
-from outsize.session.job.named_loss import check_loss, take_loss
-from outsize.session.job.optimizer_layout import layout_for
+from outsize.session.job.model_inputs import check_loss, made_up_inputs, take_loss
+from outsize.session.job.optimizer_layout import layout_for, with_masters_of
 from outsize.session.job.planning import DemandTrial, Tried, question_of
-from outsize.session.job.run_codecs import check_transport
 from outsize.streamed.spec import RunSpec, dtype_chosen
 from outsize.units import format_bytes, format_count
 

@@ -1,4 +1,4 @@
-"""``train --profile N``: N steps under `torch.profiler`, their trace beside the timeline, ranges named by op."""
+"""Steps under torch.profiler: their trace beside the timeline, with ranges named by op."""
 
 from collections.abc import Callable
 from pathlib import Path
