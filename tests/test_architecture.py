@@ -23,7 +23,7 @@ ARROWS = {
     "files": set(),
     "choices": set(),
     "spin": set(),
-    "loopback": {"errors"},
+    "local_server": {"errors"},
     "user_cache": set(),
     "accelerators": {"errors"},
     "config": GROUND | {"accelerators", "choices", "optim.optimizer_names"},
@@ -138,7 +138,8 @@ ARROWS = {
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry"},
     "telemetry": GROUND | {"config.yaml_text", "hardware"},
-    "reporting": GROUND | {"doctor", "files", "loopback", "planner.program", "planner.simulate", "telemetry"},
+    "reporting": GROUND
+    | {"doctor", "files", "local_server", "planner.program", "planner.simulate", "telemetry"},
     "streamed": GROUND | {"accelerators", "choices", "config", "group"},
     "session.job": GROUND
     | {
@@ -317,7 +318,7 @@ ARROWS = {
         "doctor",
         "group",
         "hardware",
-        "loopback",
+        "local_server",
         "model",
         "objectives",
         "optim.optimizer_spec",

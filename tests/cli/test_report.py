@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outsize import files
-from outsize.cli import watch_command as watching
+from outsize.cli import server_commands as watching
 from outsize.cli.app import app
 from outsize.reporting.html_page import write_page
 from report.recorded import make_run

@@ -1,23 +1,30 @@
 """``outsize serve``: what clients of OpenAI's interface ask for, over HTTP."""
 
+import asyncio
 import http.client
 import json
 import shutil
+import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from cli.command_line import status_of
-from outsize.cli.completions import CompletionHandler, Completions, read_request
+from outsize import local_server
+from outsize.cli.openai_requests import ChatRequest, read_request
+from outsize.cli.openai_server import Completions, make_app
 from outsize.cli.text_writer import ModelOptions, TextWriter
-from outsize.loopback import LoopbackServer
+from outsize.local_server import LocalServer
 from patience import PATIENCE_S
 from support import make_model_dir
 
-PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+PLAIN, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -31,8 +38,9 @@ def served(model: Path) -> Iterator[tuple[str, Completions]]:
     options = ModelOptions(model=str(model), device="cpu", device_memory="64MiB", home="disk", dtype="fp32")
     with TextWriter(options) as writer:
         completions = Completions(writer, "tiny", 8)
-        with LoopbackServer(CompletionHandler, completions) as server:
+        with LocalServer(make_app(completions)) as server:
             yield server.url.removeprefix("http://").rstrip("/"), completions
+            completions.end()
 
 
 def ask(address: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
@@ -48,6 +56,40 @@ def ask(address: str, path: str, body: Any = None, **headers: str) -> tuple[int,
 
 def events(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def held(
+    completions: Completions, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Event, threading.Event]:
+    """Have answers begin, and go on when they are let: the events of both."""
+    began, goes_on = threading.Event(), threading.Event()
+    write = completions._writer.write
+
+    def slow(*prompts: Any, **choice: Any) -> Any:
+        began.set()
+        assert goes_on.wait(PATIENCE_S)
+        return write(*prompts, **choice)
+
+    monkeypatch.setattr(completions._writer, "write", slow)
+    return began, goes_on
+
+
+def connect(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def request_of(address: str, body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    head = [f"POST {PLAIN} HTTP/1.1", f"Host: {address}", "Content-Type: application/json"]
+    return "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content
 
 
 def test_a_chat_is_answered_as_a_whole_and_piece_by_piece(served: tuple[str, Completions]):
@@ -90,30 +132,31 @@ def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completion
     ("path", "body", "status", "message"),
     [
         (CHAT, "no json", 400, "not valid JSON"),
-        (CHAT, {"messages": []}, 400, "a list of objects with role and content"),
-        (CHAT, {"messages": HELLO, "tools": [{}], "n": 2}, 400, "tools, n: not supported"),
+        (CHAT, {"messages": []}, 400, "messages is []"),
+        (CHAT, {"messages": HELLO, "functions": [{}], "best_of": 2}, 400, "functions, best_of: not supported"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content has to be a text"),
         (PLAIN, {"prompt": "x", "temperature": "hot"}, 400, "temperature is 'hot'"),
-        (PLAIN, {"prompt": "x", "max_tokens": -1}, 400, "whole number from 1 to"),
+        (PLAIN, {"prompt": "x", "max_tokens": -1}, 400, "max_tokens is -1"),
         (PLAIN, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
         (PLAIN, {"prompt": "x", "max_tokens": True}, 400, "max_tokens is True"),
         (PLAIN, '{"prompt": "x", "temperature": NaN}', 400, "temperature is nan"),
         (PLAIN, {"prompt": "x", "top_k": 2.5}, 400, "top_k is 2.5"),
         (PLAIN, {"prompt": "x", "top_p": -1}, 400, "top_p is -1"),
-        (PLAIN, {"prompt": "x", "n": True}, 400, "n: not supported"),
-        (PLAIN, {"prompt": ["a", "b"]}, 400, "a list of one text"),
-        (PLAIN, {"prompt": [1, 2]}, 400, "a list of one text"),
+        (PLAIN, {"prompt": "x", "n": True}, 400, "n is True"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice is 'required'"),
+        (PLAIN, {"prompt": []}, 400, "prompt is []"),
+        (PLAIN, {"prompt": [1, 2]}, 400, "prompt.0 is 1"),
         (CHAT, {"messages": [{"role": "oracle", "content": "x"}]}, 400, "unknown role 'oracle'"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "a message of the user has no 'content'"),
         (PLAIN, {"prompt": "x", "min_p": 2}, 400, "min_p is 2"),
         (PLAIN, {"prompt": "x", "seed": 2**64}, 400, "seed is 1844"),
         (PLAIN, {"prompt": "x", "min_tokens": 4, "repetition_penalty": 1.2}, 400, "min_tokens, repetition_penalty:"),
-        (PLAIN, {"prompt": "x", "stream_options": {"more": True}}, 400, "stream_options is {'more': True}"),
+        (PLAIN, {"prompt": "x", "stream_options": {"more": True}}, 400, "stream_options.more is True"),
         (CHAT, {"messages": [{"role": "user", "content": "emoji \ud83d"}]}, 400, "unpaired surrogate"),
         (PLAIN, {"prompt": "\ud83d", "stream": True}, 400, "unpaired surrogate"),
         (PLAIN, "[" * 200_000, 400, "not valid JSON"),
         (PLAIN, {"prompt": "x" * 300, "stream": True}, 400, "positions of the model"),
-        ("/v1/other", {"prompt": "x"}, 404, '{"error": {"message": "there is nothing at /v1/other'),
+        ("/v1/other", {"prompt": "x"}, 404, "there is nothing at POST /v1/other"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(
@@ -176,7 +219,7 @@ def test_calls_and_results_of_tools_are_part_of_a_conversation(model: Path):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
-    asked = read_request(json.dumps({"messages": messages}).encode(), is_chat=True).prompt
+    (asked,) = read_request(json.dumps({"messages": messages}).encode(), ChatRequest).prompts
     with TextWriter(ModelOptions(model=str(model), device="cpu", home="host")) as writer:
         writer._tokenizer.chat_template = (
             "{% for m in messages %}{{ m.role }}:{{ m.content }}"
@@ -188,28 +231,23 @@ def test_calls_and_results_of_tools_are_part_of_a_conversation(model: Path):
 def test_pages_from_elsewhere_can_ask_nothing(served: tuple[str, Completions]):
     assert ask(served[0], PLAIN, {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
     assert ask(served[0], PLAIN, {"prompt": "x"}, Host="example.com")[0] == 403
+    assert ask(served[0], PLAIN, {"prompt": "x"}, Origin="https://example.com")[0] == 403
+    assert ask(served[0], MODELS, Origin="http://localhost:3000")[0] == 200
 
 
 def test_a_server_that_ends_lets_a_text_go(served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch):
     """And its model is whole afterwards."""
     address, completions = served
-    began, answers = threading.Event(), []
+    answers = []
     write = completions._writer.write
-
-    def slow(texts: list[str], on_text: Any, **choice: Any) -> Any:
-        began.set()
-        assert ended.wait(PATIENCE_S)
-        return write(texts, on_text, **choice)
-
-    ended = threading.Event()
-    monkeypatch.setattr(completions._writer, "write", slow)
+    began, goes_on = held(completions, monkeypatch)
     client = threading.Thread(
         target=lambda: answers.append(ask(address, PLAIN, {"prompt": "x", "stream": True}))
     )
     client.start()
     assert began.wait(PATIENCE_S)
-    completions._ends = True
-    ended.set()
+    completions._ends.set()
+    goes_on.set()
     completions.end()
     client.join()
     assert answers[0][0] == 503
@@ -230,39 +268,165 @@ def test_what_is_not_said_is_as_much_as_the_model_takes(served: tuple[str, Compl
     assert "--max-new-tokens" not in ask(address, PLAIN, {**body, "max_tokens": 256})[1]
 
 
-def test_nothing_is_written_for_a_client_that_has_gone(
+def test_requests_past_the_queue_are_told_when_to_come_again(
     served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch
 ):
+    """And those that wait are answered; one whose client goes while it waits writes nothing."""
     address, completions = served
-    heard, gone = threading.Event(), threading.Event()
-    is_heard, writes = CompletionHandler.is_heard, []
-
-    def looks(handler: CompletionHandler) -> bool:
-        heard.set()
-        if is_heard(handler):
-            return True
-        gone.set()
-        return False
-
-    monkeypatch.setattr(CompletionHandler, "is_heard", looks)
-    monkeypatch.setattr(completions._writer, "write", lambda *_, **__: writes.append(1))
-    host, port = address.split(":")
-    with completions._turn:
-        connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
-        connection.request("POST", PLAIN, '{"prompt": "x"}', {"Content-Type": "application/json"})
-        assert heard.wait(PATIENCE_S)
+    began, goes_on = held(completions, monkeypatch)
+    completions._most_waiting = 2
+    body = {"prompt": "x", "max_tokens": 1}
+    answers: list[int] = []
+    clients = [
+        threading.Thread(target=lambda: answers.append(ask(address, PLAIN, body)[0])) for _ in range(2)
+    ]
+    for client in clients:
+        client.start()
+    assert began.wait(PATIENCE_S)
+    with connect(address) as leaves:
+        leaves.sendall(request_of(address, body))
+        until(lambda: len(completions.jobs) == 3)
+        connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+        connection.request("POST", PLAIN, json.dumps(body), {"Content-Type": "application/json"})
+        refused = connection.getresponse()
+        assert (refused.status, int(refused.getheader("Retry-After") or 0) >= 1) == (429, True)
+        assert json.loads(refused.read())["error"]["code"] == "rate_limit_exceeded"
         connection.close()
-        assert gone.wait(PATIENCE_S)
-    assert writes == []
+    until(lambda: len(completions.jobs) == 2)
+    goes_on.set()
+    for client in clients:
+        client.join()
+    assert answers == [200, 200]
 
 
-def test_a_text_stops_at_the_token_at_which_its_client_goes(served: tuple[str, Completions]):
-    _, completions = served
-    left = iter([True, True, True])
-    asked = read_request(b'{"prompt": "x", "temperature": 0}', is_chat=False)
-    with pytest.raises(ConnectionError):
-        completions.write(asked, lambda _: None, lambda: next(left, False))
-    assert next(left, None) is None
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_stops_at_the_token_at_which_its_client_goes(
+    served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    address, completions = served
+    began, goes_on = held(completions, monkeypatch)
+    with connect(address) as leaves:
+        leaves.sendall(request_of(address, {"prompt": "x", "max_tokens": 200, "stream": stream}))
+        assert began.wait(PATIENCE_S)
+    (job,) = completions.jobs
+    until(job.is_over.is_set)
+    goes_on.set()
+    until(lambda: not completions.jobs)
+    assert job._events.qsize() < 200
+
+
+def test_slow_clients_are_hung_up_on(served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch):
+    """Whether they trickle the head or the body; others are answered meanwhile."""
+    address, _ = served
+    monkeypatch.setattr(local_server, "REQUEST_S", 0.3)
+    with connect(address) as head, connect(address) as body:
+        head.sendall(b"POST /v1/comp")
+        body.sendall(request_of(address, {"prompt": "x" * 100})[:-50])
+        assert ask(address, MODELS)[0] == 200
+        assert b"408" in body.recv(4096)
+        assert head.recv(4096) == b""
+
+
+def test_a_body_is_bounded(served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("outsize.cli.openai_server.MOST_BYTES", 1000)
+    assert ask(served[0], PLAIN, {"prompt": "x" * 1000})[0] == 413
+
+
+def test_a_text_ends_before_a_string_wherever_tokens_divide_it(served: tuple[str, Completions]):
+    """The string is of several tokens, so what may begin it waits."""
+    address, _ = served
+    body = {"prompt": "once", "temperature": 0, "max_tokens": 40}
+    whole = json.loads(ask(address, PLAIN, body)[1])["choices"][0]["text"]
+    stop = whole[12:16]
+    want = whole[: whole.index(stop)]
+    stopped = {**body, "stop": [stop, "never said"]}
+    answer = json.loads(ask(address, PLAIN, stopped)[1])
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (want, "stop")
+    assert answer["usage"]["completion_tokens"] < 40
+    *pieces, last, _ = events(ask(address, PLAIN, {**stopped, "stream": True})[1])
+    assert "".join(json.loads(piece)["choices"][0]["text"] for piece in pieces) == want
+    assert json.loads(last)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_tools_are_offered_to_the_template(served: tuple[str, Completions]):
+    address, completions = served
+    completions._writer._tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}once"
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    counts = [
+        json.loads(ask(address, CHAT, {"messages": HELLO, "tools": [tool], "max_tokens": 1, **more})[1])[
+            "usage"
+        ]
+        for more in ({}, {"tool_choice": "none"})
+    ]
+    assert counts[0]["prompt_tokens"] > counts[1]["prompt_tokens"]
+
+
+def test_the_client_of_openai_reads_every_answer(served: tuple[str, Completions]):
+    address, _ = served
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client:
+        check_client(client)
+
+
+def check_client(client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 6, "temperature": 0}
+    chat = client.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=3, seed=1)
+    assert [one.index for one in chat.choices] == [0, 1]
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 12
+    for choice in chat.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 6
+        for token in choice.logprobs.content:  # greedy: the likeliest
+            assert token.logprob == token.top_logprobs[0].logprob
+    stream = client.chat.completions.create(
+        **asked, n=2, stream=True, stream_options={"include_usage": True}, logprobs=True
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == chat.usage
+    for index in range(2):
+        parts = [one for chunk in chunks for one in chunk.choices if one.index == index]
+        assert "".join(one.delta.content or "" for one in parts) == chat.choices[index].message.content
+        assert parts[-1].finish_reason == "length"
+        assert sum(len(one.logprobs.content or ()) for one in parts if one.logprobs) == 6
+    plain = client.completions.create(
+        model="tiny", prompt=["once", "upon a"], max_tokens=4, logprobs=2, seed=3
+    )
+    assert len(plain.choices) == 2
+    logprobs = plain.choices[1].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert len(logprobs.tokens) == 4
+    with pytest.raises(openai.BadRequestError, match="positions of the model"):
+        client.completions.create(model="tiny", prompt="x" * 300)
+    with pytest.raises(openai.NotFoundError, match="there is nothing at"):
+        client.models.retrieve("other")
+
+
+def test_many_requests_at_once_are_all_answered(served: tuple[str, Completions]):
+    async def many() -> list[Any]:
+        url = f"http://{served[0]}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            one: Any = {"model": "tiny", "prompt": "once", "max_tokens": 2}
+            return await asyncio.gather(*(client.completions.create(**one) for _ in range(32)))
+
+    assert len({answer.id for answer in asyncio.run(many())}) == 32
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl is installed")
+def test_curl_may_send_its_body_in_chunks(served: tuple[str, Completions]):
+    """Of no length that is told before."""
+    url = f"http://{served[0]}{PLAIN}"
+    flags = ["-sN", "-H", "Content-Type: application/json", "-H", "Transfer-Encoding: chunked"]
+    body = '{"prompt": "once", "max_tokens": 2, "stream": true}'
+    told = subprocess.run(["curl", *flags, "-d", body, url], capture_output=True, text=True, check=True)
+    assert told.stdout.endswith("data: [DONE]\n\n")
 
 
 def test_a_stream_sends_a_piece_with_every_token_of_a_text_without_spaces(served: tuple[str, Completions]):

@@ -16,9 +16,8 @@ from outsize.cli.inspect_command import data, export, inspect
 from outsize.cli.plan.plan_command import plan
 from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
-from outsize.cli.serve_command import serve
+from outsize.cli.server_commands import serve, watch
 from outsize.cli.train_command import sweep, train, verify
-from outsize.cli.watch_command import watch
 from outsize.errors import OutsizeError
 
 

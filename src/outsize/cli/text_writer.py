@@ -106,6 +106,11 @@ class TextWriter:
         check_text(asked.text, "the prompt")
         return len(self._tokenizer(asked.text, add_special_tokens=not asked.is_templated)["input_ids"])
 
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special ones among them."""
+        text: str = self._tokenizer.decode([token])
+        return text
+
     @property
     def num_positions(self) -> int | None:
         """Tokens that the model takes at most; None where nothing limits them."""
@@ -120,7 +125,9 @@ class TextWriter:
         from outsize.wrapped.writing.text import write
 
         asked = [self._prompt_of(prompt) for prompt in prompts]
-        return write(self._model, self._tokenizer, asked, on_text=on_text, **choice)
+        return write(
+            self._model, self._tokenizer, asked, **{"on_token": lambda token: on_text(token.text), **choice}
+        )
 
     def _prompt_of(self, prompt: "str | Conversation") -> "Prompt":
         from outsize.wrapped.writing.text import Prompt

@@ -6,12 +6,11 @@ There are two addresses, the page and its data; the run is read at most once per
 import hashlib
 import threading
 import time
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from outsize.errors import ConfigError
-from outsize.loopback import LoopbackHandler, LoopbackServer
+from outsize.local_server import LocalServer
 from outsize.reporting.collect import collect
 from outsize.reporting.history import HEARTBEAT, History
 from outsize.reporting.html_page import make_page, page_data, to_json
@@ -59,7 +58,7 @@ class LiveRun:
         return {**found, "version_of_data": digest}
 
 
-class LiveServer(LoopbackServer):
+class LiveServer(LocalServer):
     """Serves a run: its page, and its data.
 
     Args:
@@ -68,20 +67,18 @@ class LiveServer(LoopbackServer):
     """
 
     def __init__(self, run: LiveRun, port: int = 0) -> None:
-        super().__init__(_Handler, run, port)
+        from starlette.applications import Starlette
+        from starlette.responses import HTMLResponse, Response
+        from starlette.routing import Route
 
+        def page(request: Any) -> Response:  # no coroutine: it reads files, on a thread of the server's
+            return HTMLResponse(make_page(run.data(), live=True))
 
-class _Handler(LoopbackHandler):
-    def answer(self) -> None:
-        run: LiveRun = self.server.told
-        if self.path == "/":
-            self.send(HTTPStatus.OK, "text/html", make_page(run.data(), live=True))
-        elif self.path == "/data.json":
-            data = run.data()
-            tag = {"ETag": f'"{data["version_of_data"]}"'}
-            if self.headers.get("If-None-Match") == tag["ETag"]:
-                self.send(HTTPStatus.NOT_MODIFIED, "application/json", "", tag)
-            else:
-                self.send(HTTPStatus.OK, "application/json", to_json(data), tag)
-        else:
-            self.send(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /data.json")
+        def data(request: Any) -> Response:
+            found = run.data()
+            tag = {"ETag": f'"{found["version_of_data"]}"'}
+            if request.headers.get("if-none-match") == tag["ETag"]:
+                return Response(status_code=304, headers=tag)
+            return Response(to_json(found), headers=tag, media_type="application/json")
+
+        super().__init__(Starlette(routes=[Route("/", page), Route("/data.json", data)]), port)

@@ -13,7 +13,7 @@ before it, and what the text is longer by is new. Three things keep that exact:
 The whole of a text is put together from the same pieces, so a stream cannot differ from it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 UNKNOWN = "\ufffd"
@@ -102,8 +102,61 @@ class Detokenizer:
         return text
 
 
-def text_of(tokenizer: Any, tokens: Iterable[int]) -> str:
-    """Return the text of tokens, the same as a stream of them."""
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.put(token) for token in tokens]
-    return "".join([*pieces, detokenizer.end()])
+class TextUntil:
+    """Turns the tokens of one text into pieces that end before the first of some strings, wherever tokens divide it.
+
+    Args:
+        tokenizer: of transformers.
+        stop: strings that end the text, none of them empty; what may begin one of them waits.
+
+    Attributes:
+        num_tokens: that were put in.
+        has_ended: whether one of the strings was written.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop = stop
+        self._waiting = ""
+        self.num_tokens = 0
+        self.has_ended = False
+
+    def put(self, token: int) -> str:
+        """Return what is new with a token; empty where it has to wait for the next."""
+        self.num_tokens += 1
+        return self._release(self._detokenizer.put(token))
+
+    def end(self) -> str:
+        """Return what has waited until the end of the text."""
+        if self.has_ended:
+            return ""
+        piece = self._release(self._detokenizer.end())
+        waited, self._waiting = "" if self.has_ended else self._waiting, ""
+        return piece + waited
+
+    def _release(self, piece: str) -> str:
+        text = self._waiting + piece
+        places = [place for string in self._stop if (place := text.find(string)) >= 0]
+        if places:
+            self.has_ended = True
+            return text[: min(places)]
+        begun = (
+            count
+            for string in self._stop
+            for count in range(min(len(string) - 1, len(text)), 0, -1)
+            if text.endswith(string[:count])
+        )
+        count = len(text) - max(begun, default=0)
+        self._waiting = text[count:]
+        return text[:count]
+
+
+def text_of(tokenizer: Any, tokens: Iterable[int], stop: Sequence[str] = ()) -> tuple[str, int, bool]:
+    """Return the text of tokens, the same as a stream of them, of how many it is, and whether a string has ended it."""
+    until = TextUntil(tokenizer, stop)
+    pieces = []
+    for token in tokens:
+        pieces.append(until.put(token))
+        if until.has_ended:
+            break
+    return "".join([*pieces, until.end()]), until.num_tokens, until.has_ended

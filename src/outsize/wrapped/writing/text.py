@@ -16,11 +16,9 @@ from outsize.inference.inference_session import InferenceStatistics
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.writing.detokenizer import Detokenizer, text_of
-from outsize.wrapped.writing.endings import Endings
+from outsize.wrapped.writing.detokenizer import text_of
+from outsize.wrapped.writing.endings import Endings, TextProgress, Token
 from outsize.wrapped.writing.generation_settings import looks_at_padding, settle_settings, settled_in
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +91,10 @@ def write(
     *,
     max_new_tokens: int,
     batch_size: int,
-    on_text: Say,
+    on_token: Callable[[Token], None] = lambda _: None,
     on_written: Callable[[Written], None] = lambda _: None,
-    stopping_criteria: Sequence[Any] = (),
+    stop: Sequence[str] = (),
+    num_likeliest: int | None = None,
     **choice: Any,
 ) -> tuple[list[Written], Figures]:
     """Write after each prompt.
@@ -106,43 +105,43 @@ def write(
         prompts: texts.
         max_new_tokens: per prompt.
         batch_size: prompts at once; weights come up once for all of them.
-        on_text: given pieces of text as they are written, where ``batch_size`` is 1; put together they are the text.
+        on_token: given each token as it is written, of all prompts of a batch; put together its pieces are the text.
         on_written: given each text when it has ended.
-        stopping_criteria: see transformers' `generate`; they are called after every token, before it is shown.
-        choice: keyword arguments of `generate` on how tokens are chosen.
+        stop: strings that end a text, which is written up to the first of them.
+        num_likeliest: of each token the logprob, and those of so many at its place; None for no logprobs.
+        choice: keyword arguments of `generate`; its ``stopping_criteria`` are called after a token, before it is shown.
 
     Raises:
         DataError: no prompt, an empty one, or one that is too long for the model.
         ConfigError: the checkpoint's generation_config.json asks for what is not done.
     """
     settled = settle_settings(model, tokenizer, choice)
+    beams = settled.num_beams or 1
     encoded = [_encode(model, tokenizer, prompt) for prompt in prompts]
     _check_lengths(model, prompts, encoded, max_new_tokens)
     written: list[Written] = []
-    num_passes, started = 0, time.perf_counter()
-    former = _moved(model)
-    asked = {"max_new_tokens": max_new_tokens, "stopping_criteria": stopping_criteria, **choice}
-    beams = settled.num_beams or 1
+    num_passes, started, former = 0, time.perf_counter(), _moved(model)
+    asked = {**choice, "max_new_tokens": max_new_tokens}
     endings = Endings(tokenizer, settled)
-    mixed = not (reads_padding(model) or looks_at_padding(settled, encodes=_encodes(model)))
-    batches = _batches(encoded, batch_size, mixed=mixed)
-    sizes = [_growth(model, ids, beams, max_new_tokens) for ids in batches]
-    largest = max(sizes, key=lambda growth: growth.rows * growth.length, default=None)
+    batches = _batches(model, settled, encoded, batch_size)
+    growths = (_growth(model, ids, beams, max_new_tokens) for ids in batches)
+    largest = max(growths, key=lambda growth: growth.rows * growth.length, default=None)
     with settled_in(model, settled), torch.no_grad(), runner_of(model).inferring(largest):
         if _moved(model) is not None:
             num_passes = _measure(model, tokenizer, batches, settled, asked)
         for ids in batches:
-            streams = batch_size == 1 and settled.num_beams in (None, 1)
-            rows, count = _rows(model, tokenizer, ids, on_text if streams else None, settled, asked)
-            num_passes += count
+            shown = on_token if beams == 1 else None
+            progress = TextProgress(endings, shown, stop, num_likeliest, first_row=len(written))
+            rows = _rows(model, tokenizer, ids, settled, asked, progress)
+            num_passes += progress.num_passes
             for before, row in zip(ids, rows, strict=True):
                 tokens, ended = endings.cut([] if _encodes(model) else before, row)
-                text, prompt = text_of(tokenizer, tokens), prompts[len(written)].text
-                one = Written(prompt, text, len(tokens), "stop" if ended else "length")
-                if batch_size == 1 and not streams:
-                    on_text(one.text)
-                written.append(one)
-                on_written(one)
+                text, num_tokens, stopped = text_of(tokenizer, tokens, stop)
+                if shown is None:
+                    on_token(Token(len(written), text))
+                prompt, done = prompts[len(written)].text, ended or stopped
+                written.append(Written(prompt, text, num_tokens, "stop" if done else "length"))
+                on_written(written[-1])
     seconds = time.perf_counter() - started
     return written, _figures(written, num_passes, seconds, batch_size, former, _moved(model))
 
@@ -156,8 +155,11 @@ def _encodes(model: nn.Module) -> bool:
     return bool(cast(Any, model).config.is_encoder_decoder)
 
 
-def _batches(rows: Sequence[list[int]], size: int, *, mixed: bool) -> list[Sequence[list[int]]]:
-    """Return the rows in batches, in order; unless ``mixed`` all of a batch have one length, and need no padding."""
+def _batches(
+    model: nn.Module, settled: Any, rows: Sequence[list[int]], size: int
+) -> list[Sequence[list[int]]]:
+    """Return the rows in batches, in order; where padding would be read as text all of a batch have one length."""
+    mixed = not (reads_padding(model) or looks_at_padding(settled, encodes=_encodes(model)))
     batches: list[list[list[int]]] = []
     for row in rows:
         if not batches or len(batches[-1]) == size or not (mixed or len(batches[-1][0]) == len(row)):
@@ -184,7 +186,7 @@ def _measure(
             if extents[0].covers(extent) or any(one.covers(extent) for one in known):
                 continue
             known.append(extent)
-            _rows(model, tokenizer, ids, None, settled, {**asked, "max_new_tokens": 1})
+            _rows(model, tokenizer, ids, settled, {**asked, "max_new_tokens": 1})
     return len(known)
 
 
@@ -192,24 +194,27 @@ def _rows(
     model: nn.Module,
     tokenizer: Any,
     ids: Sequence[list[int]],
-    on_text: Say | None,
     settled: Any,
     asked: dict[str, Any],
-) -> tuple[list[list[int]], int]:
-    """Return the new tokens of each row of a batch, and how many passes they took."""
+    progress: TextProgress | None = None,
+) -> list[list[int]]:
+    """Return the new tokens of each row of a batch."""
     encodes = _encodes(model)
     inputs = _padded(ids, tokenizer.pad_token_id, before=not encodes)
     num_before = 1 if encodes else inputs["input_ids"].shape[1]
-    progress = _Progress(tokenizer, num_before, on_text)
+    if progress is not None:
+        asked = progress.watching(num_before, asked)
     output = cast(Any, model).generate(
         **inputs,
-        **asked | {"stopping_criteria": [*asked["stopping_criteria"], progress]},
+        **asked,
         pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
         **({"tokenizer": tokenizer} if settled.stop_strings else {}),
     )
-    progress.end()
-    return output[:, num_before:].tolist(), progress.num_passes
+    if progress is not None:
+        progress.end()
+    rows: list[list[int]] = output[:, num_before:].tolist()
+    return rows
 
 
 def check_question(num_prompts: int, max_new_tokens: int, batch_size: int) -> None:
@@ -244,31 +249,6 @@ def check_model(model: nn.Module) -> None:
 def positions_of(model: nn.Module) -> int | None:
     """Return how many tokens a model takes; None where nothing limits them."""
     return num_positions(cast(Any, model).config.get_text_config().to_dict())
-
-
-class _Progress:
-    """What transformers calls after each token: counts passes, and shows the text of a single prompt."""
-
-    def __init__(self, tokenizer: Any, num_before: int, on_text: Say | None) -> None:
-        self.num_passes = 0
-        self._num_seen = num_before
-        self._on_text = on_text
-        self._detokenizer = Detokenizer(tokenizer)
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.num_passes += 1
-        if self._on_text is not None:
-            self._say("".join(map(self._detokenizer.put, ids[0, self._num_seen :].tolist())))
-            self._num_seen = ids.shape[1]
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-    def end(self) -> None:
-        """Show what has waited for more."""
-        self._say(self._detokenizer.end())
-
-    def _say(self, piece: str) -> None:
-        if self._on_text is not None and piece:
-            self._on_text(piece)
 
 
 def _encode(model: nn.Module, tokenizer: Any, prompt: Prompt) -> list[int]:

@@ -1,0 +1,382 @@
+"""Requests in the form of OpenAI's HTTP interface, answered by a model that is streamed.
+
+There are ``/v1/models``, ``/v1/chat/completions`` and ``/v1/completions``: an application of starlette whose answers
+are the `openai` package's types. One request is answered at a time, on a thread of its own; the next ones wait in a
+queue. A client that goes ends its request at the next token, also while it waits.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from outsize.cli.openai_requests import ChatRequest, PromptRequest, TextRequest, read_request
+from outsize.errors import ConfigError, DataError, InfeasiblePlanError, OutsizeError
+from outsize.local_server import read_body, refusal
+from outsize.wrapped.writing.detokenizer import UNKNOWN
+
+try:
+    from openai import types
+    from openai.types import chat
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError as error:
+    raise ConfigError(
+        f"outsize serve needs the packages starlette and openai ({error}): pip install 'outsize[serve]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from outsize.cli.text_writer import TextWriter
+    from outsize.wrapped.writing.endings import Token
+    from outsize.wrapped.writing.text import Written
+
+_log = logging.getLogger(__name__)
+
+MOST_BYTES = 16 * 2**20  # of a request
+CHAT, PLAIN, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+_SIGN_OF_LIFE_S = (
+    10.0  # a stream that is silent for so long sends a comment, so that nothing between gives it up
+)
+
+
+class _GoneError(Exception):
+    """The client has gone, or the server ends."""
+
+
+class _Job:
+    """A request on its way: what is written goes from the model's thread to the client's coroutine.
+
+    Args:
+        request: what is asked for.
+        num_choices: texts that are written.
+    """
+
+    def __init__(self, request: TextRequest, num_choices: int) -> None:
+        self.request, self.num_choices = request, num_choices
+        self.is_over = threading.Event()
+        self.prompt_tokens = 0
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Token | list[Written] | Exception] = asyncio.Queue()
+
+    def put(self, event: "Token | list[Written] | Exception") -> None:
+        """Hand an event over; from any thread, and to nobody where the server has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def get(self) -> "Token | list[Written]":
+        """Return the next event: a token, or at last the texts.
+
+        Raises:
+            OutsizeError: why there is none.
+        """
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+
+class Completions:
+    """A model that answers requests, one at a time.
+
+    Args:
+        writer: the model.
+        name: what it is called.
+        max_new_tokens: where a request does not say.
+        most_waiting: requests beside the one that is answered; further ones are refused.
+    """
+
+    def __init__(self, writer: "TextWriter", name: str, max_new_tokens: int, most_waiting: int = 64) -> None:
+        self.name = name
+        self.max_new_tokens = max_new_tokens
+        self._writer = writer
+        self._most_waiting = most_waiting
+        self._thread = ThreadPoolExecutor(1, "completions")
+        self.jobs: list[_Job] = []  # that are answered or wait
+        self._last_s = 1.0  # that the last answer took
+        self._ends = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(self, request: TextRequest) -> AsyncIterator[_Job | None]:
+        """Have a request answered while the context lasts; None where too many wait."""
+        if len(self.jobs) > self._most_waiting:
+            yield None
+            return
+        prompts = request.prompts
+        job = _Job(request, len(prompts) * (request.n or 1))
+        self.jobs.append(job)
+        future = self._thread.submit(self._run, job, prompts)
+        future.add_done_callback(lambda _: self._leave(job))
+        try:
+            yield job
+        finally:
+            job.is_over.set()
+            future.cancel()
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds until there may be room in the queue."""
+        return math.ceil(min(max(self._last_s, 1.0), 3600.0))
+
+    def end(self) -> None:
+        """Write no further token; returns when nothing is being written."""
+        self._ends.set()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _leave(self, job: _Job) -> None:
+        self.jobs.remove(job)
+
+    def _run(self, job: _Job, prompts: Sequence[Any]) -> None:
+        began = time.monotonic()
+        try:
+            job.put(self._write(job, prompts))
+        except Exception as error:
+            job.put(error)
+        self._last_s = time.monotonic() - began
+
+    def _write(self, job: _Job, prompts: Sequence[Any]) -> "list[Written]":
+        import torch
+
+        def go_on(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            self._check(job)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+        self._check(job)
+        request, n = job.request, job.request.n or 1
+        counts = [self._writer.num_tokens(prompt) for prompt in prompts]
+        job.prompt_tokens = sum(counts)
+        most = request.most_tokens
+        if most is None:
+            positions = self._writer.num_positions
+            most = self.max_new_tokens
+            if positions is not None:
+                most = max(1, min(most, positions - max(counts, default=0)))
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        written, _ = self._writer.write(
+            [prompt for prompt in prompts for _ in range(n)],
+            lambda _: None,
+            max_new_tokens=most,
+            batch_size=max(job.num_choices, 1),
+            stop=request.stop,
+            num_likeliest=request.num_likeliest,
+            on_token=job.put,
+            stopping_criteria=[go_on],
+            **request.choice,
+        )
+        return written
+
+    def _check(self, job: _Job) -> None:
+        if self._ends.is_set():
+            raise _GoneError("the server ends")
+        if job.is_over.is_set():
+            raise _GoneError("the client has gone")
+
+    def logprobs(self, token: "Token") -> dict[str, Any]:
+        """Return what is told of the logprobs of a token, as chats have it."""
+
+        def told(number: int, logprob: float) -> dict[str, Any]:
+            text = self._writer.token_text(number)
+            is_whole = UNKNOWN not in text  # else part of a character, and its bytes are not told
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+
+        assert token.token is not None
+        assert token.logprob is not None
+        return {
+            **told(token.token, token.logprob),
+            "top_logprobs": [told(*likely) for likely in token.likeliest],
+        }
+
+
+def make_app(completions: Completions) -> Starlette:
+    """Return the application that answers for a model."""
+    model = types.Model(id=completions.name, object="model", created=0, owned_by="outsize")
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model.model_dump()]})
+
+    async def one_model(request: Request) -> Response:
+        if request.path_params["name"].rstrip("/") != model.id:
+            return refusal(404, f"there is nothing at {request.url.path}; {MODELS} names the model")
+        return JSONResponse(model.model_dump())
+
+    async def complete(request: Request) -> Response:
+        # A page from elsewhere may post forms and plain text to this machine, and nothing else unasked.
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return refusal(415, "Content-Type has to be application/json")
+        body = await read_body(request, MOST_BYTES)
+        if isinstance(body, Response):
+            return body
+        try:
+            asked = read_request(body, ChatRequest if request.url.path == CHAT else PromptRequest)
+            return await _answer(completions, asked, request)
+        except Exception as error:
+            return _failure(error)
+
+    return Starlette(
+        routes=[
+            Route(MODELS, models),
+            Route(MODELS + "/{name:path}", one_model),
+            Route(CHAT, complete, methods=["POST"]),
+            Route(PLAIN, complete, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _no_such_place},
+    )
+
+
+async def _no_such_place(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    return refusal(error.status_code, f"there is nothing at {where}; there are {CHAT}, {PLAIN} and {MODELS}")
+
+
+async def _answer(completions: Completions, asked: TextRequest, request: Request) -> Response:
+    """Return an answer as a whole, or a stream that has begun; of a client that goes nothing is left to do."""
+    async with contextlib.AsyncExitStack() as stack:
+        job = await stack.enter_async_context(completions.running(asked))
+        if job is None:
+            wait = {"Retry-After": str(completions.retry_after_s)}
+            return refusal(
+                429, "too many requests wait already; try again later", wait, "rate_limit_exceeded"
+            )
+        gone = asyncio.ensure_future(request.receive())  # the body is read: all that comes is the end
+        first = asyncio.ensure_future(_first(job) if asked.stream else _whole(job))
+        for task in (gone, first):
+            stack.callback(task.cancel)
+        await asyncio.wait({gone, first}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            return Response(status_code=499)  # to nobody
+        answer = _Answer(completions, job)
+        if not asked.stream:
+            return JSONResponse(answer.whole(*first.result()))
+        events = answer.events(first.result(), stack.pop_all())
+        return StreamingResponse(events, media_type="text/event-stream")
+    raise AssertionError("a context that swallows")
+
+
+async def _first(job: _Job) -> Any:
+    """Return the first event of a stream, or None where it takes its time; errors that come before have a status."""
+    try:
+        async with asyncio.timeout(_SIGN_OF_LIFE_S):
+            return await job.get()
+    except TimeoutError:
+        return None
+
+
+async def _whole(job: _Job) -> Any:
+    tokens: list[Token] = []
+    while not isinstance(event := await job.get(), list):
+        tokens.append(event)
+    return tokens, event
+
+
+def _failure(error: Exception) -> JSONResponse:
+    if isinstance(error, DataError | ConfigError | InfeasiblePlanError):  # another request may be answered
+        return refusal(400, str(error))
+    if isinstance(error, _GoneError):
+        return refusal(503, str(error), {"Connection": "close"})
+    if not isinstance(error, OutsizeError):
+        _log.error("a request failed", exc_info=error)
+    return refusal(500, f"{type(error).__name__}: {error}")
+
+
+class _Answer:
+    """How an answer looks, as a whole and as a stream.
+
+    Args:
+        completions: who answers.
+        job: what is answered.
+    """
+
+    def __init__(self, completions: Completions, job: _Job) -> None:
+        self._completions, self._job = completions, job
+        self._is_chat = isinstance(job.request, ChatRequest)
+        kind = "chatcmpl" if self._is_chat else "cmpl"
+        self._head: dict[str, Any] = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": completions.name,
+        }
+
+    def whole(self, tokens: "Sequence[Token]", texts: "Sequence[Written]") -> dict[str, Any]:
+        """Return an answer as a whole."""
+        choices = []
+        for index, one in enumerate(texts):
+            holds = (
+                {"message": {"role": "assistant", "content": one.text}}
+                if self._is_chat
+                else {"text": one.text}
+            )
+            logprobs = self._logprobs([token for token in tokens if token.row == index])
+            choices.append(
+                {"index": index, **holds, "logprobs": logprobs, "finish_reason": one.finish_reason}
+            )
+        kind, form = (
+            ("chat.completion", chat.ChatCompletion)
+            if self._is_chat
+            else ("text_completion", types.Completion)
+        )
+        whole = form(**self._head, object=kind, choices=choices, usage=self._usage(texts))  # type: ignore[arg-type]
+        return whole.model_dump(exclude_unset=True)
+
+    async def events(self, event: Any, stack: contextlib.AsyncExitStack) -> AsyncIterator[str]:
+        """Yield the events of a stream: who speaks, pieces, why each choice ends, the usage, the end."""
+        async with stack:
+            for index in range(self._job.num_choices if self._is_chat else 0):
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+            try:
+                while not isinstance(event, list):
+                    if event is None:
+                        yield ": the model is at work\n\n"
+                    elif event.text or event.logprob is not None:
+                        logprobs = self._logprobs([event])
+                        holds = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
+                        yield self._chunk(event.row, {**holds, "logprobs": logprobs})
+                    event = await _first(self._job)
+            except Exception as error:
+                yield f"data: {bytes(_failure(error).body).decode()}\n\n"
+                return
+            for index, one in enumerate(event):
+                yield self._chunk(index, {"delta": {}} if self._is_chat else {"text": ""}, one.finish_reason)
+            if self._job.request.tells_usage:
+                yield self._event(choices=[], usage=self._usage(event))
+            yield "data: [DONE]\n\n"
+
+    def _chunk(self, index: int, holds: Mapping[str, Any], why: str | None = None) -> str:
+        return self._event(choices=[{"index": index, **holds, "finish_reason": why}])
+
+    def _event(self, **holds: Any) -> str:
+        # Not validated: of prompts the type has no choice that has not ended.
+        kind, form = (
+            ("chat.completion.chunk", chat.ChatCompletionChunk)
+            if self._is_chat
+            else ("text_completion", types.Completion)
+        )
+        chunk = form.construct(**self._head, object=kind, **holds)
+        return f"data: {chunk.model_dump_json(exclude_unset=True, warnings=False)}\n\n"
+
+    def _logprobs(self, tokens: "Sequence[Token]") -> dict[str, Any] | None:
+        """Return what is told of the logprobs of tokens; None where nobody wants them."""
+        told = [self._completions.logprobs(token) for token in tokens if token.logprob is not None]
+        if self._is_chat or not told:
+            return {"content": told, "refusal": None} if told else None
+        ends = list(itertools.accumulate((len(one["token"]) for one in told), initial=0))
+        return {
+            "tokens": [one["token"] for one in told],
+            "token_logprobs": [one["logprob"] for one in told],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told],
+            "text_offset": ends[:-1],
+        }
+
+    def _usage(self, texts: "Sequence[Written]") -> dict[str, int]:
+        before, written = self._job.prompt_tokens, sum(one.num_tokens for one in texts)
+        return {"prompt_tokens": before, "completion_tokens": written, "total_tokens": before + written}

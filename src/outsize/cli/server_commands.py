@@ -1,0 +1,76 @@
+"""``outsize serve`` and ``outsize watch``: a model for clients of OpenAI's interface, and a run for a browser, here."""
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outsize.cli.text.console import Output
+from outsize.cli.text.options import JsonOption, with_options
+from outsize.cli.text_writer import ModelOptions, TextWriter
+from outsize.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
+    """What can be asked of the command, option by option."""
+
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="On the loopback; 0 takes one that is free.")
+    ] = 8000
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Of an answer, where a request does not say.")
+    ] = 256
+    most_waiting: Annotated[
+        int,
+        typer.Option("--queue", min=0, help="Requests that wait their turn; further ones get status 429."),
+    ] = 64
+
+
+@with_options(ServeOptions)
+def serve(options: ServeOptions, output: Output) -> None:
+    """Answer chats and prompts over HTTP as OpenAI's interface has them, on this machine alone. Ctrl-C ends it."""
+    from outsize.cli.openai_server import Completions, make_app
+    from outsize.local_server import LocalServer
+
+    with TextWriter(options) as writer:
+        writer.check_settings()
+        name = Path(options.model).name or options.model
+        completions = Completions(writer, name, options.max_new_tokens, options.most_waiting)
+        with LocalServer(make_app(completions), options.port) as server:
+            address = f"{server.url}v1"
+            output.emit({"url": address, "model": name})
+            output.print_result(address)
+            output.say("one answer at a time; Ctrl-C ends it")
+            try:
+                signal.pause()  # until Ctrl-C
+            finally:
+                completions.end()
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run; it may not have begun.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="On the loopback; 0 takes one that is free.")
+    ] = 0,
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks at the run.")] = 3.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a run while it goes on: the page of `outsize report`, which refreshes itself. Ctrl-C ends it."""
+    from outsize.reporting.live import LiveRun, LiveServer
+
+    output = Output(as_json=as_json)
+    with output.guarded():
+        if run.exists() and not run.is_dir():
+            raise ConfigError(f"{run} is not a directory; name the directory of a run")
+        with LiveServer(LiveRun(run, every), port) as server:
+            output.emit({"url": server.url})
+            output.print_result(server.url)
+            if not (run / "heartbeat.jsonl").exists():
+                output.say(f"no run has begun in {run} yet: the page shows it once its first step has ended")
+            output.say(
+                "Ctrl-C ends it; from another machine: ssh -L PORT:127.0.0.1:PORT, with the port above"
+            )
+            signal.pause()  # until Ctrl-C
