@@ -72,7 +72,7 @@ def test_all_go_on_from_the_last_step_that_all_have_committed(model_dir, tmp_pat
 
     def work(group):
         mine = prepared[group.rank]
-        return newest_home(mine.config, tmp_path / str(group.rank), mine, None, lambda _: None)
+        return newest_home(mine, tmp_path / str(group.rank), None, lambda _: None)
 
     records = in_ranks(2, work, world=world)
     assert [record.state["step"] for record in records] == [2, 2]
@@ -89,9 +89,7 @@ def test_homes_of_another_number_of_ranks_are_not_begun_anew(model_dir, tmp_path
     world, four = ranks_of(4, model_dir, tmp_path)
 
     def work(group):
-        return newest_home(
-            four[group.rank].config, tmp_path / str(group.rank), four[group.rank], None, lambda _: None
-        )
+        return newest_home(four[group.rank], tmp_path / str(group.rank), None, lambda _: None)
 
     errors = in_ranks(4, work, world=world)
     # Whoever raises leaves, and who still listens to others then hears that.
@@ -119,7 +117,7 @@ def test_homes_of_the_same_ranks_that_lie_otherwise_are_named_and_not_given_up(
 
     def work(group):
         mine = now[group.rank]
-        return newest_home(mine.config, tmp_path / str(group.rank), mine, resumed, lambda _: None)
+        return newest_home(mine, tmp_path / str(group.rank), resumed, lambda _: None)
 
     errors = in_ranks(2, work, world=world)
     assert any("rank 0 holds" in str(e) and said in str(e) for e in errors)
@@ -155,9 +153,9 @@ def test_a_share_goes_on_in_host_memory(model_dir, tmp_path):
 
     def go_on(group):
         mine, directory = in_memory[group.rank], tmp_path / str(group.rank)
-        record = newest_home(mine.config, directory, mine, None, lambda _: None)
+        record = newest_home(mine, directory, None, lambda _: None)
         with contextlib.ExitStack() as stack:
-            trainer = start(stack, mine.config, mine, directory, record, None, lambda _: None)
+            trainer = start(stack, mine, directory, record, None, lambda _: None)
             assert trainer.position.step == 1
             return held(trainer)
 

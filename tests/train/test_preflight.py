@@ -105,9 +105,9 @@ def test_each_rank_of_a_machine_has_a_gpu_and_a_share_of_the_memory(tmp_path, mo
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(ranks, "available_ram_bytes", lambda: 100 * 2**30)
     config = tiny_run(tmp_path, memory={"device": "cuda", "host_memory": None, "device_memory": None})
-    memory = [ranks.own_share(config, launched(rank_variables(rank, 2, 1))).memory for rank in range(2)]
+    memory = [ranks.own_share(config.memory, launched(rank_variables(rank, 2, 1))) for rank in range(2)]
     assert [m.device for m in memory] == ["cuda:0", "cuda:1"]
     assert memory[0].host_memory == memory[1].host_memory <= 50 * 2**30
-    assert ranks.own_share(config, None) is config
+    assert ranks.own_share(config.memory, None) is config.memory
     with pytest.raises(ConfigError, match="--nproc-per-node 2"):
-        ranks.own_share(config, launched(rank_variables(2, 3, 1)))
+        ranks.own_share(config.memory, launched(rank_variables(2, 3, 1)))

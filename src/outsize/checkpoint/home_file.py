@@ -15,7 +15,7 @@ from typing import Any, get_args
 from outsize import files
 from outsize.checkpoint import feedback, run_checkpoint
 from outsize.checkpoint.checkpoint_state import position_of
-from outsize.config import Config
+from outsize.config import MemoryConfig
 from outsize.errors import CheckpointError, StorageError
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Gradients, Masters
 from outsize.session import run_state
@@ -34,14 +34,13 @@ _ANOTHER = "a model of other parameters, or with others frozen, or the share of 
 
 
 def newest_home(
-    config: Config, run_dir: Path, prepared: Job, resumed: Path | None, announce: Announce
+    prepared: Job, run_dir: Path, resumed: Path | None, announce: Announce
 ) -> CommitRecord | None:
     """Return the record of the home that the run goes on from; None where a checkpoint is newer, or there is none.
 
     Args:
-        config: of the run.
+        prepared: the run.
         run_dir: its directory.
-        prepared: its model.
         resumed: the newest checkpoint, if any.
         announce: told what is found and not taken.
 
@@ -49,6 +48,7 @@ def newest_home(
         ConfigError: the home belongs to a run with another model, seed or dtype.
         StorageError: it cannot be read, is of another format, or does not fit the model.
     """
+    config = prepared.config
     path = home_file(config.memory, run_dir)
     if config.train.resume != "auto":
         return None
@@ -143,7 +143,6 @@ def _otherwise(record: CommitRecord, prepared: Job) -> str:
 
 def start(
     stack: contextlib.ExitStack,
-    config: Config,
     prepared: Job,
     run_dir: Path,
     record: CommitRecord | None,
@@ -160,12 +159,12 @@ def start(
     Raises:
         OutsizeError: neither home nor checkpoint can be read, or the budgets do not hold.
     """
-    path = home_file(config.memory, run_dir)
+    path = home_file(prepared.config.memory, run_dir)
     if record is not None:
         with contextlib.ExitStack() as attempt:
             failed: StorageError | None = None
             try:
-                trainer = attempt.enter_context(_from_home(config, prepared, run_dir, record, data))
+                trainer = attempt.enter_context(_from_home(prepared, run_dir, record, data))
             except StorageError as error:
                 failed = error
             told = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
@@ -179,9 +178,7 @@ def start(
             announce(f"{told[0]}; this run goes back to {resumed.name}")
     if resumed is not None:
         run_checkpoint.check_files(resumed)
-    trainer = stack.enter_context(
-        StreamedTrainer(prepared, path.parent, home_file=path, config=config, data=data)
-    )
+    trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, data=data))
     trainer.fill()
     if resumed is not None:
         trainer.position = run_checkpoint.restore(trainer, resumed, announce)
@@ -200,13 +197,13 @@ def tell_costs(prepared: Job, run_dir: Path, announce: Announce) -> None:
             announce(f"the home lies in RAM, which no budget counts: {found.costs()}")
 
 
-def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) -> None:
+def remove_home(memory: MemoryConfig, run_dir: Path, saved: Path, announce: Announce) -> None:
     """Remove the home of a run that has come to its end and is ``saved``, in its last checkpoint, durably.
 
     Raises:
         StorageError: it cannot be removed.
     """
-    path = home_file(config.memory, run_dir)
+    path = home_file(memory, run_dir)
     if not path.is_file():
         return
     try:
@@ -216,18 +213,18 @@ def remove_home(config: Config, run_dir: Path, saved: Path, announce: Announce) 
         raise explain(error, f"remove {path}") from error
     sync_directory(path.parent)
     announce(f"removed {path} ({format_bytes(size)}): {saved.name} holds the end of the run")
-    if config.memory.store_dir is None:
+    if memory.store_dir is None:
         with contextlib.suppress(OSError):  # something else lies there
             files.system().rmdir(path.parent)
 
 
 def _from_home(
-    config: Config, prepared: Job, run_dir: Path, record: CommitRecord, data: Mapping[str, Any] | None
+    prepared: Job, run_dir: Path, record: CommitRecord, data: Mapping[str, Any] | None
 ) -> StreamedTrainer:
     """Return a trainer that stands where ``record`` says."""
-    path, same_kind = home_file(config.memory, run_dir), prepared.plan.layout.commits
+    path, same_kind = home_file(prepared.config.memory, run_dir), prepared.plan.layout.commits
     trainer = StreamedTrainer(
-        prepared, path.parent, home_file=path, config=config, record=record if same_kind else None, data=data
+        prepared, path.parent, home_file=path, record=record if same_kind else None, data=data
     )
     try:
         if same_kind:

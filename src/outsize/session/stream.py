@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
@@ -47,7 +46,6 @@ class StreamedTrainer:
         store_dir: directory of the disk home.
         observe_gradient: sees each gradient before it leaves the device, for tests and diagnosis.
         home_file: of a home that commits, which stays; without a name it is gone with the process.
-        config: as the user gave it, where ``prepared`` reads the model from a checkpoint of the run.
         record: of the committed home in ``home_file``, to go on with it; see `resume`.
         data: what tells the sequences of the run from others, for commits.
 
@@ -62,13 +60,11 @@ class StreamedTrainer:
         observe_gradient: GradientObserver | None = None,
         *,
         home_file: Path | None = None,
-        config: Config | None = None,
         record: CommitRecord | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
         self.prepared = prepared
         self._data = data
-        config = self._run_config = config or prepared.config
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
@@ -82,7 +78,7 @@ class StreamedTrainer:
                 prepared.split,
                 prepared.plan,
                 prepared.measured.boundary_bytes,
-                self._settings(config, observe_gradient),
+                self._settings(observe_gradient),
                 _shared(prepared),
             )
             self._stack = stack.pop_all()
@@ -119,7 +115,7 @@ class StreamedTrainer:
         """
         schedule = schedule_of(self.prepared.config)
         self.position = replace(self.position, step=first)
-        going_on = self.engine.optimizer.updates, self._run_config, self.prepared.dtype, self._data
+        going_on = self.engine.optimizer.updates, self.prepared.config, self.prepared.dtype, self._data
         self._standing[:] = [Standing(self.position, self.loss_scale, *going_on)]
         began = asked = time.perf_counter()
         left = iter(batches)
@@ -273,8 +269,9 @@ class StreamedTrainer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _settings(self, config: Config, observe_gradient: GradientObserver | None) -> EngineSettings:
+    def _settings(self, observe_gradient: GradientObserver | None) -> EngineSettings:
         """What the engine is to do, of a run and of what was measured of its model."""
+        config = self.prepared.config
         return EngineSettings(
             optimizer=rule_of(config.optimizer),
             max_grad_norm=max_norm_of(config),

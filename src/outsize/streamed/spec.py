@@ -20,22 +20,36 @@ class RunSpec:
     """A run as it is asked for.
 
     Attributes:
-        config: that it follows.
+        config: that it follows, as the user gave it.
         run_dir: directory of the run; of several ranks, where this one writes its own files.
         devices: that compute.
+        memory: section memory of the config, with this rank's share of its machine where the user leaves that open.
         dtype: in which the model computes; adapters are fp32 in any case.
         group: the ranks that share each step; of one, where none do.
+        weights_from: checkpoint that a run goes on from, where it holds the model; None for ``model.path``.
     """
 
     config: Config
     run_dir: Path
     devices: Devices
+    memory: MemoryConfig
     dtype: ComputeDtype
     group: Group = field(default_factory=SingleGroup)
+    weights_from: Path | None = None
+
+    @property
+    def model_path(self) -> str:
+        """Directory or hub id that weights and configuration of the model are read from."""
+        return self.config.model.path if self.weights_from is None else str(self.weights_from)
 
     @classmethod
     def of(
-        cls, config: Config, run_dir: Path, group: Group | None = None, devices: Devices | None = None
+        cls,
+        config: Config,
+        run_dir: Path,
+        group: Group | None = None,
+        devices: Devices | None = None,
+        memory: MemoryConfig | None = None,
     ) -> "RunSpec":
         """Resolve what ``config`` leaves open.
 
@@ -44,13 +58,21 @@ class RunSpec:
             run_dir: its directory.
             group: the ranks that share each step; None for a single process.
             devices: of the run, where somebody has resolved them before; None to resolve them.
+            memory: this rank's share of its machine; None for all that ``config`` says.
 
         Raises:
             ConfigError: there are no such devices.
         """
-        devices = devices_of(config.memory) if devices is None else devices
-        dtype = choose_dtype(config.model.dtype, devices)
-        return cls(config=config, run_dir=run_dir, devices=devices, dtype=dtype, group=group or SingleGroup())
+        memory = config.memory if memory is None else memory
+        devices = devices_of(memory) if devices is None else devices
+        return cls(
+            config=config,
+            run_dir=run_dir,
+            devices=devices,
+            memory=memory,
+            dtype=choose_dtype(config.model.dtype, devices),
+            group=group or SingleGroup(),
+        )
 
 
 def devices_of(memory: MemoryConfig) -> Devices:

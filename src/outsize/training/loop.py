@@ -89,7 +89,7 @@ class Run:
         tell_costs(self.prepared, self.ranks.own_dir, self.ranks.announce)
         saved = latest(self.ranks.run_dir)
         if saved is not None and self.position.step >= self.config.train.steps:
-            remove_home(self.config, self.ranks.own_dir, saved, self.ranks.announce)
+            remove_home(self.config.memory, self.ranks.own_dir, saved, self.ranks.announce)
         return self._result(saved)
 
     def _awaited(self) -> str:

@@ -32,7 +32,7 @@ import psutil
 import torch
 
 from outsize.accelerators import VENDORS, Devices, count_of, is_accelerator, kind_here, title_of, uuids_of
-from outsize.config import Config
+from outsize.config import Config, MemoryConfig
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group, SingleGroup
@@ -62,6 +62,7 @@ class Ranks:
         own_dir: where this one writes what is its own; of rank 0 the same.
         announce: takes lines for people.
         devices: that this one computes on.
+        memory: section memory, with what is this rank's of its machine.
         restarted: whether the launcher has started the ranks again, so that the run goes on from what it has saved.
     """
 
@@ -70,6 +71,7 @@ class Ranks:
     own_dir: Path
     announce: Announce
     devices: Devices
+    memory: MemoryConfig
     restarted: bool = False
 
     @property
@@ -108,10 +110,18 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
         LostRankError: not all came.
         ConfigError: they are not about to run the same, which says what differs, or there are no such devices.
     """
-    devices = devices_of(config.memory)
+    memory = own_share(config.memory, place)
+    devices = devices_of(memory)
     if place is None or place.size == 1:
         run_dir = choose_run_dir(config)
-        yield Ranks(group=SingleGroup(), run_dir=run_dir, own_dir=run_dir, announce=announce, devices=devices)
+        yield Ranks(
+            group=SingleGroup(),
+            run_dir=run_dir,
+            own_dir=run_dir,
+            announce=announce,
+            devices=devices,
+            memory=memory,
+        )
         return
     group = open_group(place, timeout_s=config.parallel.timeout_s)
     with contextlib.ExitStack() as stack:
@@ -133,19 +143,20 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
             own_dir=own_dir,
             announce=say,
             devices=devices,
+            memory=memory,
             restarted=restarted,
         )
 
 
-def own_share(config: Config, place: Launched | None) -> Config:
-    """Return ``config`` with what is this rank's of its machine, where it leaves that open: a GPU, a part of the RAM.
+def own_share(memory: MemoryConfig, place: Launched | None) -> MemoryConfig:
+    """Return ``memory`` with what is this rank's of its machine, where it leaves that open: a GPU, a part of the RAM.
 
     Raises:
         ConfigError: there are more ranks on this machine than GPUs.
     """
     if place is None or place.size == 1:
-        return config
-    memory, available = config.memory, available_ram_bytes() // place.local_size
+        return memory
+    available = available_ram_bytes() // place.local_size
     mine: dict[str, object] = {}
     kind = kind_here() if memory.device == "auto" else memory.device
     if kind in VENDORS:
@@ -160,7 +171,7 @@ def own_share(config: Config, place: Launched | None) -> Config:
         mine["device_memory"] = int(available * CPU_DEVICE_SHARE)
     if memory.host_memory is None:
         mine["host_memory"] = int(available * HOST_SHARE)
-    return config.model_copy(update={"memory": memory.model_copy(update=mine)})
+    return memory.model_copy(update=mine)
 
 
 @contextlib.contextmanager

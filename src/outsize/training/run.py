@@ -49,7 +49,7 @@ from outsize.training.measures import (
     step_flops,
 )
 from outsize.training.profiling import StepProfiler
-from outsize.training.ranks import Ranks, check_same_run, own_share, together
+from outsize.training.ranks import Ranks, check_same_run, together
 from outsize.training.records import Heartbeat, Telling, TrainResult, write_json, write_whole
 from outsize.training.run_data import data_of, notes_of, open_dataset
 from outsize.training.run_dir import PLAN_FILE, as_before, choose_run_dir, claimed
@@ -114,22 +114,20 @@ def train(
     """
     use_one_arena()  # before there is a thread
     place = launched()
-    asked, config = config, own_share(config, place)
     with storage_errors(), contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(announce))
         ranks = stack.enter_context(together(config, place, announce))
         if ranks.restarted:
-            config, asked = _resuming(config), _resuming(asked)
+            config = _resuming(config)
         if ranks.is_first:
             stack.enter_context(claimed(ranks.run_dir, config))
         ranks.group.barrier()  # who may not write there has ended by now
-        return _train(stack, config, asked, ranks, interrupt, progress)
+        return _train(stack, config, ranks, interrupt, progress)
 
 
 def _train(
     stack: contextlib.ExitStack,
     config: Config,
-    asked: Config,
     ranks: Ranks,
     interrupt: Interrupt,
     progress: Progress | None,
@@ -143,18 +141,14 @@ def _train(
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     config, prepared, rates = _prepared(config, ranks, resumed)
-    asked = asked.model_copy(update={"lora": config.lora})
-    asked = _as_decided(asked, prepared)
     replicated = _is_replicated(config, ranks)
-    record = None if replicated else newest_home(config, own_dir, prepared, resumed, announce)
+    record = None if replicated else newest_home(prepared, own_dir, resumed, announce)
     if config.train.epochs is None and (done := _done(config, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
     check_evaluates(config, prepared)
     dataset = _dataset(stack, config, prepared, ranks, resumed)
     config, prepared = _over_epochs(config, replace(prepared, template=dataset.template), dataset, announce)
-    if asked.train.epochs is not None:
-        asked = asked.over(dataset.num_sequences)
     if (done := _done(config, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     _check_goes_on(config, dataset, resumed, record, ranks)
@@ -169,7 +163,7 @@ def _train(
     )
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
-    run = _open(stack, config, asked, ranks, prepared, dataset, (resumed, record), expected, progress)
+    run = _open(stack, config, ranks, prepared, dataset, (resumed, record), expected, progress)
     return run.go(dataset, interrupt)
 
 
@@ -183,11 +177,16 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
     config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size, announce)
-    started = config if resumed is None else _from_checkpoint(config, resumed)
     replicated = _is_replicated(config, ranks)
-    if replicated:
-        started = one_share(started, ranks.group.size)
-    run = RunSpec.of(started, own_dir, None if replicated else ranks.group, ranks.devices)
+    run = RunSpec.of(
+        one_share(config, ranks.group.size) if replicated else config,
+        own_dir,
+        None if replicated else ranks.group,
+        ranks.devices,
+        ranks.memory,
+    )
+    if resumed is not None and config.train.method == "full":
+        run = replace(run, weights_from=resumed)
     rates = None
     if replicated:
         prepared = prepare(run, announce, adapters_from=begun)
@@ -197,25 +196,11 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
     if ranks.is_first:
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)
-    config = _as_decided(config, prepared)
+    config = config.in_microbatches(prepared.config.microbatches) if replicated else prepared.config
     if resumed is not None:
         prepared = _with_tokenizer(prepared, config)
         run_checkpoint.check_same_run(resumed, config, prepared)
     return config, prepared, rates
-
-
-def _as_decided(config: Config, prepared: Job) -> Config:
-    """Return ``config`` with what tells the bits of a run that goes on: its microbatches, and what multiplies."""
-    decided = prepared.config
-    cut = config.in_microbatches(decided.microbatches, _round_to_tell(prepared))
-    return cut.compiling(decided.model.compile).multiplying(decided.optimizer.ns_on)
-
-
-def _round_to_tell(prepared: Job) -> int | None:
-    """Return the microbatches of a round where a step has several, and orders sums of tied weights so."""
-    layout = prepared.plan.layout
-    tells = layout.stages is None or len(layout.rest_users) > 1
-    return layout.round_size if tells and layout.num_rounds > 1 else None
 
 
 def _is_replicated(config: Config, ranks: Ranks) -> bool:
@@ -226,7 +211,6 @@ def _is_replicated(config: Config, ranks: Ranks) -> bool:
 def _open(
     stack: contextlib.ExitStack,
     config: Config,
-    asked: Config,
     ranks: Ranks,
     prepared: Job,
     dataset: PackedDataset,
@@ -253,10 +237,10 @@ def _open(
     if _is_replicated(config, ranks):
         trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
     else:
-        trainer = start(stack, config, prepared, own_dir, record, resumed, announce, data_of(dataset, config))
+        trainer = start(stack, prepared, own_dir, record, resumed, announce, data_of(dataset, config))
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
-    _write_facts(ranks, asked, prepared, (flops, peak), placement)
+    _write_facts(ranks, config, prepared, (flops, peak), placement)
     heartbeat = stack.enter_context(Heartbeat(own_dir, announce))
     writers = stack.enter_context(_writers(config, ranks))
     profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
@@ -338,14 +322,14 @@ def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: 
 
 def _write_facts(
     ranks: Ranks,
-    asked: Config,
+    config: Config,
     prepared: Job,
     computing: tuple[float | None, Peak],
     placement: Placement,
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:
-        write_whole(ranks.run_dir / "config.yaml", dump_config(asked))
+        write_whole(ranks.run_dir / "config.yaml", dump_config(config))
     facts = about(prepared, *computing)
     write_json(
         ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
@@ -464,11 +448,3 @@ def _with_tokenizer(prepared: Job, config: Config) -> Job:
 def _resuming(config: Config) -> Config:
     """The same run, gone on with."""
     return config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
-
-
-def _from_checkpoint(config: Config, directory: Path) -> Config:
-    """Return ``config`` with its weights read from a checkpoint; of adapters only, the base stays."""
-    if config.train.method == "lora":
-        return config
-    model = config.model.model_copy(update={"path": str(directory)})
-    return config.model_copy(update={"model": model})

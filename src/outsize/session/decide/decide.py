@@ -22,6 +22,7 @@ from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, decide, worth_it
 from outsize.planner.predict.question import CodingRates, Question
 from outsize.planner.program.activation_policy import Choice
+from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
 from outsize.session.decide.lane_rates import codec_rates, crossing_rates
@@ -74,7 +75,16 @@ def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     if products_open(job.config):
         place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
         job = replace(job, config=job.config.multiplying(place))
-    return job, rates
+    return replace(
+        job, config=job.config.in_microbatches(job.config.microbatches, _round_to_tell(job.plan))
+    ), rates
+
+
+def _round_to_tell(plan: Plan) -> int | None:
+    """Return the microbatches of a round where a step has several, and orders sums of tied weights so."""
+    layout = plan.layout
+    tells = layout.stages is None or len(layout.rest_users) > 1
+    return layout.round_size if tells and layout.num_rounds > 1 else None
 
 
 def _compiled_or_not(eager: Job, rates: Rates | None, announce: Announce) -> tuple[Job, Rates | None]:

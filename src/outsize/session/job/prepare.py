@@ -139,18 +139,18 @@ def prepare(
     config, group, num_workers = run.config, run.group, len(run.devices.each)
     _check_asked(config, group.size)
     _say_of_devices(run, announce)
-    hf_config = load_hf_config(config.model.path, config.model.trust_remote_code)
+    hf_config = load_hf_config(run.model_path, config.model.trust_remote_code)
     check_length(config, hf_config)
     model = _skeleton(run, hf_config, announce)
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
-    directory, source, adapters = _sourced(config, model, source, adapters_from)
+    directory, source, adapters = _sourced(run, model, source, adapters_from)
     parts = split_model(model, run.dtype, config, adapters)
     _change_blocks(parts, config, run.devices, source, announce)
     spec, home = parts.spec, home_file(config.memory, run.run_dir)
     if group.size == 1:
         config = with_masters_of(home, config, spec, num_workers)
     state_bytes = _state_bytes(config, spec, group, num_workers)
-    machine = describe_machine(config.memory, run.devices, state_bytes, home)
+    machine = describe_machine(run.memory, run.devices, state_bytes, home)
     announce(_described(model, spec, adapters, run.dtype))
     tried = _tried(config, hf_config, parts, announce, group.size)
     plan = decide(question_of(config, parts, machine, tried, group)).plan
@@ -317,10 +317,11 @@ def _told(config: Config, plan: Plan, machine: RunMachine, state_bytes: int, num
 
 
 def _sourced(
-    config: Config, model: nn.Module, source: WeightSource | None, adapters_from: Path | None
+    run: RunSpec, model: nn.Module, source: WeightSource | None, adapters_from: Path | None
 ) -> tuple[Path, WeightSource, Adapters | None]:
     """Return the model's directory, where its weights come from, and the adapters that were put in."""
-    directory = Path(config.model.path) if source is not None else locate_checkpoint(config.model.path)
+    config, path = run.config, run.model_path
+    directory = Path(path) if source is not None else locate_checkpoint(path)
     if source is None:
         source = CheckpointReader(directory, model)
         source.load_buffers(model)
