@@ -122,4 +122,4 @@ def test_records_that_do_not_agree_are_located(format_name, record, message):
 
 
 def test_a_run_can_be_told_every_format_and_no_other():
-    assert sorted(get_args(DataConfig.model_fields["format"].annotation)) == sorted(FORMATS)
+    assert sorted(get_args(DataConfig.model_fields["format"].annotation)) == sorted(["auto", *FORMATS])

@@ -1,18 +1,26 @@
-"""What a codec promises, in numbers: bytes, error, rates. No torch, so that a planner can price it.
+"""Codecs, a row each: what one promises in numbers, where it may be used, and the class that does it. No torch.
+
+A codec is a row of `SPECS` and the file of its class; the words between which configuration, flags and calls choose
+follow from the rows.
 
 A rate here is an assumption for machines that nobody has measured, in bytes of what is encoded (logical bytes) per
 second and core. They were measured by ``bench/bench_codec.py`` on one core of an AMD EPYC (Zen 4) and rounded down;
 those of window and blockwise codecs and of NF4 are of the kernels in C, those of fp8 of a busy Xeon.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 CountBytes = Callable[[int, str], int]
 """Elements and their dtype to bytes."""
+_LINKS: Final = frozenset({"weights", "activations", "gradients"})
+# A gradient codec of this ending remembers what it lost, and adds it to the next gradient.
+FEEDBACK: Final = "-ef"
+_BLOCKWISE = "outsize.codecs.blockwise.BlockwiseCodec"
 
 
 def raw_bytes(numel: int, dtype: str) -> int:
@@ -26,6 +34,11 @@ class CodecSpec:
 
     Attributes:
         name: as in the configuration.
+        opens: path of its class, called with this row and ``options``.
+        options: of that class.
+        uses: where a user may choose it: for frozen weights at ``rest``; for ``weights``, ``activations`` and
+            ``gradients`` on a link, for gradients on the ``network``; and with ``-ef`` where what was lost is added to
+            the next.
         dtypes: of what it encodes, names of `ITEMSIZE`.
         lossless: whether decoding gives back every bit.
         fixed_rate: whether the count of elements alone decides the bytes.
@@ -40,6 +53,9 @@ class CodecSpec:
     """
 
     name: str
+    opens: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    uses: frozenset[str] = frozenset()
     dtypes: tuple[str, ...] = tuple(ITEMSIZE)
     lossless: bool
     fixed_rate: bool
@@ -64,6 +80,8 @@ class CodecSpec:
 
 RAW = CodecSpec(
     name="raw",
+    opens="outsize.codecs.codec.RawCodec",
+    uses=_LINKS | {"rest"},
     lossless=True,
     fixed_rate=True,
     expected_bytes=raw_bytes,
@@ -90,6 +108,9 @@ WINDOW_LEAST = 64
 # Ratios are those of normal weights and of the weights of a sentence encoder, see bench/bench_codec.py.
 LOSSLESS4 = CodecSpec(
     name="lossless4",
+    opens="outsize.codecs.window.WindowCodec",
+    options={"code_bits": 4},
+    uses=_LINKS,
     lossless=True,
     fixed_rate=False,
     expected_bytes=_window_bytes(0.752),
@@ -98,6 +119,9 @@ LOSSLESS4 = CodecSpec(
 )
 LOSSLESS3 = CodecSpec(
     name="lossless3",
+    opens="outsize.codecs.window.WindowCodec",
+    options={"code_bits": 3},
+    uses=_LINKS,
     lossless=True,
     fixed_rate=False,
     expected_bytes=_window_bytes(0.705),
@@ -113,6 +137,7 @@ def _delta_bytes(numel: int, dtype: str) -> int:
 
 DELTA = CodecSpec(
     name="delta",
+    opens="outsize.codecs.delta.DeltaCodec",
     dtypes=("bf16", "fp16"),
     lossless=True,
     fixed_rate=False,
@@ -137,13 +162,24 @@ def _blockwise_bytes(group: int, bits: int, scale_bytes: int) -> CountBytes:
 
 
 def _blockwise(
-    name: str, group: int, bits: int, steps: int, scale_bytes: int = 2, *, rotated: bool = False
+    name: str,
+    group: int,
+    bits: int,
+    steps: int,
+    scale_bytes: int = 2,
+    *,
+    uses: Iterable[str],
+    rotated: bool = False,
+    **options: bool,
 ) -> CodecSpec:
-    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most, see `_rotated` too."""
+    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most, see `_rotated_error`."""
     count = _blockwise_bytes(group, bits, scale_bytes)
     error = _BF16_SLACK / steps
     return CodecSpec(
         name=name,
+        opens=_BLOCKWISE,
+        options={"bits": bits, **options},
+        uses=frozenset(uses),
         lossless=False,
         fixed_rate=True,
         max_bytes=count,
@@ -167,23 +203,34 @@ def _rotated_error(error: float, group: int) -> float:
 
 # To the nearest is off by half a step, by chance by a whole one. An asymmetric grid has its steps over the range, which
 # may be twice the largest magnitude, and its zero point widens the range by one in 2^8 of it.
-INT8 = _blockwise("int8", INT8_GROUP, 8, steps=2 * 127)
-INT8_ASYMMETRIC = _blockwise("int8-asymmetric", INT8_GROUP, 8, steps=253, scale_bytes=4)
-INT8_STOCHASTIC = _blockwise("int8-stochastic", INT8_GROUP, 8, steps=127)
-INT4 = _blockwise("int4", INT4_GROUP, 4, steps=2 * 7)
-INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, steps=14, scale_bytes=4)
-INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, steps=7)
-INT8_HADAMARD = _blockwise("int8-hadamard", INT8_GROUP, 8, steps=2 * 127, rotated=True)
-INT8_HADAMARD_STOCHASTIC = _blockwise("int8-hadamard-stochastic", INT8_GROUP, 8, steps=127, rotated=True)
-INT4_HADAMARD = _blockwise("int4-hadamard", INT4_GROUP, 4, steps=2 * 7, rotated=True)
-INT4_HADAMARD_STOCHASTIC = _blockwise("int4-hadamard-stochastic", INT4_GROUP, 4, steps=7, rotated=True)
+_NEAREST, _CHANCE = ("activations", "gradients", "gradients-ef"), ("gradients",)
+INT8 = _blockwise("int8", INT8_GROUP, 8, 2 * 127, uses=(*_NEAREST, "rest", "network", "network-ef"))
+INT8_ASYMMETRIC = _blockwise("int8-asymmetric", INT8_GROUP, 8, 253, 4, uses=("activations",), symmetric=False)
+INT8_STOCHASTIC = _blockwise(
+    "int8-stochastic", INT8_GROUP, 8, 127, uses=(*_CHANCE, "network"), stochastic=True
+)
+INT4 = _blockwise("int4", INT4_GROUP, 4, 2 * 7, uses=(*_NEAREST, "network-ef"))
+INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, 14, 4, uses=("activations",), symmetric=False)
+INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, 7, uses=_CHANCE, stochastic=True)
+INT8_HADAMARD = _blockwise("int8-hadamard", INT8_GROUP, 8, 2 * 127, uses=_NEAREST, rotated=True)
+INT8_HADAMARD_STOCHASTIC = _blockwise(
+    "int8-hadamard-stochastic", INT8_GROUP, 8, 127, uses=_CHANCE, rotated=True, stochastic=True
+)
+INT4_HADAMARD = _blockwise("int4-hadamard", INT4_GROUP, 4, 2 * 7, uses=_NEAREST, rotated=True)
+INT4_HADAMARD_STOCHASTIC = _blockwise(
+    "int4-hadamard-stochastic", INT4_GROUP, 4, 7, uses=_CHANCE, rotated=True, stochastic=True
+)
 ROTATED = (INT8_HADAMARD, INT8_HADAMARD_STOCHASTIC, INT4_HADAMARD, INT4_HADAMARD_STOCHASTIC)
 BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC, *ROTATED)
 
 # Between 256 and 448, the largest magnitude of e4m3, floats are 32 apart.
 FP8_GROUP = 128
 FP8 = replace(
-    _blockwise("fp8", FP8_GROUP, 8, steps=2 * 448 // 32), encode_bytes_per_s=1e9, decode_bytes_per_s=2.5e9
+    _blockwise("fp8", FP8_GROUP, 8, 2 * 448 // 32, uses=("rest",)),
+    opens="outsize.codecs.fp8.FP8Codec",
+    options={},
+    encode_bytes_per_s=1e9,
+    decode_bytes_per_s=2.5e9,
 )
 
 # Dettmers et al. (2023), appendix E: quantiles of the normal distribution, with an exact zero, from -1 to 1.
@@ -222,6 +269,8 @@ def _nf4_double_bytes(numel: int, dtype: str) -> int:
 
 NF4 = CodecSpec(
     name="nf4",
+    opens="outsize.codecs.nf4.NF4Codec",
+    uses=frozenset({"rest"}),
     lossless=False,
     fixed_rate=True,
     max_bytes=_nf4_bytes,
@@ -233,6 +282,9 @@ NF4 = CodecSpec(
 )
 NF4_DOUBLE = CodecSpec(
     name="nf4-double",
+    opens="outsize.codecs.nf4.NF4Codec",
+    options={"double": True},
+    uses=frozenset({"rest"}),
     lossless=False,
     fixed_rate=True,
     max_bytes=_nf4_double_bytes,
@@ -257,3 +309,33 @@ def codec_spec(name: str) -> CodecSpec:
     if name not in SPECS:
         raise ValueError(f"unknown codec {name!r}; there is {', '.join(SPECS)}")
     return SPECS[name]
+
+
+def _names(use: str) -> tuple[str, ...]:
+    """Return the names that a user may give for a use, those with feedback behind the codec that they are of."""
+    found = []
+    for spec in SPECS.values():
+        found += [spec.name] * (use in spec.uses) + [spec.name + FEEDBACK] * (use + FEEDBACK in spec.uses)
+    return tuple(found)
+
+
+# By crossing of a link, and on the network: `auto` is one of these in the end.
+CODECS: Final = {use: _names(use) for use in ("weights", "activations", "gradients")}
+if TYPE_CHECKING:
+    FrozenCodec: TypeAlias = str
+    TransportWeights: TypeAlias = str
+    TransportActivations: TypeAlias = str
+    TransportGradients: TypeAlias = str
+    WireGradients: TypeAlias = str
+    WireWeights: TypeAlias = str
+else:
+    FrozenCodec = Literal[_names("rest")]
+    TransportWeights = Literal[RAW.name, "auto", *CODECS["weights"][1:]]
+    TransportActivations = Literal[RAW.name, "auto", *CODECS["activations"][1:]]
+    TransportGradients = Literal[RAW.name, "auto", *CODECS["gradients"][1:]]
+    WireGradients = Literal["fp32", "bf16", *_names("network")]
+    WireWeights = Literal[RAW.name, DELTA.name]
+# How weights go over links; all keep every bit, and what else there is.
+EXACT_WEIGHTS: Final = (
+    "weights that train keep every bit, and frozen ones rest and cross in fewer by base_codec (section lora)"
+)

@@ -1,10 +1,9 @@
 """Which codec is used where bytes cross the link between a device and the tier below it. No torch."""
 
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final
 
-from outsize.choices import EXACT_WEIGHTS, TransportActivations, TransportGradients, TransportWeights
-from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
+from outsize.codecs.codec_spec import CODECS, EXACT_WEIGHTS, FEEDBACK, RAW, CodecSpec, codec_spec, raw_bytes
 from outsize.units import align_up
 
 # What is sent is encoded in pieces of so many elements: one is decoded while the next one is under way.
@@ -18,20 +17,8 @@ PIECE_ALIGN: Final = 64
 # rarely alike. None needs more than its elements.
 SLACK: Final = 1.02
 SLACK_BYTES: Final = 16_384
-# A gradient codec of this ending remembers on the device what it lost, and adds it to the next gradient.
-FEEDBACK: Final = "-ef"
 # Of bf16, kept per trained element on the device.
 RESIDUAL_BYTES: Final = 2
-
-# By crossing; `auto` is one of these in the end.
-CODECS: Final = {
-    crossing: tuple(name for name in get_args(known) if name != "auto")
-    for crossing, known in (
-        ("weights", TransportWeights),
-        ("activations", TransportActivations),
-        ("gradients", TransportGradients),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

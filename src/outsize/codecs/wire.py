@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 from typing import Final, get_args
 
-from outsize.choices import WireGradients, WireWeights
-from outsize.codecs.codec_spec import RAW, CodecSpec, codec_spec, raw_bytes
-from outsize.codecs.transport import FEEDBACK
+from outsize.codecs.codec_spec import (
+    FEEDBACK,
+    RAW,
+    CodecSpec,
+    WireGradients,
+    WireWeights,
+    codec_spec,
+    raw_bytes,
+)
 
 # Elements of a share that are exchanged at once: 4 MiB of fp32, some milliseconds at 10 Gbit/s, beside which a round
 # trip is short.

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outsize.choices import Packing
+from outsize.choices import DataFormat, Packing
 from outsize.config.section import PathText, Section
 
 
@@ -20,7 +20,7 @@ class SourceConfig(Section):
         description="A file; a directory, read recursively in sorted order, or as the datasets library has saved it; "
         "or `hf://datasets/OWNER/NAME#SPLIT`, streamed from the hub."
     )
-    format: Literal["auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"] = Field(
+    format: Literal["auto", DataFormat] = Field(
         default="auto",
         description="Layout of the records, whatever files they are in; auto looks at them and prints what it took "
         "them for.",

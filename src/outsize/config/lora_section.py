@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model
 
-from outsize.choices import FrozenCodec
+from outsize.codecs.codec_spec import FrozenCodec
 from outsize.config.section import Fraction, Modules, PathText, Positive, Section
 
 # Keys that are not PEFT's.

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from outsize.choices import EXACT_WEIGHTS
+from outsize.codecs.codec_spec import EXACT_WEIGHTS
 from outsize.config.schema import Config
 from outsize.errors import ConfigError
 

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from outsize.choices import Handover, WireGradients, WireWeights
+from outsize.choices import Handover
+from outsize.codecs.codec_spec import WireGradients, WireWeights
 from outsize.config.section import Section
 
 

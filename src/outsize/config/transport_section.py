@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from outsize.choices import TransportActivations, TransportGradients, TransportWeights
+from outsize.codecs.codec_spec import TransportActivations, TransportGradients, TransportWeights
 from outsize.config.section import Section
 
 

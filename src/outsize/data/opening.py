@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from outsize.choices import Packing
+from outsize.choices import DataFormat, Packing
 from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
@@ -19,7 +19,7 @@ from outsize.data.pretokenized import PretokenizedTokens
 from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.corpus_files import Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
-from outsize.data.reading.formats import FORMATS, FormatName
+from outsize.data.reading.formats import FORMATS
 from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, whole_entry, write_index
 from outsize.data.tokens import TokenStore
 from outsize.data.windowed import WindowedDataset
@@ -161,7 +161,7 @@ class _Making:
     def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
         """Return the tokens of a source, and what was found in the source."""
         sources = find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured)
-        forced = None if corpus.format == "auto" else cast(FormatName, corpus.format)
+        forced = None if corpus.format == "auto" else cast(DataFormat, corpus.format)
         if forced == "tokens" or (forced is None and sources.container == "tokens"):
             tokens = PretokenizedTokens(sources, self.vocab_size or _size_of(self.tokenizer))
             return tokens, _detect_tokens(tokens, sources, self.tokenizer, forced=forced is not None)
@@ -235,9 +235,9 @@ class _Making:
 
 
 def _check_limits(corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits) -> None:
-    unknown = next((corpus.format for corpus in corpora if corpus.format not in FORMATS), None)
+    unknown = next((corpus.format for corpus in corpora if corpus.format not in ("auto", *FORMATS)), None)
     if unknown is not None:
-        raise ConfigError(f"unknown data format {unknown!r}; known are {', '.join(FORMATS)}")
+        raise ConfigError(f"unknown data format {unknown!r}; known are auto, {', '.join(FORMATS)}")
     if seq_len < 2:
         raise ConfigError(
             f"seq_len must be at least 2 (the first token of a sequence is no target), got {seq_len}"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.choices import BlockKernels, Compile, Dtype, FrozenCodec, Home, Moments, Products
+from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Products
+from outsize.codecs.codec_spec import FrozenCodec
 from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from outsize.accelerators import Devices
-from outsize.choices import BlockKernels, Compile, FrozenCodec, Home, Moments, Products
+from outsize.choices import BlockKernels, Compile, Home, Moments, Products
+from outsize.codecs.codec_spec import FrozenCodec
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.optimizer_section import OptimizerConfig

@@ -6,19 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from outsize.choices import (
-    Clip,
-    CompileOrAuto,
-    ComputeDtype,
-    Home,
-    Masters,
-    Method,
-    Moments,
-    NewtonSchulz,
-    TransportWeights,
-    WireGradients,
-    WireWeights,
-)
+from outsize.choices import Clip, CompileOrAuto, ComputeDtype, Home, Masters, Method, Moments, NewtonSchulz
+from outsize.codecs.codec_spec import TransportWeights, WireGradients, WireWeights
 
 
 @dataclass(frozen=True, kw_only=True)

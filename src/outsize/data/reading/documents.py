@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from outsize.choices import DataFormat
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import Sources, read_chunks
-from outsize.data.reading.formats import Document, FormatName, detect_format, renamed, to_document
+from outsize.data.reading.formats import Document, detect_format, renamed, to_document
 from outsize.data.reading.json_records import Forgive, Record
 from outsize.data.reading.lines import cut_pieces, decode_chunks
 from outsize.data.reading.record_reader import read_records
@@ -38,7 +39,7 @@ class DocumentReader:
     """
 
     sources: Sources
-    format: FormatName | None
+    format: DataFormat | None
     corpus: Corpus
     bad: Tolerance = field(init=False)
     fields: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class DocumentReader:
         if self._is_plain_text():
             self.format = "text"
 
-    def detect(self) -> FormatName:
+    def detect(self) -> DataFormat:
         """Return the format, from the first record where it was not given.
 
         Lines that are no record say nothing of the others: they are for `documents` to refuse or to count.

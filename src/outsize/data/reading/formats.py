@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
+from outsize.choices import DataFormat
 from outsize.data.reading.conversations import (
     PARTIAL_FLAGS,
     Message,
@@ -21,9 +22,6 @@ from outsize.data.reading.conversations import (
 from outsize.data.reading.corpus import DEFAULT_TEXT_FIELD, Corpus, TrainOn
 from outsize.data.reading.json_records import Record
 from outsize.errors import DataError
-
-FormatName = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]
-FORMATS: tuple[str, ...] = ("auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,22 @@ class Document:
     closes: bool = True
 
 
-def detect_format(record: Record, text_field: str, where: str) -> FormatName:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A layout of records: a row of `FORMATS`.
+
+    Attributes:
+        build: makes the document of a record, of which the place is given, as a corpus wants it.
+        fields: that a record has; none where it has one text, under the corpus's name for it.
+        optional: fields besides that it may have.
+    """
+
+    build: Callable[[Record, str, Corpus], Document]
+    fields: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def detect_format(record: Record, text_field: str, where: str) -> DataFormat:
     """Return the format of a record, by its fields; the first row of the table that fits wins.
 
     A ``text_field`` other than the default was asked for by name, so it wins over the table.
@@ -65,8 +78,8 @@ def detect_format(record: Record, text_field: str, where: str) -> FormatName:
     """
     if text_field != DEFAULT_TEXT_FIELD and text_field in record:
         return "text"
-    for name, fields in _REQUIRED_FIELDS.items():
-        if all(record.get(field) is not None for field in fields):
+    for name, row in FORMATS.items():
+        if row.fields and all(record.get(field) is not None for field in row.fields):
             return name
     if text_field in record:
         return "text"
@@ -107,7 +120,7 @@ def renamed(record: Record, columns: Mapping[str, str], where: str) -> Record:
     return {**rest, **{ours: record[theirs] for ours, theirs in columns.items()}}
 
 
-def to_document(record: Record, format_name: FormatName, corpus: Corpus, where: str) -> Document:
+def to_document(record: Record, format_name: DataFormat, corpus: Corpus, where: str) -> Document:
     """Return the document of a record.
 
     Args:
@@ -120,27 +133,23 @@ def to_document(record: Record, format_name: FormatName, corpus: Corpus, where: 
         DataError: the record is of another format, or a field is of the wrong type.
     """
     text_field = corpus.text_field
-    fields = _REQUIRED_FIELDS.get(format_name, (text_field,))
-    missing = [field for field in fields if field not in record]
+    row = FORMATS[format_name]
+    missing = [field for field in row.fields or (text_field,) if field not in record]
     if missing:
         raise DataError(
             f"{where}: a record of format {format_name!r} needs {listed(missing)}, found {listed(record)}; "
             "all records of a data set have one format"
         )
-    if format_name == "text":
-        document = Document(where, _string(record, text_field, where))
-    else:
-        document = _BUILDERS[format_name](record, where, corpus)
+    document = row.build(record, where, corpus)
     return replace(document, unused=(*document.unused, *_unread(record, format_name, document, text_field)))
 
 
-def _unread(record: Record, format_name: FormatName, document: Document, text_field: str) -> list[str]:
+def _unread(record: Record, format_name: DataFormat, document: Document, text_field: str) -> list[str]:
     """Return the fields of a record that hold something, are not read, and are not plainly about the record."""
-    read: set[str] = {text_field} if format_name == "text" else set(_REQUIRED_FIELDS[format_name])
+    row = FORMATS[format_name]
+    read = {*(row.fields or (text_field,)), *row.optional}
     if document.messages is not None:
         read |= {"tools", "functions", "chat_template_kwargs", system_field(record) or ""}
-    if format_name == "alpaca":
-        read |= {"input", "history"}
     return unread_fields(record, read)
 
 
@@ -151,6 +160,10 @@ def unread_fields(record: Record, read: set[str]) -> list[str]:
         for name, value in record.items()
         if name not in read and name.lower() not in _ABOUT_RECORDS and not is_blank(value)
     ]
+
+
+def _text(record: Record, where: str, corpus: Corpus) -> Document:
+    return Document(where, _string(record, corpus.text_field, where))
 
 
 def _prompt_completion(record: Record, where: str, corpus: Corpus) -> Document:
@@ -272,17 +285,14 @@ def _string(record: Record, field: str, where: str) -> str:
     return value
 
 
-_REQUIRED_FIELDS: dict[FormatName, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-}
-_BUILDERS: dict[FormatName, Callable[[Record, str, Corpus], Document]] = {
-    "messages": _messages,
-    "sharegpt": _sharegpt,
-    "prompt_completion": _prompt_completion,
-    "alpaca": _alpaca,
+# By name; the first row whose fields a record has is its format. Text and tokens have one field, whose name is said.
+FORMATS: Mapping[DataFormat, Format] = {
+    "text": Format(build=_text),
+    "messages": Format(build=_messages, fields=("messages",)),
+    "sharegpt": Format(build=_sharegpt, fields=("conversations",)),
+    "prompt_completion": Format(build=_prompt_completion, fields=("prompt", "completion")),
+    "alpaca": Format(build=_alpaca, fields=("instruction", "output"), optional=("input", "history")),
+    "tokens": Format(build=_text),
 }
 # What data sets call a prompt and its completion, for hints.
 _QUESTIONS = ("prompt", "question", "query", "input", "problem", "user", "human", "instruction")
