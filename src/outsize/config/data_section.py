@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from outsize.choices import DataFormat, Packing
 from outsize.config.section import PathText, Section
+from outsize.config.without_effect import FIELDS, MASKS, NO_RECORDS, OF_A_RANK, TOLD_ON_RESUME, TRAINERS, Idle
 
 
 def packing_of(value: Any) -> Any:
@@ -16,39 +17,52 @@ def packing_of(value: Any) -> Any:
 class SourceConfig(Section):
     """One source of the data, and how its records are read."""
 
-    path: PathText = Field(
+    path: Annotated[PathText, OF_A_RANK] = Field(
         description="A file; a directory, read recursively in sorted order, or as the datasets library has saved it; "
         "or `hf://datasets/OWNER/NAME#SPLIT`, streamed from the hub."
     )
-    format: Literal["auto", DataFormat] = Field(
+    format: Annotated[Literal["auto", DataFormat], Idle(*FIELDS)] = Field(
         default="auto",
         description="Layout of the records, whatever files they are in; auto looks at them and prints what it took "
         "them for.",
     )
-    text_field: str = Field(
+    text_field: Annotated[
+        str,
+        Idle(
+            (
+                "records of data.format have no such field",
+                lambda case: case.config.data.format not in ("auto", "text"),
+            ),
+            *NO_RECORDS,
+            *FIELDS,
+        ),
+    ] = Field(
         default="text", min_length=1, description="Key of the text in records of JSONL, CSV and Parquet."
     )
-    columns: dict[str, str] = Field(
+    columns: Annotated[dict[str, str], Idle(*NO_RECORDS)] = Field(
         default={},
         description="Fields of the records under other names: ours to theirs, e.g. `{prompt: question, completion: "
         "answer}`.",
     )
-    roles: dict[str, str] = Field(
+    roles: Annotated[dict[str, str], Idle(*NO_RECORDS)] = Field(
         default={},
         description="Roles of speakers that have other names in the records: theirs to a role, e.g. `{agent: "
         "assistant}`.",
     )
-    train_on: Literal["replies", "last", "all"] = Field(
+    train_on: Annotated[Literal["replies", "last", "all"], Idle(*NO_RECORDS, *FIELDS)] = Field(
         default="replies",
         description="What of a conversation, or of a prompt and its completion, is trained: what the assistant says, "
         "its last message alone, or every token.",
     )
-    glob: str | None = Field(
+    glob: Annotated[
+        str | None,
+        Idle(("data.path is a file", lambda case: bool(case.around.one_file))),
+    ] = Field(
         default=None,
         min_length=1,
         description='Which files of a directory are read, e.g. `"*.py"`; null takes every known kind.',
     )
-    max_bad_records: int = Field(
+    max_bad_records: Annotated[int, Idle(*NO_RECORDS)] = Field(
         default=0,
         ge=0,
         description="Malformed records that are left out and counted; one more ends the run with file and line.",
@@ -70,31 +84,34 @@ class DataConfig(SourceConfig):
         description="Further sources, each with the keys of this section from path to weight, and their defaults.",
     )
     seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
-    pack: Annotated[Packing, BeforeValidator(packing_of)] = Field(
+    pack: Annotated[Packing, BeforeValidator(packing_of), Idle(*FIELDS)] = Field(
         default="stream",
         description="How documents become sequences. stream: end to end, cut every seq_len tokens, and tokens attend "
         "across documents; documents: as many whole ones as a sequence has room for, attention stops at each border "
         "and positions begin anew; none: one document makes one sequence, padded, and what is longer is cut.",
     )
-    group_by_length: bool = Field(
+    group_by_length: Annotated[
+        bool,
+        Idle(("data.pack is not none", lambda case: case.config.data.pack != "none"), *TRAINERS),
+    ] = Field(
         default=False,
         description="With pack none: documents of like length come into one step, whose sequences all end with the "
         "longest of them instead of at seq_len.",
     )
-    mlm_probability: float = Field(
+    mlm_probability: Annotated[float, Idle(*MASKS), TOLD_ON_RESUME] = Field(
         default=0.15,
         gt=0,
         le=1,
         description="Masked language models: share of the tokens that are to be predicted, drawn anew each time that a "
         "sequence is trained on.",
     )
-    mask_replace_prob: float = Field(
+    mask_replace_prob: Annotated[float, Idle(*MASKS), TOLD_ON_RESUME] = Field(
         default=0.8,
         ge=0,
         le=1,
         description="Share of those that become the mask token in what the model sees.",
     )
-    random_replace_prob: float = Field(
+    random_replace_prob: Annotated[float, Idle(*MASKS), TOLD_ON_RESUME] = Field(
         default=0.1,
         ge=0,
         le=1,
@@ -107,19 +124,25 @@ class DataConfig(SourceConfig):
         "before the run begins. With a number, sequences come in the order of the files, those of a window in any "
         "order, and the run begins when the first window is tokenised: the rest is while it trains.",
     )
-    prefetch: int = Field(
+    prefetch: Annotated[int, Idle(*TRAINERS)] = Field(
         default=2,
         ge=1,
         description="Batches that are ready, or in the making, ahead of the step that needs them; a token of each "
         "takes 16 bytes of host memory, 24 with padding or several documents to a sequence, which no budget counts.",
     )
-    workers: int = Field(
+    workers: Annotated[
+        int,
+        Idle(
+            ("data.prefetch has one batch made at a time", lambda case: case.config.data.prefetch == 1),
+            *TRAINERS,
+        ),
+    ] = Field(
         default=1,
         ge=1,
         description="Threads that make batches. One is enough for tokens on a local disk; more hide the latency of "
         "files on a network.",
     )
-    template: str | None = Field(
+    template: Annotated[str | None, Idle(*NO_RECORDS)] = Field(
         default=None,
         min_length=1,
         description="Chat template: a Jinja file, the name of one of the tokenizer's, chatml or plain; null is the "

@@ -1,11 +1,12 @@
 """Section lora: the adapters of train.method=lora."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, create_model
 
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.config.section import Fraction, Modules, PathText, Positive, Section
+from outsize.config.without_effect import Idle
 
 # Keys that are not PEFT's.
 OWN_KEYS = frozenset({"from", "base_codec", "table_codec"})
@@ -27,6 +28,8 @@ class LoraConfig(_Begun):
 
     Adapters are fp32; the frozen model computes in model.dtype, and is held in it where no codec says otherwise.
     """
+
+    idle: ClassVar[Idle] = Idle(("train.method is full", lambda case: case.config.train.method == "full"))
 
     r: int = Field(default=8, ge=1, description="Rank of the adapters.")
     lora_alpha: Positive = Field(

@@ -1,17 +1,18 @@
 """Section model: which model is trained."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from outsize.choices import BlockKernels, CompileOrAuto, Dtype, Products
 from outsize.config.section import PathText, Section
+from outsize.config.without_effect import OF_A_RANK, TOLD_ON_RESUME
 
 
 class ModelConfig(Section):
     """Model to train, its precision, and its trainable parameters."""
 
-    path: PathText = Field(
+    path: Annotated[PathText, OF_A_RANK] = Field(
         description="Directory in Hugging Face layout (config.json, safetensors, tokenizer), or a hub id."
     )
     dtype: Dtype = Field(
@@ -20,11 +21,14 @@ class ModelConfig(Section):
         "auto is fp32 on cpu and emulated devices, bf16 on accelerators, and fp16 with its losses scaled on GPUs "
         "that do not multiply bf16 (compute capability below 8.0).",
     )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+    attention: Annotated[
+        Literal["auto", "sdpa", "eager", "flash_attention_2"],
+        TOLD_ON_RESUME,
+    ] = Field(
         default="auto",
         description="Attention kernel; auto takes what the model offers, and the choice is logged.",
     )
-    compile: CompileOrAuto = Field(
+    compile: Annotated[CompileOrAuto, TOLD_ON_RESUME] = Field(
         default="off",
         description="Whether torch.compile compiles each kind of block, forward and backward: before the first step, "
         "and kept for later runs. A kind that it cannot take whole runs as it is, which is told. "
@@ -45,7 +49,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False, description="Whether Python code that comes with the model directory may run."
     )
-    freeze: tuple[str, ...] = Field(
+    freeze: Annotated[tuple[str, ...], TOLD_ON_RESUME] = Field(
         default=(),
         strict=False,
         description='Patterns of parameter names that are not trained, e.g. `["*embed_tokens*"]`; '

@@ -1,12 +1,13 @@
 """Section optimizer: how a parameter steps."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from outsize.choices import Clip, Masters, Moments, NewtonSchulz
 from outsize.config.section import Fraction, Section
+from outsize.config.without_effect import TRAINERS, Case, Idle
 from outsize.optim.optimizer_names import ADAMW, with_defaults
 
 
@@ -94,16 +95,25 @@ class OptimizerConfig(Section):
         description="Parameters with rates of their own, each entry with `params`, a list of patterns of their names, "
         "and factors `lr` and `weight_decay`; the first entry that fits counts.",
     )
-    max_grad_norm: float = Field(
+    max_grad_norm: Annotated[
+        float,
+        Idle(("optimizer.clip is none", lambda case: case.config.optimizer.clip == "none")),
+    ] = Field(
         default=1.0, ge=0, description="Global 2-norm to which gradients are clipped; 0 turns clipping off."
     )
-    clip: Clip = Field(
+    clip: Annotated[
+        Clip,
+        Idle(("optimizer.max_grad_norm is 0", lambda case: not case.config.optimizer.max_grad_norm)),
+    ] = Field(
         default="global",
         description="Which 2-norm is clipped to max_grad_norm. global: that of all gradients, which wait at home for "
         "it; unit: that of each unit (embedding, block, head) by itself; none: nothing is clipped. Without the global "
         "norm a unit steps as soon as its backward has run, and gradients take no memory at home.",
     )
-    gradients: Literal["fp32", "bf16"] = Field(
+    gradients: Annotated[
+        Literal["fp32", "bf16"],
+        Idle(("gradients do not wait for a global norm", lambda case: not case.gradients_wait())),
+    ] = Field(
         default="fp32",
         description="In what gradients wait for the global norm. bf16 rounds them once they are summed: 2 bytes per "
         "parameter instead of 4, not bit-exact.",
@@ -113,7 +123,13 @@ class OptimizerConfig(Section):
         description="In what the two moments of adamw and muon are kept: 8, 4 or 2.03 bytes per parameter. bf16 is "
         "rounded by chance, int8 in blocks of 64; neither is bit-exact.",
     )
-    masters: Masters = Field(
+    masters: Annotated[
+        Masters,
+        Idle(
+            ("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),
+            *TRAINERS,
+        ),
+    ] = Field(
         default="auto",
         description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
         "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; split24: the "
@@ -126,13 +142,18 @@ class OptimizerConfig(Section):
         "min_lr; cosine_restarts reaches zero restarts + 1 times; wsd stays, and falls to min_lr in the last "
         "decay_ratio of the steps; inverse_sqrt falls with the root of the step.",
     )
-    min_lr: float = Field(
-        default=0.0, ge=0, description="cosine, wsd: learning rate at the last step, at most lr."
-    )
-    decay_ratio: Fraction = Field(default=0.1, description="wsd: share of the steps in which it falls.")
-    restarts: int = Field(
-        default=1, ge=0, description="cosine_restarts: how often the rate begins again from lr."
-    )
+    min_lr: Annotated[
+        float,
+        Idle(("optimizer.schedule is neither cosine nor wsd", Case.has_no_min_lr)),
+    ] = Field(default=0.0, ge=0, description="cosine, wsd: learning rate at the last step, at most lr.")
+    decay_ratio: Annotated[
+        Fraction,
+        Idle(("optimizer.schedule is not wsd", lambda case: case.schedule != "wsd")),
+    ] = Field(default=0.1, description="wsd: share of the steps in which it falls.")
+    restarts: Annotated[
+        int,
+        Idle(("optimizer.schedule is not cosine_restarts", lambda case: case.schedule != "cosine_restarts")),
+    ] = Field(default=1, ge=0, description="cosine_restarts: how often the rate begins again from lr.")
     warmup_steps: int = Field(
         default=0, ge=0, description="Steps over which the learning rate rises from zero."
     )

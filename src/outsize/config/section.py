@@ -1,11 +1,12 @@
 """What all sections share: the rules of a section, and the kinds of values that several of them hold."""
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from outsize.accelerators import check_device_name
+from outsize.config.without_effect import Idle
 from outsize.units import parse_bytes
 
 
@@ -45,6 +46,15 @@ Modules = Annotated[str | tuple[str, ...], BeforeValidator(_modules)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion from one type to another."""
+    """Base of all sections: frozen, no unknown keys, no silent conversion from one type to another.
+
+    A key is described by its `Field`, and by what stands beside its type: when it has no effect (`Idle`), whether the
+    ranks of a run may differ in it, and whether a run that goes on says that it was another (`Mark`).
+
+    Attributes:
+        idle: when no key of the section has an effect.
+    """
+
+    idle: ClassVar[Idle] = Idle()
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,11 +1,20 @@
 """Section train: how long, in which portions, kept where."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from outsize.choices import Method, Objective
 from outsize.config.section import PathText, Section
+from outsize.config.without_effect import (
+    NO_STALL,
+    OF_A_RANK,
+    REPLICATED,
+    TOLD_ON_RESUME,
+    TRAINERS,
+    Case,
+    Idle,
+)
 
 
 class TrainConfig(Section):
@@ -23,24 +32,41 @@ class TrainConfig(Section):
         "texts that belong together; distill: what train.teacher predicts. All but sft go by trainers of TRL or "
         "transformers, see docs/objectives.md.",
     )
-    beta: float | None = Field(
+    beta: Annotated[
+        float | None,
+        Idle(
+            (
+                "train.objective has no such weight",
+                lambda case: not case.learns("dpo", "orpo", "kto", "distill"),
+            )
+        ),
+        TOLD_ON_RESUME,
+    ] = Field(
         default=None,
         ge=0,
         description="dpo, kto: how strongly the model is held to what it was; orpo: weight of the preference; distill: "
         "share of the teacher in the loss. null is 0.1, of distill 0.5.",
     )
-    temperature: float | None = Field(
+    temperature: Annotated[
+        float | None,
+        Idle(("train.objective has no temperature", lambda case: not case.learns("embed", "distill"))),
+        TOLD_ON_RESUME,
+    ] = Field(
         default=None,
         gt=0,
         description="embed: what similarities are divided by; distill: what the logits of both models are. null is "
         "0.05, of distill 1.",
     )
-    teacher: PathText | None = Field(
-        default=None, description="distill: directory or hub id of the model that is learnt from."
-    )
-    steps: int = Field(
-        default=100, ge=1, description="Optimizer steps in all, those before a resume included."
-    )
+    teacher: Annotated[
+        PathText | None,
+        Idle(("train.objective is not distill", lambda case: not case.learns("distill"))),
+        TOLD_ON_RESUME,
+    ] = Field(default=None, description="distill: directory or hub id of the model that is learnt from.")
+    steps: Annotated[
+        int,
+        Idle(("train.epochs says how long", lambda case: case.config.train.epochs is not None)),
+        TOLD_ON_RESUME,
+    ] = Field(default=100, ge=1, description="Optimizer steps in all, those before a resume included.")
     epochs: float | None = Field(
         default=None,
         gt=0,
@@ -53,14 +79,26 @@ class TrainConfig(Section):
         description="Tokens per optimizer step, a multiple of data.seq_len; "
         "null is data.seq_len x microbatches, or one sequence.",
     )
-    microbatches: int | None = Field(
+    microbatches: Annotated[int | None, TOLD_ON_RESUME] = Field(
         default=None,
         ge=1,
         description="Slices of a step that pass through a unit one after the other; "
         "more of them need less memory for activations and move no more weights. null is as few as fit, or with "
         "several workers as many as shorten a step by a percent; the number chosen is in run_dir/config.yaml.",
     )
-    round_microbatches: int | None = Field(
+    round_microbatches: Annotated[
+        int | None,
+        Idle(
+            (
+                "a step has no more microbatches",
+                lambda case: (
+                    (case.config.train.round_microbatches or 1) >= (case.config.train.microbatches or 2**63)
+                ),
+            ),
+            *REPLICATED,
+            *TRAINERS,
+        ),
+    ] = Field(
         default=None,
         ge=1,
         description="Microbatches that pass through all units, forward and backward, before the next ones begin: a "
@@ -74,23 +112,32 @@ class TrainConfig(Section):
         lt=2**63,
         description="Seed of data order, dropout and fresh weights; a whole number.",
     )
-    run_dir: PathText | None = Field(
+    run_dir: Annotated[PathText | None, OF_A_RANK] = Field(
         default=None, description="Directory of this run; null is runs/<date and time of the start>."
     )
-    loss: Literal["auto", "model", "chunked"] = Field(
+    loss: Annotated[Literal["auto", "model", "chunked"], Idle(*TRAINERS)] = Field(
         default="auto",
         description="model: the loss that the model returns; chunked: head and cross-entropy on "
         "head_chunk_tokens tokens at a time, which never holds all logits; "
         "auto: chunked where the head allows it.",
     )
-    loss_function: str | None = Field(
+    loss_function: Annotated[str | None, TOLD_ON_RESUME] = Field(
         default=None,
         min_length=1,
         description="A loss of your own in place of the model's: `FILE.py:FUNCTION` or `MODULE:FUNCTION`, called with "
         "the logits and labels of a microbatch, and returning the mean over its targets. It sees all logits of a "
         "microbatch at once. null is the model's.",
     )
-    head_chunk_tokens: int = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")
+    head_chunk_tokens: Annotated[
+        int,
+        Idle(
+            ("train.loss is model", lambda case: case.config.train.loss == "model"),
+            ("train.loss_function is given", lambda case: case.config.train.loss_function is not None),
+            ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
+            *REPLICATED,
+            *TRAINERS,
+        ),
+    ] = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")
     mlp_parts: int = Field(
         default=1,
         ge=1,
@@ -98,13 +145,21 @@ class TrainConfig(Section):
         "one after the other: long sequences need less memory, and nothing takes longer where parts have thousands of "
         "tokens. Sums over parts round differently, as those over microbatches do.",
     )
-    neftune_noise_alpha: float | None = Field(
+    neftune_noise_alpha: Annotated[float | None, TOLD_ON_RESUME] = Field(
         default=None,
         gt=0,
         description="NEFTune: noise that training adds to the embeddings of each sequence, uniform within alpha / "
         "sqrt(tokens x hidden size); 5 to 15 are usual for fine-tuning on chats. null adds none.",
     )
-    save_every: int = Field(
+    save_every: Annotated[
+        int,
+        Idle(
+            (
+                "the run ends before, and saves at its end",
+                lambda case: case.config.train.save_every >= case.config.train.steps,
+            )
+        ),
+    ] = Field(
         default=0,
         ge=0,
         description="Steps between checkpoints in Hugging Face layout, written beside training; 0 does not count "
@@ -117,19 +172,34 @@ class TrainConfig(Section):
         "null is 30 where the state is in host memory or a trainer of TRL trains, the first after 5, and 0 where its "
         "home commits every step.",
     )
-    save_total_limit: int | None = Field(
+    save_total_limit: Annotated[
+        int | None,
+        Idle(("only the end is saved", Case.saves_once)),
+    ] = Field(
         default=2,
         ge=1,
         description="Checkpoints of this run to keep; older ones are removed once a new one is safe on the disk. "
         "null keeps all.",
     )
-    resume: PathText = Field(
+    resume: Annotated[
+        PathText,
+        Idle(
+            (
+                "without train.run_dir every run is a new one",
+                lambda case: case.config.train.resume == "auto" and case.config.train.run_dir is None,
+            )
+        ),
+        OF_A_RANK,
+    ] = Field(
         default="none",
         description="none starts a new run; auto continues from the last committed step or the newest checkpoint in "
         "run_dir, or starts afresh if there is none; a path continues, in a new run_dir, from that checkpoint, or from "
         "the newest one of that run; checkpoints of the Hugging Face Trainer are taken too.",
     )
-    profile_steps: int = Field(
+    profile_steps: Annotated[
+        int,
+        Idle(("the first two steps are not recorded", lambda case: case.config.train.steps <= 2), *TRAINERS),
+    ] = Field(
         default=0,
         ge=0,
         description="Steps, from the third of the process on, that torch.profiler records into run_dir/profile.json.",
@@ -139,18 +209,18 @@ class TrainConfig(Section):
         description="What a NaN or infinite loss or gradient does, before any weight of the step is saved: "
         "end the run, or skip the step, changing nothing, and count it.",
     )
-    on_stall: Literal["abort", "report", "ignore"] = Field(
+    on_stall: Annotated[Literal["abort", "report", "ignore"], Idle(*TRAINERS)] = Field(
         default="abort",
         description="What becomes of a step in which nothing ends any more: report where it stands and end the run, "
         "report it and wait on, or nothing.",
     )
-    stall_factor: float = Field(
+    stall_factor: Annotated[float, Idle(*NO_STALL, *TRAINERS)] = Field(
         default=10.0,
         ge=1,
         description="A step is stalled if none of its ops ends for this many times the median of the steps before, or "
         "the predicted step until one was measured.",
     )
-    stall_floor_s: float = Field(
+    stall_floor_s: Annotated[float, Idle(*NO_STALL, *TRAINERS)] = Field(
         default=600.0,
         gt=0,
         description="The least time, in seconds, after which a step is taken to be stalled.",

@@ -1,14 +1,17 @@
-"""Settings that change nothing in a run: for every key of the configuration, when it does not, in one table.
+"""Facts of keys that stand beside their types: when one has no effect, and marks of what else is asked of keys.
 
-A key that never stands idle has an empty row. What the configuration leaves open, such as which home ``auto`` is, comes
-from `Surroundings`; where nobody knows it yet, nothing is said that depends on it.
+A section's key says ``Annotated[int, Idle((reason, condition))]``. What the configuration leaves open, such as which
+home ``auto`` is, comes from `Surroundings`; where nobody knows it yet, nothing is said that depends on it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from outsize.config.schema import Config
 
 
@@ -42,7 +45,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class Case:
     """What the conditions below are asked of."""
 
     config: "Config"
@@ -50,26 +53,33 @@ class _Case:
 
     @property
     def device(self) -> str:
+        """Device that computes, as far as it is known."""
         return self.around.device or self.config.memory.device
 
     @property
     def home(self) -> str:
+        """Where the training state lies, as far as it is known."""
         return self.around.home or self.config.memory.home
 
     def is_emulated(self) -> bool:
+        """Return whether devices are emulated."""
         return self.device.startswith("emulated")
 
     def has_several_workers(self) -> bool:
+        """Return whether one process computes on several devices."""
         several = self.is_emulated() and self.device not in ("emulated", "emulated:1")
         return several or self.device.endswith(":all") or "," in self.device
 
     def is_alone(self) -> bool:
+        """Return whether a single process trains."""
         return self.around.num_processes == 1
 
     def is_replicated(self) -> bool:
+        """Return whether each rank holds the whole training state."""
         return not self.is_alone() and self.config.parallel.mode == "ddp"
 
     def has_global_norm(self) -> bool:
+        """Return whether gradients are clipped to a norm over all of them."""
         return self.config.optimizer.clip == "global" and bool(self.config.optimizer.max_grad_norm)
 
     def gradients_wait(self) -> bool:
@@ -79,19 +89,24 @@ class _Case:
 
     @property
     def dtype(self) -> str:
+        """Compute dtype, as far as it is known."""
         return self.around.dtype or self.config.model.dtype
 
     @property
     def schedule(self) -> str:
+        """Schedule of the learning rate."""
         return self.config.optimizer.schedule
 
     def has_no_min_lr(self) -> bool:
+        """Return whether the schedule falls to zero or not at all."""
         return self.schedule not in ("cosine", "wsd")
 
     def learns(self, *objectives: str) -> bool:
+        """Return whether the objective is one of these."""
         return self.config.train.objective in objectives
 
     def by_trainer(self) -> bool:
+        """Return whether a trainer of another library trains."""
         return self.around.by_trainer or not self.learns("sft")
 
     def saves_once(self) -> bool:
@@ -102,214 +117,79 @@ class _Case:
         return not 0 < train.save_every < train.steps and not by_clock and train.resume == "none"
 
 
-_Row = tuple[tuple[str, Callable[[_Case], bool]], ...]
+Row = tuple[tuple[str, Callable[[Case], bool]], ...]
+"""Reasons for which a key has no effect, and when each holds."""
 
-_ALWAYS: Final[_Row] = ()
-# Who trains with several processes, and how.
-_ALONE: Final[_Row] = (("a single process trains", _Case.is_alone),)
-_REPLICATED: Final[_Row] = (("parallel.mode is ddp", _Case.is_replicated),)
-_ONLY_DDP: Final[_Row] = (*_ALONE, ("parallel.mode is not ddp", lambda case: not case.is_replicated()))
-_MASKS: Final[_Row] = (
+
+class Idle:
+    """When a key has no effect: the first reason that holds is said.
+
+    Attributes:
+        row: reasons, with what holds of a run where they do.
+    """
+
+    def __init__(self, *row: tuple[str, Callable[[Case], bool]]) -> None:
+        self.row = row
+
+
+class Mark(Enum):
+    """What is asked of a key besides."""
+
+    OF_A_RANK = "ranks of a run may differ in it: paths, and what is of their machines"
+    TOLD_ON_RESUME = "a run that goes on with another value says so"
+
+
+OF_A_RANK, TOLD_ON_RESUME = Mark.OF_A_RANK, Mark.TOLD_ON_RESUME
+
+# Reasons of several keys. FIELDS: records with fields of their own are read by trainers of other libraries.
+ALONE: Final[Row] = (("a single process trains", Case.is_alone),)
+REPLICATED: Final[Row] = (("parallel.mode is ddp", Case.is_replicated),)
+ONLY_DDP: Final[Row] = (*ALONE, ("parallel.mode is not ddp", lambda case: not case.is_replicated()))
+MASKS: Final[Row] = (
     ("the model predicts the next token and not hidden ones", lambda case: case.around.masks is False),
     ("train.objective predicts no hidden tokens", lambda case: not case.learns("sft")),
 )
-_FULL: Final[_Row] = (("train.method is full", lambda case: case.config.train.method == "full"),)
-_NO_STALL: Final[_Row] = (("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),)
-_STAGES: Final[_Row] = (
-    ("several workers have slots for their stages, and hand inputs over", _Case.has_several_workers),
-    *_REPLICATED,
+NO_STALL: Final[Row] = (("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),)
+STAGES: Final[Row] = (
+    ("several workers have slots for their stages, and hand inputs over", Case.has_several_workers),
+    *REPLICATED,
 )
-_HOST_HOME: Final[_Row] = (("the home is in host memory", lambda case: case.home == "host"), *_REPLICATED)
-_NO_EVALUATION: Final[_Row] = (
+HOST_HOME: Final[Row] = (("the home is in host memory", lambda case: case.home == "host"), *REPLICATED)
+NO_EVALUATION: Final[Row] = (
     ("neither eval.data nor eval.split says what on", lambda case: not case.config.eval.on),
 )
-_NO_RECORDS: Final[_Row] = (
+NO_RECORDS: Final[Row] = (
     (
         "files of this kind hold no records",
         lambda case: case.around.container in ("text", "tokens") and not case.config.data.more,
     ),
 )
-# What trainers of other libraries go without, and what they need not know of records with fields of their own.
-_TRAINERS: Final[_Row] = (("a trainer of another library trains", _Case.by_trainer),)
-_FIELDS: Final[_Row] = (
+TRAINERS: Final[Row] = (("a trainer of another library trains", Case.by_trainer),)
+FIELDS: Final[Row] = (
     ("records have fields of their own", lambda case: case.by_trainer() and not case.learns("distill")),
 )
-_NO_WRITERS: Final[_Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
-# An optimizer that lacks a setting refuses it (`config_rules`), so that rows of such are empty.
-_OPTIMIZER: Final[Mapping[str, _Row]] = {
-    **dict.fromkeys(
-        ("name", "args", "lr", "betas", "eps", "momentum", "nesterov", "ns_steps", "ns_on"), _ALWAYS
-    ),
-    **dict.fromkeys(("adjust_lr_fn", "weight_decay", "layer_decay", "state"), _ALWAYS),
-    **dict.fromkeys(("groups", "schedule", "warmup_steps", "warmup_ratio"), _ALWAYS),
-    "min_lr": (("optimizer.schedule is neither cosine nor wsd", _Case.has_no_min_lr),),
-    "decay_ratio": (("optimizer.schedule is not wsd", lambda case: case.schedule != "wsd"),),
-    "restarts": (
-        ("optimizer.schedule is not cosine_restarts", lambda case: case.schedule != "cosine_restarts"),
-    ),
-    "max_grad_norm": (("optimizer.clip is none", lambda case: case.config.optimizer.clip == "none"),),
-    "clip": (("optimizer.max_grad_norm is 0", lambda case: not case.config.optimizer.max_grad_norm),),
-    "gradients": (("gradients do not wait for a global norm", lambda case: not case.gradients_wait()),),
-    "masters": (
-        ("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),
-        *_TRAINERS,
-    ),
-}
+NO_WRITERS: Final[Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 
-NO_EFFECT: Final[Mapping[str, _Row]] = {
-    **dict.fromkeys(("model.path", "model.dtype", "model.attention", "model.freeze"), _ALWAYS),
-    **dict.fromkeys(("model.compile", "model.kernels", "model.products", "model.trust_remote_code"), _ALWAYS),
-    **dict.fromkeys(("data.path", "data.seq_len", "data.window"), _ALWAYS),
-    **dict.fromkeys(("data.format", "data.pack"), _FIELDS),
-    "data.group_by_length": (
-        ("data.pack is not none", lambda case: case.config.data.pack != "none"),
-        *_TRAINERS,
-    ),
-    **dict.fromkeys(("data.mlm_probability", "data.mask_replace_prob", "data.random_replace_prob"), _MASKS),
-    "data.prefetch": _TRAINERS,
-    "data.workers": (
-        ("data.prefetch has one batch made at a time", lambda case: case.config.data.prefetch == 1),
-        *_TRAINERS,
-    ),
-    "data.text_field": (
-        (
-            "records of data.format have no such field",
-            lambda case: case.config.data.format not in ("auto", "text"),
-        ),
-        *_NO_RECORDS,
-        *_FIELDS,
-    ),
-    **dict.fromkeys(("data.columns", "data.roles", "data.template"), _NO_RECORDS),
-    "data.train_on": (*_NO_RECORDS, *_FIELDS),
-    "data.max_bad_records": _NO_RECORDS,
-    **dict.fromkeys(("data.more", "data.weight"), _ALWAYS),
-    "data.glob": (("data.path is a file", lambda case: bool(case.around.one_file)),),
-    "train.steps": (("train.epochs says how long", lambda case: case.config.train.epochs is not None),),
-    **dict.fromkeys(("train.method", "train.epochs", "train.tokens_per_step", "train.microbatches"), _ALWAYS),
-    "train.round_microbatches": (
-        (
-            "a step has no more microbatches",
-            lambda case: (
-                (case.config.train.round_microbatches or 1) >= (case.config.train.microbatches or 2**63)
-            ),
-        ),
-        *_REPLICATED,
-        *_TRAINERS,
-    ),
-    "train.objective": _ALWAYS,
-    "train.beta": (
-        (
-            "train.objective has no such weight",
-            lambda case: not case.learns("dpo", "orpo", "kto", "distill"),
-        ),
-    ),
-    "train.temperature": (
-        ("train.objective has no temperature", lambda case: not case.learns("embed", "distill")),
-    ),
-    "train.teacher": (("train.objective is not distill", lambda case: not case.learns("distill")),),
-    "train.loss": _TRAINERS,
-    **dict.fromkeys(("train.seed", "train.run_dir", "train.mlp_parts"), _ALWAYS),
-    **dict.fromkeys(("train.neftune_noise_alpha", "train.loss_function"), _ALWAYS),
-    **dict.fromkeys(("train.save_minutes", "train.on_nonfinite", "train.deterministic"), _ALWAYS),
-    "train.head_chunk_tokens": (
-        ("train.loss is model", lambda case: case.config.train.loss == "model"),
-        ("train.loss_function is given", lambda case: case.config.train.loss_function is not None),
-        ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
-        *_REPLICATED,
-        *_TRAINERS,
-    ),
-    "train.save_every": (
-        (
-            "the run ends before, and saves at its end",
-            lambda case: case.config.train.save_every >= case.config.train.steps,
-        ),
-    ),
-    "train.save_total_limit": (("only the end is saved", _Case.saves_once),),
-    "train.resume": (
-        (
-            "without train.run_dir every run is a new one",
-            lambda case: case.config.train.resume == "auto" and case.config.train.run_dir is None,
-        ),
-    ),
-    "train.profile_steps": (
-        ("the first two steps are not recorded", lambda case: case.config.train.steps <= 2),
-        *_TRAINERS,
-    ),
-    "train.on_stall": _TRAINERS,
-    **dict.fromkeys(("train.stall_factor", "train.stall_floor_s"), (*_NO_STALL, *_TRAINERS)),
-    **dict.fromkeys(("eval.data", "eval.split"), _ALWAYS),
-    **dict.fromkeys(("eval.every", "eval.sequences", "eval.keep_best", "eval.patience"), _NO_EVALUATION),
-    **dict.fromkeys(("lora.r", "lora.lora_alpha", "lora.lora_dropout", "lora.target_modules"), _FULL),
-    **dict.fromkeys(("lora.exclude_modules", "lora.bias", "lora.use_rslora", "lora.modules_to_save"), _FULL),
-    **dict.fromkeys(("lora.init_lora_weights", "lora.rank_pattern", "lora.alpha_pattern"), _FULL),
-    **dict.fromkeys(("lora.layers_to_transform", "lora.layers_pattern", "lora.fan_in_fan_out"), _FULL),
-    **dict.fromkeys(("lora.from", "lora.base_codec", "lora.table_codec", "lora.target_parameters"), _FULL),
-    **{f"optimizer.{key}": row for key, row in _OPTIMIZER.items()},
-    **dict.fromkeys(("memory.device", "memory.device_memory"), _ALWAYS),
-    **dict.fromkeys(("memory.home", "memory.host_memory", "memory.activations"), _REPLICATED),
-    **dict.fromkeys(("memory.disk_memory", "memory.store_dir"), _HOST_HOME),
-    "memory.commits": (*_HOST_HOME, *_TRAINERS),
-    **dict.fromkeys(("memory.slots", "memory.prefetch", "memory.offload"), _STAGES),
-    "memory.tile_elements": (
-        ("the home is in host memory", lambda case: case.home == "host" and case.has_global_norm()),
-        *_REPLICATED,
-    ),
-    "memory.numa": (
-        ("this machine has one NUMA node", lambda case: (case.around.num_numa_nodes or 2) < 2),
-        *_TRAINERS,
-    ),
-    "memory.link_gb_per_s": (
-        ("only emulated devices have a throttled link", lambda case: not case.is_emulated()),
-        *_REPLICATED,
-    ),
-    "memory.peer_gb_per_s": (
-        (
-            "only emulated devices copy to each other as fast as one likes",
-            lambda case: not (case.is_emulated() and case.has_several_workers()),
-        ),
-        *_REPLICATED,
-    ),
-    **dict.fromkeys(("transport.weights", "transport.gradients"), _REPLICATED),
-    "transport.activations": (
-        (
-            "memory.offload is false",
-            lambda case: case.config.memory.offload is False and not case.has_several_workers(),
-        ),
-        *_REPLICATED,
-    ),
-    **dict.fromkeys(("parallel.mode", "parallel.timeout_s"), _ALONE),
-    **dict.fromkeys(("parallel.gradients", "parallel.weights"), (*_ALONE, *_REPLICATED)),
-    "parallel.handover": (
-        ("one device hands nothing over", lambda case: not case.has_several_workers()),
-        *_REPLICATED,
-        *_TRAINERS,
-    ),
-    **dict.fromkeys(("parallel.ddp_bucket_mib", "parallel.ddp_static_graph"), _ONLY_DDP),
-    **dict.fromkeys(("parallel.ddp_find_unused", "parallel.ddp_compress"), _ONLY_DDP),
-    "parallel.ddp_powersgd_rank": (
-        *_ONLY_DDP,
-        (
-            "parallel.ddp_compress is not powersgd",
-            lambda case: case.config.parallel.ddp_compress != "powersgd",
-        ),
-    ),
-    "telemetry.writers": _ALWAYS,
-    "telemetry.project": (
-        *_NO_WRITERS,
-        (
-            "neither wandb nor trackio is among telemetry.writers",
-            lambda case: not {"wandb", "trackio"} & set(case.config.telemetry.writers),
-        ),
-    ),
-    "telemetry.every": _NO_WRITERS,
-}
+
+def marked(section: type["BaseModel"], mark: Mark) -> frozenset[str]:
+    """Return the keys of a section that have a mark."""
+    return frozenset(key for key, field in section.model_fields.items() if mark in field.metadata)
+
+
+def idle_rows(config: type["BaseModel"]) -> Iterator[tuple[str, Row]]:
+    """Yield each key, dotted, with the reasons for which it may have no effect."""
+    for name, section in config.model_fields.items():
+        kind: Any = section.annotation
+        for key, field in kind.model_fields.items():
+            rows = (each.row for each in field.metadata if isinstance(each, Idle))
+            yield f"{name}.{key}", (*kind.idle.row, *(reason for row in rows for reason in row))
 
 
 def settings_without_effect(config: "Config", around: Surroundings) -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
-    case = _Case(config, around)
+    case = Case(config, around)
     found = []
-    for key, row in NO_EFFECT.items():
+    for key, row in idle_rows(type(config)):
         why = next((reason for reason, holds in row if holds(case)), None)
         if why is not None and _is_set(config, key):
             found.append(f"{key} has no effect: {why}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from outsize.config import Config
 from outsize.config.data_section import packing_of
+from outsize.config.without_effect import Mark, marked
 from outsize.errors import CheckpointError, ConfigError
 from outsize.optim.optimizer_names import ADAMW, FORMER_NAMES, named
 from outsize.optim.torch_trial import torch_class
@@ -16,11 +17,6 @@ from outsize.runtime.ops.context import StepContext
 from outsize.session.data_files import changed_files
 from outsize.session.steps import LossScale
 
-# Of the sections model, train and data, what is told where it changes; other data are other sequences.
-_TOLD = (
-    *("attention", "compile", "freeze", "steps", "loss_function", "microbatches", "neftune_noise_alpha"),
-    *("mlm_probability", "mask_replace_prob", "random_replace_prob", "beta", "temperature", "teacher"),
-)
 # Of these, states of older versions say nothing; whether the first is there tells them apart.
 _NEWER = ("train.microbatches", "model.attention", "transport.")
 
@@ -204,7 +200,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         f"{name}.{key}": value
         for name, section in sections.items()
         for key, value in section.model_dump(mode="json", exclude_defaults=name != "train").items()
-        if (key in _TOLD and value is not None)
+        if (key in marked(type(section), Mark.TOLD_ON_RESUME) and value is not None)
         or name == "transport"
         or (name == "optimizer" and key != "masters")
     }

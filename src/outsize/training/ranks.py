@@ -33,6 +33,7 @@ import torch
 
 from outsize.accelerators import VENDORS, Devices, count_of, is_accelerator, kind_here, title_of, uuids_of
 from outsize.config import Config, MemoryConfig
+from outsize.config.without_effect import Mark, marked
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group, SingleGroup
@@ -189,13 +190,6 @@ def _log(own_dir: Path) -> Iterator[Announce]:
 
 
 _PACKAGES = ("outsize", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-# May differ from machine to machine: paths (what lies there is compared by itself), and what a machine has.
-_OWN_PATHS = {
-    "model": ("path",),
-    "data": ("path",),
-    "train": ("run_dir", "resume"),
-    "memory": ("store_dir", "device", "device_memory", "host_memory"),
-}
 # Bytes of the start and of the end of each file of weights that are compared.
 _SAMPLE_BYTES = 2**16
 
@@ -249,7 +243,7 @@ def _settings(config: Config) -> dict[str, str]:
         f"{section}.{key}": json.dumps(value)
         for section, keys in config.model_dump(mode="json").items()
         for key, value in keys.items()
-        if key not in _OWN_PATHS.get(section, ())
+        if key not in marked(type(getattr(config, section)), Mark.OF_A_RANK)
     }
 
 
