@@ -16,8 +16,8 @@ from outsize.inference.caller import Caller
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
+from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.context import Microbatch, StepContext
-from outsize.runtime.ops.handover_ops import HandoverOps
 from outsize.storage.arena import Arena
 from outsize.storage.scratch import HostScratch
 
@@ -213,10 +213,10 @@ def test_what_lies_on_the_other_worker_s_device_already_is_handed_over_as_it_is(
     """Another worker's lane would copy it there once more, in no order with what made it, and empty it."""
     with workers.lane("compute:w1"):
         there = torch.ones(SIZE, device="late:1")
-    handing = HandoverOps(workers.devices[0], HostScratch(1, SIZE, Arena()), [], devices=workers.devices)
+    handing = ActivationOps(workers.devices[0], HostScratch(1, SIZE, Arena()), devices=workers.devices)
     run = _Handed(there.untyped_storage())
     with workers.lane("peer:w0-w1"):
-        context = SimpleNamespace(runs={0: run})
+        context = SimpleNamespace(runs={0: run}, number=0)
         handing.pass_on(
             Op(kind=Kind.PASS, unit=0, microbatch=0, worker=0, target=1), cast(StepContext, context)
         )

@@ -8,7 +8,7 @@ from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.saved_tensors import storages_of
-from outsize.runtime.ops.save_ops import ActivationOps
+from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.storage.arena import Arena
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch
@@ -29,7 +29,13 @@ def scratch(request, tmp_path):
 
 def context_of(*tensors: Tensor) -> SimpleNamespace:
     """A step whose microbatch 1 keeps ``tensors`` for unit 2."""
-    run = SimpleNamespace(stored=lambda unit: storages_of(tensors) if unit == 2 else [])
+    stored = storages_of(tensors)
+    run = SimpleNamespace(
+        stored=lambda unit: stored if unit == 2 else [],
+        emptied=lambda unit: [storage for storage, _ in stored],
+        replace_input=lambda unit, storages: None,
+        below=set(),
+    )
     return SimpleNamespace(runs={1: run}, number=0)
 
 

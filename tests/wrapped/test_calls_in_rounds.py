@@ -90,7 +90,7 @@ def test_several_workers_take_a_call_in_rounds(name: str):
         with torch.no_grad():
             parts = [plain(**part).logits for part in parts_of(batch, 5)]
             assert torch.equal(model(**batch).logits, torch.cat(parts))
-        assert not runner_of(model)._engine._crew.workers[0].activations._under_way  # type: ignore[union-attr]
+        assert not runner_of(model)._engine._crew.workers[0].activations._below.parcels
 
 
 @pytest.mark.parametrize("trained", ["lm_head", "layers.1", "norm"])

@@ -31,6 +31,7 @@ from outsize.runtime.engine.op_handlers import handlers_of, lane_thread
 from outsize.runtime.engine.step_memory import rule_on, take_step_memory
 from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew, make_single
 from outsize.runtime.forward.unit_facts import Needed
+from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
@@ -38,11 +39,9 @@ from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of
 from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handlers import HandlerTable
-from outsize.runtime.ops.handover_ops import HandoverOps
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.storage.disk_file import Tally
 
 # Ops before and after the first unfinished one, in a report.
@@ -379,7 +378,7 @@ class Engine:
         return sum(worker.activations.num_let_go for worker in self._crew.workers)
 
     @property
-    def activations(self) -> ActivationOps | HandoverOps:
+    def activations(self) -> ActivationOps:
         """What worker 0 has moved of activations."""
         return self._crew.workers[0].activations
 

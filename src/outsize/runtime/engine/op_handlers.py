@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from outsize.planner.program.lanes import lane_named
+from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
 from outsize.runtime.ops.compute_ops import ComputeOps
 from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handlers import HandlerTable, check_complete, handlers_in
-from outsize.runtime.ops.handover_ops import HandoverOps
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
 STORE_LANE, STORE_NICENESS = "store", 10
 check_complete(
-    (WeightOps, GradientOps, StagedComputeOps, HandoverOps, OptimizerOps, CommitOps, StoreOps, ExchangeOps)
+    (WeightOps, GradientOps, StagedComputeOps, ActivationOps, OptimizerOps, CommitOps, StoreOps, ExchangeOps)
 )
 
 

@@ -18,13 +18,11 @@ from outsize.runtime.device.device_group import Workers
 from outsize.runtime.forward.binding import Binder, GradientSums
 from outsize.runtime.forward.module_replicas import replicate
 from outsize.runtime.forward.outer_forward import OuterForward
+from outsize.runtime.ops.activation_ops import ActivationOps, Below, count_fetches
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, count_times_home
-from outsize.runtime.ops.handover_ops import HandoverOps, count_fetches
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.offload_ops import Away
-from outsize.runtime.ops.save_ops import ActivationOps
 from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
@@ -61,7 +59,7 @@ class Worker:
     accumulators: list[Tensor]
     weights: WeightOps
     gradients: GradientOps
-    activations: ActivationOps | HandoverOps
+    activations: ActivationOps
     compute: ComputeOps
 
 
@@ -204,19 +202,19 @@ def make_crew(
         stack.pop_all()
     turns = _turns(device) if settings.draws_random else {}
     asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
-    fetches, away = [count_fetches(program) for program in plan.programs], Away()
-    under_way, workers, binders = set[tuple[object, ...]](), [], []
+    fetches, below = [count_fetches(program) for program in plan.programs], Below()
+    workers, binders = [], []
     for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
         binders.append(Binder(replica.split, memory.sums))
         turn = turns.get(each.torch_device)
         compute = StagedComputeOps(
             split, replica, index, glue, binders[-1], each, memory.weights, asked, layout.stages, turn
         )
-        handover = HandoverOps(
-            each, scratch, fetches, codec, resources.rooms, layout.kept, away, device.devices, under_way
+        activations = ActivationOps(
+            each, scratch, codec, resources.rooms, layout.kept, fetches, below, device.devices
         )
         workers.append(
-            Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, handover, compute)
+            Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
         )
     return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)), glue.let_go)
 

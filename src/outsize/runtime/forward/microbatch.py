@@ -50,6 +50,7 @@ from outsize.runtime.forward.unit_visit import Returned, UnitVisit, visit_of
 
 Reseed = Callable[[int, bool], None]
 Ambient = Callable[[], AbstractContextManager[Any]]
+Storage = torch.UntypedStorage
 StateOf = Callable[[int], tuple[UnitState | None, bool]]
 
 
@@ -66,6 +67,9 @@ class MicrobatchRun:
         shortcuts: runs units again where that may end early; None runs them in full.
         state_of: returns the state of a unit that changes any, and whether it leaves tensors there whose history others
             go on from; None where no unit does.
+
+    Attributes:
+        below: units whose input lies in the memory below the device, too.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class MicrobatchRun:
             None  # where the model has come to, beyond units it passes over
         )
         self._came_at = 0
+        self.below: set[int] = set()
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
         """Run ``unit`` and forget how; its outputs wait for the next one.
@@ -300,12 +305,19 @@ class MicrobatchRun:
     def _run_again(self, unit: int, call: Callable[[], Roots]) -> Roots:
         return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
 
-    def stored(self, unit: int) -> list[tuple[torch.UntypedStorage, torch.dtype]]:
+    def stored(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
         """Storages of the differentiable inputs of ``unit``, each once with its dtype: what SAVE and FETCH move."""
         visit = self._visits.get(unit)
         if visit is None:
             return []
         return storages_of(visit.leaves[position] for position in visit.sources)
+
+    def emptied(self, unit: int) -> list[Storage]:
+        """Return the storages that a FETCH fills, since graphs refer to them: those that the SAVE has emptied."""
+        return [storage for storage, _ in self.stored(unit)]
+
+    def replace_input(self, unit: int, storages: list[Storage]) -> None:
+        """Let what ``unit`` receives lie in ``storages``; those of `emptied` are where it lies already."""
 
     def drop(self, unit: int) -> None:
         """Forget the arguments of a unit whose backward will not run (a frozen prefix)."""

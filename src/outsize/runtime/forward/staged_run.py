@@ -20,13 +20,11 @@ from outsize.compat.torch_private import memory_key, storage_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import Forward, Roots, box_of
-from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed
+from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed, Storage
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_visit import UnitVisit
-
-Storage = torch.UntypedStorage
 
 
 class StagedRun(MicrobatchRun):
@@ -45,7 +43,6 @@ class StagedRun(MicrobatchRun):
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
         pulled_by: the worker that goes backward now.
-        below: units whose input lies in the memory below the workers, too.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class StagedRun(MicrobatchRun):
         self._glue = glue
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
-        self.below: set[int] = set()
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
         self._recomputed: dict[int, Roots] = {}
@@ -92,11 +88,11 @@ class StagedRun(MicrobatchRun):
 
     def input_storages(self, unit: int) -> list[Storage]:
         """Storages of what ``unit`` receives and of what moves with it, each once."""
-        return [storage for storage, _ in self._moved(unit)]
+        return [storage for storage, _ in self.stored(unit)]
 
-    def input_dtypes(self, unit: int) -> list[torch.dtype]:
-        """Dtypes of the elements of what `input_storages` returns, one for each."""
-        return [dtype for _, dtype in self._moved(unit)]
+    def emptied(self, unit: int) -> list[Storage]:
+        """Return nothing: what arrives lies in fresh memory of the worker."""
+        return []
 
     def replace_input(self, unit: int, storages: list[Storage]) -> None:
         """Let what ``unit`` receives lie in other storages, in the order of `input_storages`."""
@@ -156,7 +152,8 @@ class StagedRun(MicrobatchRun):
         tensors = tuple(range(len(leaves)))
         return leaves, tuple(i for i in tensors if i in self._passed) or tensors
 
-    def _moved(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
+    def stored(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
+        """Return the storages of what ``unit`` receives and of what moves with it, each once with its dtype."""
         leaves, positions = self._input(unit)
         return storages_of(leaves[position] for position in positions)
 

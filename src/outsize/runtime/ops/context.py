@@ -14,7 +14,6 @@ from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.moved_bytes import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
-from outsize.runtime.ops.encoded_storage import EncodedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ class StepContext:
         program: which of the programs that take turns this step follows.
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
-        below: what lies below the workers, by unit, microbatch and kind.
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
         draws_on: whether code of the model draws random numbers where the generators are, as a plain forward does; else
             each piece of it has a seed.
@@ -98,7 +96,6 @@ class StepContext:
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
-    below: dict[tuple[int | None, int | None, str], list[EncodedTensor]] = field(default_factory=dict)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws_on: bool = False
     keeps: bool = True
