@@ -1,14 +1,24 @@
 """What a device keeps of memory that nobody uses, and what a run says where there is none left."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from accelerator import late
+from accelerator.caching_allocator import CachingAllocator, OutOfMemoryError
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
 from outsize.errors import ExecutionError
 from outsize.runtime.device.device import open_device
+from outsize.runtime.forward.short_recompute import Shortcuts
+from outsize.session.session import Session
 from outsize.storage.ledger import Ledger
+from outsize.training.run import train
+from support import make_model_dir, make_run
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 MIB = 2**20
@@ -36,3 +46,127 @@ def test_slots_that_find_no_memory_are_an_error_that_says_what_to_set():
             device.allocate(32 * MIB, "weights")
     finally:
         device.close()
+
+
+def test_torch_reserves_no_more_than_was_free_and_all_again_behind_the_run(monkeypatch: pytest.MonkeyPatch):
+    """Under WSL2 what is beyond lies in the host's RAM, and nothing says so."""
+    shares: list[float] = []
+    module = torch.get_device_module("late")
+    monkeypatch.setattr(
+        module, "set_per_process_memory_fraction", lambda share, _: shares.append(share), raising=False
+    )
+    monkeypatch.setattr(module, "mem_get_info", lambda _: (3 * MIB, 4 * MIB))
+    monkeypatch.setattr(module, "memory_reserved", lambda _: MIB // 2)
+    open_device(Devices.parse("late:0")).close()
+    assert shares == [0.875, 1.0]
+
+
+def test_retries_of_the_allocator_are_counted(monkeypatch: pytest.MonkeyPatch):
+    assert Devices.parse("late:0,1").num_allocator_retries() == 0
+    counts = {0: 2, 1: 3}
+    monkeypatch.setattr(
+        torch.get_device_module("late"),
+        "memory_stats",
+        lambda index: {"num_alloc_retries": counts[index]},
+        raising=False,
+    )
+    assert Devices.parse("late:0,1").num_allocator_retries() == 5
+    assert Devices.parse("late:1,1").num_allocator_retries() == 3
+    assert Devices().num_allocator_retries() == 0
+
+
+def test_the_model_of_torchs_allocator_splits_joins_and_gives_back():
+    """Figures by hand, from the rules of torch's allocator."""
+    allocator = CachingAllocator(limit=64 * MIB, lag=2)
+    allocator.run([(0, 1, 512, 7)])
+    assert allocator.reserved == 2 * MIB  # small blocks share a segment of 2 MiB
+    allocator.run([(0, 2, 512, 7), (0, 3, 4 * MIB, 7), (0, 4, 4 * MIB, 7)])
+    assert allocator.reserved == 22 * MIB  # middle ones one of 20 MiB
+    allocator.run([(0, 5, 11 * MIB, 8)])
+    assert allocator.reserved == 34 * MIB  # another stream, and a large one has its own, of whole 2 MiB
+    allocator.run([(1, 5, 0, 8), (0, 6, 11 * MIB, 7)])
+    assert allocator.reserved == 34 * MIB  # 12 MiB were left of the 20
+    allocator.run([(2, 6, 0, 8), (1, 6, 0, 7), (0, 7, 11 * MIB, 7)])
+    assert allocator.reserved == 46 * MIB  # an event of stream 8 has not passed
+    allocator.run([(1, 7, 0, 7), (0, 8, 30 * MIB, 7)])
+    assert allocator.retries == 1
+    assert allocator.reserved == (2 + 20 + 30) * MIB
+    with pytest.raises(OutOfMemoryError):
+        allocator.run([(0, 9, 30 * MIB, 7)])
+
+
+def notes_of(directory: Path, monkeypatch: pytest.MonkeyPatch, **memory: Any) -> SimpleNamespace:
+    """Return what a run of three steps allocates on the device: before its lanes begin, and up to each step."""
+    make_model_dir(
+        directory / "model",
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        max_position_embeddings=128,
+    )
+    config = make_run(
+        directory,
+        model={"dtype": "bf16"},
+        data={"seq_len": 64},
+        train={"tokens_per_step": 1024, "microbatches": 2, "steps": 3},
+        memory={"device": "late:0", "home": "host", **memory},
+    )
+    taken = SimpleNamespace(before=[], steps=[], planned=0)
+    of_session = Session.open_engine
+
+    def opened(session: Session, split: Any, plan: Any, *args: Any, **named: Any) -> Any:
+        taken.before = late.native().take_notes(True)
+        taken.planned = sum(size for name, size in plan.memory["device"].items() if name != "fixed")
+        return of_session(session, split, plan, *args, **named)
+
+    monkeypatch.setattr(Session, "open_engine", opened)
+    late.native().take_notes(True)
+    train(config, progress=lambda _: taken.steps.append(late.native().take_notes(True)))
+    late.native().take_notes(False)
+    return taken
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recomputes_end_where_the_needs_of_backwards_end_with_attention_of_a_device_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It saves two random states that the CPU's does not, which is what the plan was tried on."""
+    shortcuts: list[tuple[Shortcuts, dict[int, Any]]] = []
+    of_class = Shortcuts.__init__
+
+    def made(self: Shortcuts, needed: Any, *args: Any, **named: Any) -> None:
+        of_class(self, needed, *args, **named)
+        shortcuts.append((self, dict(needed)))
+
+    monkeypatch.setattr(Shortcuts, "__init__", made)
+    notes_of(tmp_path, monkeypatch, device_memory="512MiB", activations="recompute")
+    assert shortcuts
+    for each, needed in shortcuts:
+        assert needed
+        assert each._needed == needed
+
+
+def retries_by_step(notes: SimpleNamespace, limit: int, lag: int) -> Sequence[int]:
+    """Return how often torch's allocator would flush in each step, all tensors 64 times as large: a model of 8B."""
+    allocator = CachingAllocator(lag=lag)
+    allocator.run(notes.before, 64)
+    allocator.empty_cache()  # `open_device` does
+    allocator.limit = limit
+    counts = []
+    for step in notes.steps:
+        allocator.run(step, 64)
+        counts.append(allocator.retries - sum(counts))
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lag", [0, 200])
+def test_a_plan_that_keeps_what_forwards_make_fits_torchs_allocator(
+    lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The margin of a budget is a tenth: within it nothing is flushed. Plans that offload flush: docs/devices.md."""
+    notes = notes_of(tmp_path, monkeypatch, device_memory="512MiB", activations="keep")
+    assert retries_by_step(notes, int(notes.planned * 64 / 0.9), lag) == [0, 0, 0]

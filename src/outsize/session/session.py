@@ -33,7 +33,7 @@ from outsize.runtime.device.driver import DriverPinner, pinner_of
 from outsize.runtime.device.heap import trim
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
-from outsize.runtime.engine.step_memory import open_rooms, open_scratch
+from outsize.runtime.engine.plan_scratch import open_rooms, open_scratch
 from outsize.runtime.engine.workers import Resources
 from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.exchange_ops import Shared
@@ -225,6 +225,8 @@ class Session:
         arenas = (self.host, self._home_buffers, *(() if self._buffers is None else (self._buffers,)))
         pageable = sum(arena.statistics().num_pageable_fallbacks for arena in arenas)
         found = {"pageable": pageable, **self.home.fallbacks()}
+        if retries := self.machine.devices.num_allocator_retries():
+            found["allocator_retries"] = retries
         return found if self._engine is None else {**found, "recomputed": self._engine.num_let_go}
 
     def close(self) -> None:

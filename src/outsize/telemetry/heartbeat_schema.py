@@ -186,8 +186,8 @@ class Line(Part):
     eval_tokens: int | None = Field(default=None, ge=0, description="tokens that it predicted")
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "
-        "files instead of direct I/O, `recomputed` activations that found no room below the device, `failed_saves`, "
-        "`failed_writers`, and `failed_writes` of lines and files like this one"
+        "files instead of direct I/O, `recomputed` activations that found no room below the device, "
+        "`allocator_retries` of torch, which gave cached device memory back and waited, `failed_saves`, `failed_writers`, and `failed_writes` of lines and files like this one"
     )
 
 

@@ -211,5 +211,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("let_go", let_go);
   m.def("heal", [](int device) { return heal(DeviceIndex(device)); });
   m.def("take_offences", take_offences);
+  m.def("take_notes", [](bool on) {
+    std::lock_guard<std::mutex> guard(heaps()[0].lock);
+    takes_notes = on;
+    std::vector<std::tuple<int, uint64_t, size_t, int64_t>> taken;
+    for (auto& note : notes) taken.emplace_back(note.what, note.address, note.num_bytes, note.stream);
+    notes.clear();
+    return taken;
+  });
   m.def("statistics", statistics);
 }

@@ -34,6 +34,19 @@ struct Block {
   Accesses accesses;
 };
 
+// What was allocated (0), freed (1) or used on another stream (2), in order, while somebody takes notes of it.
+struct Note {
+  int what;
+  uint64_t address;
+  size_t num_bytes;
+  int64_t stream;
+};
+inline std::vector<Note> notes;
+inline std::atomic<bool> takes_notes{false};
+inline void note_block(int what, const Block* block, size_t num_bytes, int64_t stream) {
+  if (takes_notes && block->device == 0) notes.push_back({what, (uint64_t)block->address, num_bytes, stream});
+}
+
 struct Heap {
   std::mutex lock;
   char *base = nullptr, *shadow = nullptr;
@@ -94,6 +107,7 @@ inline void free_block(void* context) {
   auto& heap = heaps()[block->device];
   std::lock_guard<std::mutex> guard(heap.lock);
   heap.in_use -= block->size;
+  note_block(1, block, block->size, block->stream);
   auto is_recorded = [&](size_t stream) { return block->other_streams.count(int64_t(stream) - block->device * (kPool + 1)) != 0; };
   block->accesses.end(queues(block->device)[block->stream]->order, is_recorded);
   block->other_streams.erase(block->stream);
@@ -117,6 +131,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     Block* block = refused ? nullptr : take(heap, device, rounded(num_bytes));
     TORCH_CHECK_WITH(OutOfMemoryError, block, "late out of memory: tried to allocate ", num_bytes, " bytes; ",
                      heap.in_use, " of ", heap.limit, " are in use");
+    note_block(0, block, num_bytes, block->stream);
     heap.in_use += block->size;
     heap.peak = std::max(heap.peak, heap.in_use);
     auto& owner = queues(device)[block->stream]->order;
@@ -135,6 +150,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     TORCH_CHECK(p.get_deleter() == &free_block, "late: record_stream of memory that the device did not allocate");
     auto* block = static_cast<Block*>(p.get_context());
     std::lock_guard<std::mutex> guard(heaps()[block->device].lock);
+    note_block(2, block, block->size, stream.id());
     if (stream.device_index() == block->device) block->other_streams.insert(stream.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {

@@ -6,7 +6,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/native/TensorShape.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -521,6 +525,30 @@ inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& x, double p, std:
   mask.bernoulli_(1 - p);
   return {x * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
+// Attention in one kernel where the CPU has one, which saves the state of random numbers as GPUs' attention does.
+inline int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double p,
+                                bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  auto form = [](const Tensor& t) { return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU)).requires_grad_(t.requires_grad()); };
+  auto chosen = at::native::_fused_sdp_choice_cpp(
+      form(q), form(k), form(v), mask ? std::optional<Tensor>(form(*mask)) : std::nullopt, p, is_causal, scale, enable_gqa);
+  return chosen == int64_t(sdp::SDPBackend::flash_attention) ? int64_t(sdp::SDPBackend::overrideable) : chosen;
+}
+inline std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask, double p, bool is_causal, bool,
+    std::optional<double> scale) {
+  auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, p, is_causal, mask, scale);
+  auto state = [&] { return at::zeros({}, q.options().dtype(at::kLong)); };
+  return {out, logsumexp, Tensor(), Tensor(), q.sym_size(2), k.sym_size(2), state(), state(), Tensor()};
+}
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask, std::array<bool, 4>, const Tensor& out,
+    const Tensor& logsumexp, const Tensor&, const Tensor&, int64_t, int64_t, double p, bool is_causal, const Tensor&,
+    const Tensor&, std::optional<double> scale) {
+  auto given = mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
+  auto [dq, dk, dv] =
+      at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, p, is_causal, given, scale);
+  return {dq, dk, dv, Tensor()};
+}
 // torch asks devices of this key for operators of their own where the CPU's are called by other names.
 inline c10::OperatorHandle named(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 inline void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
@@ -556,6 +584,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", native_dropout);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
   m.impl("as_strided", as_strided);
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
@@ -568,3 +598,7 @@ TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace late
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &late::attention_choice)
+}

@@ -219,6 +219,7 @@ class Accelerator(Device):
         self._reservations: list[Reservation] = []
         # What was timed or compiled has left its memory in the pools of other streams, where no lane can use it.
         self._torch.empty_cache()
+        self._hold_to_free_memory(device)
         with self._torch.device(self.torch_device):
             self._origin = new_event(device.kind)
             self._origin.record()
@@ -239,6 +240,16 @@ class Accelerator(Device):
         self.catch_up()
         self._held.append(tensor)
         return tensor
+
+    def _hold_to_free_memory(self, device: Devices) -> None:
+        """Have torch reserve no more than is free now: Windows would go on in RAM, at the rate of the link."""
+        ((free, total),) = device.memory_info()
+        self._limit_memory((free + self._torch.memory_reserved(self.torch_device)) / total)
+
+    def _limit_memory(self, share: float) -> None:
+        limit = getattr(self._torch, "set_per_process_memory_fraction", None)
+        if limit is not None:
+            limit(min(1.0, share), self.torch_device)
 
     def catch_up(self) -> None:
         """See `Device.catch_up`."""
@@ -305,6 +316,7 @@ class Accelerator(Device):
                 self._reservations.pop().release()
             with last_calls(self.name):
                 self._torch.empty_cache()
+                self._limit_memory(1.0)
 
     def explain(self, error: BaseException) -> str:
         """See `Device.explain`."""

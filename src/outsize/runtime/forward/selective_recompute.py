@@ -36,6 +36,7 @@ ATTENTION = operations(
     "_scaled_dot_product_flash_attention.default",
     "_scaled_dot_product_efficient_attention.default",
     "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",  # XPU's
 )
 # Products of all tokens with weights. Not those of batches of matrices: they may be scores, of all tokens by all.
 PRODUCTS = operations("mm.default", "addmm.default")

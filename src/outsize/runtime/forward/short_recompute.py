@@ -6,9 +6,9 @@ last product is a quarter of the forward.
 
 The story of one recompute:
 
-1. Autograd saves tensors; each is counted. Of a trial (`runtime.trial.calibrate`) it is known how many there are, and
-   with
-   which of them the last operation that saves anything begins.
+1. Autograd saves tensors; each is counted, but for random states: attention saves two on a GPU, and none on the CPU
+   that tried it. Of a trial (`runtime.trial.calibrate`) it is known how many there are, and with which of them the last
+   operation that saves anything begins.
 2. Just before that operation a dispatch mode is entered. It sees operations below autograd, when their graph is made.
 3. Once all tensors are saved, operations of `SKIPPED` return memory of the right form that nobody has written to.
 4. An operation that is not one of them, or one more tensor to save, was not in the trial: the unit is run again, in
@@ -70,6 +70,11 @@ PASSED = operations(
 PRODUCTS = operations("mm.default", "addmm.default", "bmm.default") | {Call.joined}
 
 
+def _is_random_state(tensor: Tensor) -> bool:
+    """Return whether a saved tensor may be the seed or the offset of random numbers, as attention on GPUs saves them."""
+    return not tensor.is_floating_point() and tensor.numel() <= 2
+
+
 class _UnforeseenError(BaseException):
     """Not an `Exception`: the model's own code is not to catch it."""
 
@@ -80,17 +85,22 @@ class Trial:
 
     Attributes:
         ops: operations in order, appended by whoever sees them.
-        saved_at: for each tensor saved, how many operations had run.
+        saved_at: for each tensor saved, how many operations had run; without random states.
+        state_at: how many had run where a random state was last saved.
     """
 
     ops: list[Any]
     saved_at: list[int]
+    state_at: int = -1
 
     def hooks(self) -> Any:
         """A context in which the forward runs."""
 
         def save(tensor: Tensor) -> Tensor:
-            self.saved_at.append(len(self.ops))
+            if _is_random_state(tensor):
+                self.state_at = len(self.ops)
+            else:
+                self.saved_at.append(len(self.ops))
             return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
@@ -111,6 +121,8 @@ class Trial:
         if not self.saved_at:
             return None
         last = self.saved_at[-1]
+        if self.state_at > last:
+            return None
         rest = self.ops[last:]
         enter_at = sum(at < last for at in self.saved_at)
         if (
@@ -206,6 +218,10 @@ class _Shortened:
     def _save(self, tensor: Tensor) -> Tensor:
         self._look()
         saved = tensor.detach()  # a result that its own graph holds would keep that graph alive for ever
+        if _is_random_state(tensor):
+            if self._mode is not None and self._mode.skips:
+                raise _UnforeseenError
+            return saved
         self._count += 1
         if self._count > self._needed.num_saved:
             raise _UnforeseenError
