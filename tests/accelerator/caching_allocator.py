@@ -1,7 +1,7 @@
 """A model of torch's caching allocator on CUDA: what it reserves for the allocations that a run makes.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13: a pool for each stream and each of two kinds of
-blocks; memory comes from the driver in segments; a free block is split where enough is left, joined with its free
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13: a pool for each stream and each of two sizes
+of blocks; memory comes from the driver in segments; a free block is split where enough is left, joined with its free
 neighbours in its segment, and serves its own stream alone. Where the driver gives no more, segments that are free as a
 whole go back to it, a retry, and the request is repeated.
 """

@@ -187,7 +187,8 @@ class Line(Part):
     fallbacks: dict[str, int] = Field(
         description="what did not go as asked so far, and how often: `pageable` memory instead of pinned, `buffered` "
         "files instead of direct I/O, `recomputed` activations that found no room below the device, "
-        "`allocator_retries` of torch, which gave cached device memory back and waited, `failed_saves`, `failed_writers`, and `failed_writes` of lines and files like this one"
+        "`allocator_retries` of torch, which gave cached device memory back and waited, `failed_saves`, "
+        "`failed_writers`, and `failed_writes` of lines and files like this one"
     )
 
 

@@ -71,7 +71,7 @@ PRODUCTS = operations("mm.default", "addmm.default", "bmm.default") | {Call.join
 
 
 def _is_random_state(tensor: Tensor) -> bool:
-    """Return whether a saved tensor may be the seed or the offset of random numbers, as attention on GPUs saves them."""
+    """Return whether a saved tensor may be a seed or an offset of random numbers, which attention saves on GPUs."""
     return not tensor.is_floating_point() and tensor.numel() <= 2
 
 
