@@ -265,7 +265,9 @@ class Devices:
     def num_allocator_retries(self) -> int:
         """Return how often torch found no memory on an accelerator and gave all that was free back to the driver."""
         indices = set(self.indices) if self.accelerated else ()
-        statistics = [getattr(module_of(self.kind), "memory_stats", lambda _: {})(index) for index in indices]
+        statistics: list[dict[str, Any]] = [
+            getattr(module_of(self.kind), "memory_stats", lambda _: {})(index) for index in indices
+        ]
         return sum(int(each.get("num_alloc_retries", 0)) for each in statistics)
 
 
