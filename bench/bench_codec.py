@@ -24,11 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_figures import core_seconds, measure, measure_file
 from outsize.codecs.codec_spec import BLOCKWISE, SPECS
 from outsize.codecs.delta import difference
-from outsize.codecs.open import open_codec
 
 NUMEL = 2**23
 RATES = (1e-5, 2e-5)

@@ -6,7 +6,7 @@ import pytest
 
 from outsize.config import Config, Surroundings, load_config
 from outsize.config.messages import all_keys
-from outsize.config.without_effect import idle_rows
+from outsize.config.section import idle_rows
 
 ONE, SEVERAL = Surroundings(), Surroundings(num_processes=4)
 DDP = "parallel.mode=ddp"

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
-from outsize.codecs.open import open_codec
 from outsize.testing import CodecContract
 from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
 

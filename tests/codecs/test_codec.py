@@ -1,8 +1,7 @@
 import pytest
 
-from outsize.codecs.codec import RawCodec
+from outsize.codecs.codec import RawCodec, open_codec
 from outsize.codecs.codec_spec import RAW, SPECS, CodecSpec, codec_spec
-from outsize.codecs.open import open_codec
 from outsize.testing import CodecContract
 
 

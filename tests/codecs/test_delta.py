@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from outsize.codecs.codec import open_codec
 from outsize.codecs.delta import apply_difference, difference
-from outsize.codecs.open import open_codec
 from outsize.errors import CodecError
 from outsize.testing import CodecContract, same_bits
 from outsize.testing.codec_contract import encode, normal

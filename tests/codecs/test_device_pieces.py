@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.codecs import blockwise, blockwise_native, nf4, nf4_native
-from outsize.codecs.open import open_codec
+from outsize.codecs.codec import open_codec
 from outsize.runtime.ops import gradient_ops
 from outsize.testing.codec_contract import encode, normal
 

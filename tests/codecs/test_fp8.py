@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_spec import codec_spec
-from outsize.codecs.open import open_codec
 from outsize.testing.codec_contract import CodecContract, encode, normal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

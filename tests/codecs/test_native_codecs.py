@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from outsize import native
 from outsize.codecs import blockwise_native, nf4_native, window_numpy
+from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
-from outsize.codecs.open import open_codec
 from outsize.codecs.window_layout import BLOCK_ELEMENTS
 from outsize.codecs.window_native import decode_window, encode_window, join_halves, split_halves
 from outsize.testing.codec_contract import encode, normal

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
-from outsize.codecs.open import open_codec
 from outsize.codecs.window_layout import BLOCK_ELEMENTS, MANTISSA_BITS, WindowLayout, WindowSections
 from outsize.codecs.window_numpy import decode_window, encode_window
 from outsize.codecs.window_torch import decode_window_torch

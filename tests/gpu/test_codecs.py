@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from devices import DEVICE, TORCH_DEVICE, needs_accelerator
+from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
-from outsize.codecs.open import open_codec
 from outsize.testing import CodecContract, same_bits
 from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
 from outsize.training.verify import verify

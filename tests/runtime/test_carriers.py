@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.codecs.open import open_codec
+from outsize.codecs.codec import open_codec
 from outsize.codecs.transport import Transport, staging_bytes
 from outsize.model.sizes.model_spec import pack_unit
 from outsize.runtime.ops.context import StepContext

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.codecs.open import open_codec
+from outsize.codecs.codec import open_codec
 from outsize.codecs.transport import PIECE_ALIGN, PIECE_ELEMENTS, room_bytes
 from outsize.errors import StorageError
 from outsize.optim.optimizer_spec import planes_for

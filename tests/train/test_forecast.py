@@ -13,8 +13,8 @@ from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.recalibrate import Trace
 from outsize.session.decide import rates
 from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
+from outsize.session.job.planning import recompute_shares
 from outsize.session.job.prepare import prepare
-from outsize.session.job.relative_times import recompute_shares
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.training import forecast as module

@@ -14,8 +14,8 @@ from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, lone_templ
 from outsize.checkpoint.trained_model import servable
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.config import Config
-from outsize.config.lora_section import OWN_KEYS, LoraConfig
 from outsize.config.messages import as_config_error
+from outsize.config.train_section import OWN_KEYS, LoraConfig
 from outsize.errors import ConfigError
 from outsize.model.stored_adapters import StoredAdapters, find_adapters
 

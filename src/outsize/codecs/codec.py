@@ -1,11 +1,12 @@
-"""What a codec does: tensors into bytes and back, on the device where they lie."""
+"""What every codec does, and codecs by name."""
 
+import importlib
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec_spec import CodecSpec
+from outsize.codecs.codec_spec import CodecSpec, codec_spec
 from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS
 from outsize.errors import CodecError
 
@@ -104,3 +105,15 @@ class RawCodec(Codec):
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         into.view(torch.uint8).copy_(encoded)
+
+
+def open_codec(name: str) -> Codec:
+    """Return the codec called ``name``, one of `outsize.codecs.codec_spec.SPECS`.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    spec = codec_spec(name)
+    module, _, kind = spec.opens.rpartition(".")
+    codec: Codec = getattr(importlib.import_module(module), kind)(spec, **spec.options)
+    return codec

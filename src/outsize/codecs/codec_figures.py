@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import DTYPE_NAME, Codec
+from outsize.codecs.codec import DTYPE_NAME, Codec, open_codec
 from outsize.codecs.codec_spec import SPECS
 from outsize.codecs.host_arrays import host_words
-from outsize.codecs.open import open_codec
 from outsize.errors import CodecError
 
 # Of each kind no more than this is looked at: 64 MiB of bf16.

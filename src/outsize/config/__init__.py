@@ -1,24 +1,17 @@
 """The run configuration: strict, frozen, described field by field.
 
-Each section is a file of its own, and `schema` puts them together. `config_rules` knows which keys contradict each
-other, and
-`without_effect` which change nothing. `load` says where the values come from (flags, ``--set``, environment, file), and
-`messages` turns a failed check into plain words.
+Sections lie in files of two or three, and `schema` puts them together. What stands beside a key in its section says
+when it has no effect (`section`), and `config_rules` which keys contradict each other. `load` says where the values
+come from (flags, ``--set``, environment, file), and `messages` turns a failed check into plain words.
 """
 
-from outsize.config.data_section import DataConfig, SourceConfig
-from outsize.config.eval_section import EvalConfig
+from outsize.config.data_section import DataConfig, EvalConfig, SourceConfig
 from outsize.config.load import dump_config, load_config, parse_config
-from outsize.config.lora_section import LoraConfig
-from outsize.config.memory_section import MemoryConfig
-from outsize.config.model_section import ModelConfig
-from outsize.config.optimizer_section import OptimizerConfig
-from outsize.config.parallel_section import ParallelConfig
+from outsize.config.memory_section import MemoryConfig, ParallelConfig, TransportConfig
+from outsize.config.model_section import ModelConfig, OptimizerConfig
 from outsize.config.schema import Config
-from outsize.config.telemetry_section import TelemetryConfig
-from outsize.config.train_section import TrainConfig
-from outsize.config.transport_section import TransportConfig
-from outsize.config.without_effect import Surroundings
+from outsize.config.section import Surroundings
+from outsize.config.train_section import LoraConfig, TelemetryConfig, TrainConfig
 
 __all__ = [
     "Config",

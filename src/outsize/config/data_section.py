@@ -1,12 +1,23 @@
-"""Section data: what it is trained on."""
+"""Sections data and eval: what is trained on, and what a model is measured on."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from outsize.choices import DataFormat, Packing
-from outsize.config.section import PathText, Section
-from outsize.config.without_effect import FIELDS, MASKS, NO_RECORDS, OF_A_RANK, TOLD_ON_RESUME, TRAINERS, Idle
+from outsize.config.section import (
+    FIELDS,
+    MASKS,
+    NO_EVALUATION,
+    NO_RECORDS,
+    OF_A_RANK,
+    TOLD_ON_RESUME,
+    TRAINERS,
+    Fraction,
+    Idle,
+    PathText,
+    Section,
+)
 
 
 def packing_of(value: Any) -> Any:
@@ -153,3 +164,41 @@ class DataConfig(SourceConfig):
     def is_grouped(self) -> bool:
         """Whether the sequences of a step are as long as its longest document."""
         return self.group_by_length and self.pack == "none"
+
+
+class EvalConfig(Section):
+    """What the model is measured on while it trains, by a streamed forward. One device of one process measures."""
+
+    data: PathText | None = Field(
+        default=None,
+        description="A file or directory of its own, read as data.path is. null: nothing, or what split holds out.",
+    )
+    split: Fraction = Field(
+        default=0.0,
+        description="Share of the sequences of each source that is held out of training, drawn by train.seed.",
+    )
+    every: Annotated[int, Idle(*NO_EVALUATION)] = Field(
+        default=0,
+        ge=0,
+        description="Steps between evaluations; 0 is the end alone, where there is one in any case.",
+    )
+    sequences: Annotated[int | None, Idle(*NO_EVALUATION)] = Field(
+        default=None,
+        ge=1,
+        description="Sequences that are measured at most, the same every time; null is all.",
+    )
+    keep_best: Annotated[bool, Idle(*NO_EVALUATION)] = Field(
+        default=True,
+        description="Whether the best step so far is saved, named by checkpoints/best, and kept beside those of "
+        "train.save_total_limit.",
+    )
+    patience: Annotated[int | None, Idle(*NO_EVALUATION)] = Field(
+        default=None,
+        ge=1,
+        description="Evaluations in a row without a better loss after which the run ends, saved; null goes on.",
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is measured."""
+        return self.data is not None or self.split > 0

@@ -1,12 +1,31 @@
-"""Section memory: devices, budgets, and where the training state lives."""
+"""Sections memory, transport and parallel: devices, budgets, links and processes."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outsize.choices import Activations, Home
-from outsize.config.section import Device, PathText, Section, Size
-from outsize.config.without_effect import HOST_HOME, OF_A_RANK, REPLICATED, STAGES, TRAINERS, Idle
+from outsize.choices import Activations, Handover, Home
+from outsize.codecs.codec_spec import (
+    TransportActivations,
+    TransportGradients,
+    TransportWeights,
+    WireGradients,
+    WireWeights,
+)
+from outsize.config.section import (
+    ALONE,
+    HOST_HOME,
+    OF_A_RANK,
+    ONLY_DDP,
+    REPLICATED,
+    STAGES,
+    TRAINERS,
+    Device,
+    Idle,
+    PathText,
+    Section,
+    Size,
+)
 
 
 class MemoryConfig(Section):
@@ -116,3 +135,104 @@ class MemoryConfig(Section):
         description="Speed of copies between two emulated devices, GB/s; null: they have no way between them but host "
         "memory.",
     )
+
+
+class TransportConfig(Section):
+    """How bytes are written on the link between a device and host memory.
+
+    lossless4 and lossless3 keep every bit; all others lose, within a bound that docs/codecs.md states.
+    """
+
+    weights: Annotated[TransportWeights, Idle(*REPLICATED)] = Field(
+        default="raw",
+        description="Weights on their way up, encoded once at home (those that train, after each of their steps) and "
+        "decoded on the device. auto: encoded if that is predicted to shorten a step, which it does where the link is "
+        "what a step waits for.",
+    )
+    activations: Annotated[
+        TransportActivations,
+        Idle(
+            (
+                "memory.offload is false",
+                lambda case: case.config.memory.offload is False and not case.has_several_workers(),
+            ),
+            *REPLICATED,
+        ),
+    ] = Field(
+        default="raw",
+        description="Inputs of units that leave the device between passes. auto: as of weights, by a codec that keeps "
+        "every bit; raw on a GPU, which does not encode so.",
+    )
+    gradients: Annotated[TransportGradients, Idle(*REPLICATED)] = Field(
+        default="raw",
+        description="Gradients on their way home. auto: as of activations. -ef adds what was lost to the next step's, "
+        "and keeps it on the device, 2 bytes for each parameter that trains.",
+    )
+
+
+class ParallelConfig(Section):
+    """How several processes train one model together, where torchrun or its like starts them; see docs/nodes.md.
+
+    train.tokens_per_step is what all of them train together; train.microbatches are those of each.
+    """
+
+    mode: Annotated[Literal["auto", "stream", "ddp"], Idle(*ALONE)] = Field(
+        default="auto",
+        description="stream: every rank streams the model from a home of its own, which holds all weights and a share "
+        "of the optimizer's state; ddp: every rank holds the whole training state on its device, and torch's "
+        "DistributedDataParallel averages gradients; auto is stream.",
+    )
+    gradients: Annotated[WireGradients, Idle(*ALONE, *REPLICATED)] = Field(
+        default="fp32",
+        description="stream: how gradients are written between ranks; fp32 is exact, and -ef adds what was lost to the "
+        "next step's, which takes 2 bytes of host memory for each parameter that trains.",
+    )
+    weights: Annotated[WireWeights, Idle(*ALONE, *REPLICATED)] = Field(
+        default="raw",
+        description="stream: how weights that have stepped are written between ranks, both lossless; delta sends the "
+        "bits of 16-bit weights that have changed, about a tenth at fine-tuning rates.",
+    )
+    timeout_s: Annotated[float, Idle(*ALONE)] = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a rank is taken to be lost, and to wait for all to come.",
+    )
+    handover: Annotated[
+        Handover,
+        Idle(
+            ("one device hands nothing over", lambda case: not case.has_several_workers()),
+            *REPLICATED,
+            *TRAINERS,
+        ),
+    ] = Field(
+        default="auto",
+        description="Several devices in one process: how a stage hands over what it makes for the next one. host: by "
+        "way of host memory; peer: from device to device, an error where a pair cannot; auto: peer where a pair can "
+        "and there is room for what arrives.",
+    )
+    ddp_bucket_mib: Annotated[float, Idle(*ONLY_DDP)] = Field(
+        default=25.0, gt=0, description="MiB of gradients that are averaged with one call."
+    )
+    ddp_static_graph: Annotated[bool, Idle(*ONLY_DDP)] = Field(
+        default=False,
+        description="Whether every step goes through the same parameters in the same order, so that torch looks once.",
+    )
+    ddp_find_unused: Annotated[bool, Idle(*ONLY_DDP)] = Field(
+        default=False,
+        description="Whether torch looks, in every forward, for parameters that it does not use; for models that have "
+        "such.",
+    )
+    ddp_compress: Annotated[Literal["none", "bf16", "fp16", "powersgd"], Idle(*ONLY_DDP)] = Field(
+        default="none",
+        description="How gradients are written between ranks; all but none lose, and bf16 and powersgd are for GPUs.",
+    )
+    ddp_powersgd_rank: Annotated[
+        int,
+        Idle(
+            *ONLY_DDP,
+            (
+                "parallel.ddp_compress is not powersgd",
+                lambda case: case.config.parallel.ddp_compress != "powersgd",
+            ),
+        ),
+    ] = Field(default=4, ge=1, description="Rank of the factors that PowerSGD sends in place of a matrix.")

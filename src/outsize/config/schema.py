@@ -12,18 +12,11 @@ from pydantic import model_validator
 
 from outsize.choices import CompileOrAuto, NewtonSchulz
 from outsize.config.config_rules import contradictions
-from outsize.config.data_section import DataConfig
-from outsize.config.eval_section import EvalConfig
-from outsize.config.lora_section import LoraConfig
-from outsize.config.memory_section import MemoryConfig
-from outsize.config.model_section import ModelConfig
-from outsize.config.optimizer_section import OptimizerConfig
-from outsize.config.parallel_section import ParallelConfig
-from outsize.config.section import Section
-from outsize.config.telemetry_section import TelemetryConfig
-from outsize.config.train_section import TrainConfig
-from outsize.config.transport_section import TransportConfig
-from outsize.config.without_effect import Surroundings, settings_without_effect
+from outsize.config.data_section import DataConfig, EvalConfig
+from outsize.config.memory_section import MemoryConfig, ParallelConfig, TransportConfig
+from outsize.config.model_section import ModelConfig, OptimizerConfig
+from outsize.config.section import Section, Surroundings, settings_without_effect
+from outsize.config.train_section import LoraConfig, TelemetryConfig, TrainConfig
 from outsize.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outsize.data.detected import Detected
+from outsize.data.token_cache import TokenWriter
 from outsize.data.tokens import ArrayReader, TokenStore, token_readers
-from outsize.data.writer import TokenWriter
 from outsize.errors import DataError
 
 # Told after each batch of documents: the directory that they are written to, what writes them, what was found so far.

@@ -20,10 +20,16 @@ from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.corpus_files import Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import FORMATS
-from outsize.data.token_cache import CachedTokens, fingerprint, new_entry, whole_entry, write_index
+from outsize.data.token_cache import (
+    CachedTokens,
+    TokenWriter,
+    fingerprint,
+    new_entry,
+    whole_entry,
+    write_index,
+)
 from outsize.data.tokens import TokenStore
 from outsize.data.windowed import WindowedDataset
-from outsize.data.writer import TokenWriter
 from outsize.errors import ConfigError, DataError
 from outsize.runtime.device.heap import trim
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from outsize.config import Config
 from outsize.config.data_section import packing_of
-from outsize.config.without_effect import Mark, marked
+from outsize.config.section import Mark, marked
 from outsize.errors import CheckpointError, ConfigError
 from outsize.optim.optimizer_names import ADAMW, FORMER_NAMES, named
 from outsize.optim.torch_trial import torch_class

@@ -8,7 +8,7 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.optim.learning_rates import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.ops.context import Microbatch
 from outsize.session.job.model_inputs import num_targets
 

@@ -39,7 +39,7 @@ from outsize.group.group import Group
 from outsize.optim.learning_rates import parameter_groups
 from outsize.planner.program.ops import Kind
 from outsize.planner.simulate.timeline import Timeline
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import loss_of
 from outsize.session.job.model_inputs import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of

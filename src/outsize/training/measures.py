@@ -24,7 +24,7 @@ from outsize.planner.simulate.comparison import compute_lanes
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.allocator import resident_bytes
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.machine import RunMachine, preset_of
 from outsize.session.job.prepare import Job

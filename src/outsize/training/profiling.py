@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from outsize.accelerators import VENDORS, kind_here
 from outsize.compat.torch_private import of_all_threads
-from outsize.runtime.device.profiler_ranges import OpRanges
+from outsize.runtime.device.driver import OpRanges
 
 PROFILE = "profile.json"
 # Steps of this process that are left alone: kernels and caches warm up. The first one recorded is that of

@@ -33,7 +33,7 @@ import torch
 
 from outsize.accelerators import VENDORS, Devices, count_of, is_accelerator, kind_here, title_of, uuids_of
 from outsize.config import Config, MemoryConfig
-from outsize.config.without_effect import Mark, marked
+from outsize.config.section import Mark, marked
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group, SingleGroup

@@ -24,8 +24,7 @@ from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.device import open_device
-from outsize.runtime.device.moved_bytes import Moved
-from outsize.runtime.device.profiler_ranges import OpRanges
+from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.engine.engine import StoreHandle
 from outsize.runtime.engine.executor import LaneTask, Waiting
 from outsize.training.replica import Replica

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outsize.compat.torch_private import muon_products, parameters_of
 from outsize.config import Config
-from outsize.config.optimizer_section import OptimizerConfig
+from outsize.config.model_section import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split

@@ -38,7 +38,7 @@ from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.ddp import check_fits, one_share, start_replica
 from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
-from outsize.training.loop import Progress, Run
+from outsize.training.loop import Progress, Run, Trainer
 from outsize.training.measures import (
     Accounts,
     Peak,
@@ -54,7 +54,6 @@ from outsize.training.records import Heartbeat, Telling, TrainResult, write_json
 from outsize.training.run_data import data_of, notes_of, open_dataset
 from outsize.training.run_dir import PLAN_FILE, as_before, choose_run_dir, claimed
 from outsize.training.stopping import Aftermath, Interrupt
-from outsize.training.trainer import Trainer
 from outsize.training.watchdog import Watchdog
 
 Announce = Callable[[str], None]

@@ -14,7 +14,7 @@ from outsize.choices import BlockKernels, Compile, Home, Moments, Products
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
-from outsize.config.optimizer_section import OptimizerConfig
+from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.streamed.spec import devices_of
 

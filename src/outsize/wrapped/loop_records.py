@@ -28,7 +28,7 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.reporting.html_page import to_chrome
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.executor import Waiting
 from outsize.runtime.ops.context import StepContext

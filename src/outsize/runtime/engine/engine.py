@@ -23,8 +23,7 @@ from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.allocator import release_team
-from outsize.runtime.device.moved_bytes import Moved
-from outsize.runtime.device.profiler_ranges import OpRanges
+from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import handlers_of, lane_thread

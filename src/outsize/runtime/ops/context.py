@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.program import Program
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
 
 

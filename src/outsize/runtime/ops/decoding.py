@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_spec import codec_spec
-from outsize.codecs.open import open_codec
 from outsize.model.sizes.model_spec import FrozenPart, ModelSpec
 from outsize.runtime.device.device import Device
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outsize.codecs.codec import open_codec
 from outsize.codecs.delta import apply_difference
-from outsize.codecs.open import open_codec
 from outsize.codecs.wire import Wire
 from outsize.group.group import Group
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
@@ -34,7 +34,7 @@ from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.optim.shares import shares
 from outsize.planner.memory.exchange_memory import NetStaging
 from outsize.planner.program.ops import Kind, Op
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.handlers import handles

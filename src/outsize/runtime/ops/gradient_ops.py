@@ -15,7 +15,7 @@ from outsize.optim.step import clip_coefficient, gradient_norms
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.handlers import handles

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import DTYPE_NAME, Codec
-from outsize.codecs.open import open_codec
+from outsize.codecs.codec import DTYPE_NAME, Codec, open_codec
 from outsize.codecs.transport import (
     PIECE_ALIGN,
     PIECE_ELEMENTS,

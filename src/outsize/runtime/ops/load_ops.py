@@ -9,7 +9,7 @@ from outsize.model.sizes.model_spec import ITEMSIZE, FrozenPart, ModelSpec, Unit
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.planner.program.ops import Kind, Op
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.decoding import Decoding

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize.optim.muon import newton_schulz
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.moved_bytes import Moved
+from outsize.runtime.device.driver import Moved
 
 LANE = "products"
 

@@ -25,9 +25,9 @@ from outsize.model.walk import UnitCall, Walk
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.trial.calibrate import Discard
-from outsize.runtime.trial.no_trace import without_trace
+from outsize.runtime.trial.live_bytes import without_trace
 from outsize.runtime.trial.trial_pass import signature
-from outsize.runtime.trial.trial_weights import bind_trial_weights
+from outsize.runtime.trial.unit_trials import bind_trial_weights
 
 # Tokens of the two documents.
 _LENGTHS = (5, 3)

@@ -18,10 +18,10 @@ from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.extrapolate import trial_lengths
+from outsize.runtime.trial.live_bytes import without_trace
 from outsize.runtime.trial.measured import Measured, scale
-from outsize.runtime.trial.no_trace import without_trace
 from outsize.runtime.trial.trial_pass import TrialPass
-from outsize.runtime.trial.trial_weights import bind_trial_weights
+from outsize.runtime.trial.unit_trials import bind_trial_weights
 
 
 class Discard:

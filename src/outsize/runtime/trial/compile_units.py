@@ -13,8 +13,8 @@ from outsize.runtime.forward.binding import Binder, buffers_on
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.calibrate import Discard
-from outsize.runtime.trial.no_trace import without_trace
-from outsize.runtime.trial.trial_weights import bind_trial_weights
+from outsize.runtime.trial.live_bytes import without_trace
+from outsize.runtime.trial.unit_trials import bind_trial_weights
 
 
 def compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.device) -> None:

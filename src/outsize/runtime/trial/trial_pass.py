@@ -26,11 +26,9 @@ from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.compiled_trial import measure_compiled
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
 from outsize.runtime.trial.extrapolate import Trace
-from outsize.runtime.trial.live_bytes import LiveBytes
-from outsize.runtime.trial.loss_form import is_plain, is_shifted
+from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row
-from outsize.runtime.trial.op_outputs import OpTrial
-from outsize.runtime.trial.outer_parameters import OuterUses, units_that_share
+from outsize.runtime.trial.unit_trials import OuterUses, is_plain, is_shifted, units_that_share
 
 
 class TrialPass:

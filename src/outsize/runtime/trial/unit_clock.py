@@ -34,10 +34,9 @@ from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.unit_state import UnitState, untouched
-from outsize.runtime.trial.no_trace import without_trace
-from outsize.runtime.trial.one_unit import OneUnit
+from outsize.runtime.trial.live_bytes import without_trace
 from outsize.runtime.trial.trial_pass import signature
-from outsize.runtime.trial.trial_weights import bind_trial_weights
+from outsize.runtime.trial.unit_trials import OneUnit, bind_trial_weights
 
 # A first sample touches memory and builds kernels, and takes up to twice as long as those that follow: it counts only
 # where it takes this long. Shorter work is repeated: once, for half a second, twice, for a few milliseconds, and up to

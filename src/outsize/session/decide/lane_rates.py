@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from outsize.accelerators import Devices, synchronize
-from outsize.codecs.codec import DTYPE_NAME, Codec
-from outsize.codecs.open import open_codec
+from outsize.codecs.codec import DTYPE_NAME, Codec, open_codec
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.group.group import Pace

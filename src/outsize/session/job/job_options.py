@@ -10,7 +10,7 @@ from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import Transport
 from outsize.codecs.wire import EXACT, Wire
 from outsize.config import Config
-from outsize.config.optimizer_section import OptimizerConfig
+from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from outsize.config import Config
-from outsize.config.optimizer_section import OptimizerConfig
+from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError, StorageError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.native import library

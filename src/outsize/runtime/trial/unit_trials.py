@@ -1,0 +1,175 @@
+"""Parts of a trial: one unit by itself, its weights, the form of the loss, parameters of outer code."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from outsize.compat import torch_private
+from outsize.compat.torch_private import parameters_of
+from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
+from outsize.model.split import Split
+from outsize.model.walk import UnitCall
+from outsize.optim.optimizer_spec import WEIGHTS
+from outsize.runtime.forward.binding import TORCH_DTYPE, Binder
+from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
+from outsize.runtime.forward.head_loss import shift_labels
+from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
+from outsize.runtime.forward.module_replicas import glue_places
+from outsize.runtime.forward.unit_visit import UnitVisit, visit_of
+from outsize.runtime.ops.compute_ops import seed_of
+
+
+class OneUnit(MicrobatchRun):
+    """Passages through one unit: it is called as ``call`` says, and what it returns goes nowhere."""
+
+    def __init__(self, model: nn.Module, call: UnitCall, num_units: int) -> None:
+        def reseed(unit: int, glue: bool) -> None:
+            torch.default_generator.manual_seed(seed_of(0, 0, unit, 0, glue))
+
+        super().__init__(model, {}, (True,) * num_units, reseed)
+        self._call = call
+
+    def _arrive(self, unit: int) -> UnitVisit:
+        visit = self._visits[unit] = visit_of(self._call)
+        return visit
+
+    def hand_out(self) -> Any:
+        """Return what the unit returned last, with gradients that go nowhere."""
+        assert self._returned is not None
+        return self._returned.build(hand_out(self._waiting, Gradients(self._waiting)))
+
+    @property
+    def meets_objects(self) -> bool:
+        """Whether the unit is given or returns what code may write into."""
+        assert self._returned is not None
+        return bool(self._returned.outline.places)
+
+    def bring_gradients(self, unit: int) -> None:
+        """Have gradients of all outputs, zeros, arrive at the unit."""
+        values = [torch.zeros_like(leaf) if is_differentiable(leaf) else None for leaf in self._waiting]
+        self._visits[unit].box.values = values
+
+
+def bind_trial_weights(
+    binder: Binder, spec: ModelSpec, device: torch.device | None = None, deviation: float = 0.02
+) -> Tensor:
+    """Bind every unit to the same small random numbers, as many as the largest unit has; returns their memory.
+
+    Args:
+        binder: of the model.
+        spec: its units.
+        device: where the numbers lie; None for the CPU.
+        deviation: standard deviation of the numbers.
+    """
+    kinds = {WEIGHTS: (spec.dtype, max(unit.numel for unit in spec.units))}
+    for part in (part for unit in spec.units for part in unit.frozen):
+        kinds[part.plane] = part.dtype, max(part.numel, kinds.get(part.plane, ("", 0))[1])
+    memory = torch.empty(sum(numel * ITEMSIZE[dtype] for dtype, numel in kinds.values()), dtype=torch.uint8)
+    end = 0
+    spans = {}
+    for name, (dtype, numel) in kinds.items():
+        start, end = end, end + numel * ITEMSIZE[dtype]
+        spans[name] = (start, end, TORCH_DTYPE[dtype])
+        values = memory[start:end].view(TORCH_DTYPE[dtype])
+        values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(0))
+    memory = memory.to(device)
+    planes = {name: memory[start:end].view(dtype) for name, (start, end, dtype) in spans.items()}
+    for unit in spec.units:
+        parts = [planes[part.plane][: part.numel] for part in unit.frozen]
+        binder.bind(unit, planes[WEIGHTS][: unit.numel], *parts)
+    return memory
+
+
+def is_plain(head_output: Any, output: Any, labels: Tensor | None) -> bool:
+    """Whether nothing but a shifted mean cross-entropy follows the head, judged on made-up logits."""
+    logits = getattr(output, "logits", None)
+    if not isinstance(head_output, Tensor) or not isinstance(logits, Tensor) or labels is None:
+        return False
+    if logits.shape[:-1] != labels.shape or labels.dim() < 2:  # a label for each row, say
+        return False
+    if logits.shape != head_output.shape or not torch.equal(logits, head_output):
+        return False
+    ours = _cross_entropy(logits, shift_labels(labels))
+    return bool(torch.isclose(ours, loss_of(output).float(), rtol=1e-4, atol=1e-5))
+
+
+def is_shifted(output: Any, labels: Tensor | None) -> bool:
+    """Whether the loss is nearer to that of the next token than to that of the token in its place.
+
+    Where virtual tokens stand before the others, the first label follows one of them and is a target, shifted or not.
+    """
+    logits = getattr(output, "logits", None)
+    if labels is None or not isinstance(logits, Tensor) or labels.dim() < 2:
+        return True
+    if logits.shape[:-1] != labels.shape:
+        return logits.dim() < 3 or logits.shape[1] <= labels.shape[1]
+    loss = loss_of(output).float()
+    here, following = _cross_entropy(logits, labels), _cross_entropy(logits, shift_labels(labels))
+    return bool((loss - following).abs() <= (loss - here).abs())
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    )
+
+
+class OuterUses(TorchFunctionMode):
+    """While entered, notes for `unit` that code on the way to it uses a trained parameter of the rest.
+
+    What lies in a unit is only where it should be while that unit runs: code that computes with it outside is noted by
+    the names of such parameters.
+
+    Args:
+        split: a model whose parameters are in place.
+
+    Attributes:
+        unit: that the model is on its way to.
+        found: units on the way to which one was used.
+        names: parameters of units that were computed with outside of them.
+    """
+
+    def __init__(self, split: Split) -> None:
+        super().__init__()
+        rest = [tensor for unit in split.spec.units if unit.kind == "rest" for tensor in unit.tensors]
+        self._watched = {
+            id(parameters_of(module)[name])
+            for tensor in rest
+            if tensor.trainable
+            for module, name in glue_places(split, tensor.name)
+        }
+        self._inside = {
+            id(parameters_of(module)[attribute]): tensor.name
+            for unit in split.spec.units
+            if unit.kind != "rest"
+            for tensor in unit.all_tensors
+            for module, attribute in split.owners[tensor.name]
+        }
+        self.unit = 0
+        self.found: set[int] = set()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in torch_private.leaves_of((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        if any(id(leaf) in self._watched for leaf in given):
+            self.found.add(self.unit)
+        names = {self._inside[id(leaf)] for leaf in given if id(leaf) in self._inside}
+        if names and any(isinstance(leaf, Tensor) for leaf in torch_private.leaves_of(result)):
+            self.names |= names  # not its form or place: its values
+        return result
+
+
+def units_that_share(split: Split) -> set[int]:
+    """Units that hold a trained parameter of the rest themselves, such as a tied table."""
+    rest = [tensor for unit in split.spec.units if unit.kind == "rest" for tensor in unit.tensors]
+    places = {id(module) for tensor in rest if tensor.trainable for module, _ in split.owners[tensor.name]}
+    return {
+        index
+        for index, unit in enumerate(split.modules)
+        if any(id(module) in places for module in unit.modules())
+    }
