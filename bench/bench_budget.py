@@ -110,8 +110,10 @@ def run_case(case: Case, directory: Path, run_dir: Path, budget: int) -> dict[st
     import_everything(directory / case.model / "model")
     from outsize.config import load_config
     from outsize.errors import InfeasiblePlanError
+    from outsize.runtime.device.heap import own_process
     from outsize.training.run import train
 
+    own_process()  # as `outsize train` does
     base = common.rss_bytes()
     config = load_config(None, [*case.settings(directory, run_dir), f"memory.device_memory={budget}"])
     stages = Stages(base)

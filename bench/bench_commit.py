@@ -30,7 +30,7 @@ from outsize.config import Config
 from outsize.config.load import parse_config
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS
 from outsize.runtime.device.allocator import begin_run
-from outsize.runtime.device.heap import set_thresholds
+from outsize.runtime.device.heap import own_process, set_thresholds
 from outsize.session.job.prepare import prepare
 from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
@@ -132,6 +132,7 @@ def compete(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     commits: list[float] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(borrowed_torch(deterministic=True))
+        own_process()  # as `outsize train` does
         set_thresholds(heap=False)
         contenders = {variant: Contender(stack, args, directory, variant) for variant in VARIANTS}
         for contender in contenders.values():

@@ -133,6 +133,7 @@ class Rank:
     def run(self) -> dict[str, Any]:
         """Train, in phases where there are any; returns what came of it."""
         from outsize.runtime.device.allocator import begin_run
+        from outsize.runtime.device.heap import own_process
         from outsize.session.decide.rates import measure_rates
         from outsize.session.stream import StreamedTrainer
         from outsize.training.run_data import open_dataset
@@ -144,6 +145,7 @@ class Rank:
             batches = [
                 dataset.batch(step, job["sequences"]).share(group.rank, group.size) for step in numbers
             ]
+        own_process()
         begin_run(heap=self.prepared.heap)
         with StreamedTrainer(self.prepared, self.own) as trainer:
             trainer.fill()

@@ -31,6 +31,7 @@ import torch
 
 from outsize.config import load_config
 from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import own_process
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.training.forecast import Forecast, forecast
@@ -135,6 +136,7 @@ def measured_s(
     with tempfile.TemporaryDirectory(dir=directory) as store:
         with open_dataset(config, prepared, Path(store), lambda _: None) as dataset:
             batches = [dataset.batch(step, config.sequences_per_step) for step in range(steps)]
+        own_process()
         begin_run(heap=prepared.heap)  # as `outsize train` does
         with StreamedTrainer(prepared, Path(store)) as trainer:
             trainer.fill()

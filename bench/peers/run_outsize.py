@@ -6,6 +6,7 @@
 from harness import ADAMW, COMPILED, Job, Recorder
 
 from outsize.config import Config, load_config
+from outsize.runtime.device.heap import own_process
 from outsize.training.records import StepRecord
 from outsize.training.run import train
 
@@ -37,6 +38,7 @@ def configuration(job: Job) -> Config:
 
 
 def main() -> None:
+    own_process()  # as `outsize train` does
     job = Job.from_arguments()
     config = configuration(job)
     recorder = Recorder(job)

@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ needs_glibc = pytest.mark.skipif(
 CHOICES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "THP_MEM_ALLOC_ENABLE")
 BEGIN = """
 import ctypes, torch
-from outsize.runtime.device.heap import set_thresholds, trim, use_one_arena
+from outsize.runtime.device.heap import own_process, set_thresholds, trim
 """
 ARENAS = """
 import threading
@@ -58,6 +59,7 @@ def said(code: str, **environ: str) -> str:
 def test_a_trim_hands_back_what_lies_between_tensors_and_leaves_those():
     code = """
 from outsize.runtime.device.allocator import resident_bytes
+own_process()
 set_thresholds(heap=True)
 held = [torch.full([2**20], float(number)) for number in range(64)]
 del held[1::2]
@@ -70,12 +72,12 @@ print(full - resident_bytes() >= 100 * 2**20, [float(tensor.sum()) / 2**20 for t
 
 @needs_glibc
 def test_without_kernels_the_thresholds_are_set_all_the_same():
-    assert said("print(set_thresholds(heap=True))", OUTSIZE_NATIVE="0") == "True"
+    assert said("own_process()\nprint(set_thresholds(heap=True))", OUTSIZE_NATIVE="0") == "True"
 
 
 @needs_glibc
 def test_threads_that_start_later_share_one_arena():
-    assert said(f"use_one_arena()\n{ARENAS}\nprint(arenas_of_a_thread())") == "1"
+    assert said(f"own_process()\n{ARENAS}\nprint(arenas_of_a_thread())") == "1"
 
 
 @needs_glibc
@@ -87,3 +89,20 @@ commands.app = lambda *arguments, **more: print(arenas_of_a_thread())
 outsize.cli.main([])
 """
     assert said(code) == "1"
+
+
+@needs_glibc
+def test_in_a_process_of_the_user_the_heap_stays_as_it_is(tmp_path):
+    code = f"""
+{ARENAS}
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from outsize.runtime.device import allocator
+from outsize.training.run import train
+from tiny import tiny_run
+allocator.keep_no_kernel_buffers = lambda: print("changed")
+train(tiny_run(Path({str(tmp_path)!r})))
+print(set_thresholds(heap=True), arenas_of_a_thread() > 1)
+"""
+    assert said(code).splitlines()[-1] == "False True"

@@ -14,8 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from outsize.cli.app import app
     from outsize.cli.text.streams import told
-    from outsize.runtime.device.heap import use_one_arena
+    from outsize.runtime.device.heap import own_process
 
-    use_one_arena()  # before a command starts its first thread
+    own_process()  # before a command starts its first thread
     with told():
         app(arguments, prog_name="outsize")

@@ -21,7 +21,7 @@ from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import begin_run
-from outsize.runtime.device.heap import set_thresholds, use_one_arena
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.decide.rates import Rates
 from outsize.session.fill import summary
@@ -101,7 +101,8 @@ def train(
 ) -> TrainResult:
     """Train as ``config`` says.
 
-    This chooses what malloc keeps of freed memory, and how tensors lie there, for the whole process and for good.
+    In a command's process (`outsize.runtime.device.heap.own_process`) this chooses what malloc keeps of freed memory;
+    in a process of yours that stays as it is.
 
     Args:
         config: the run.
@@ -111,7 +112,6 @@ def train(
     Raises:
         OutsizeError: the run cannot start, or a step failed. What was saved before stays.
     """
-    use_one_arena()  # before there is a thread
     place = launched()
     with storage_errors(), contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt(announce))

@@ -31,7 +31,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from outsize.runtime.device.heap import set_thresholds, trim
+from outsize.runtime.device.heap import is_owned, set_thresholds, trim
 
 
 def release_team() -> None:
@@ -75,7 +75,7 @@ def begin_run(*, heap: bool) -> None:
         heap: whether its plan has room for what a heap keeps.
     """
     set_thresholds(heap=heap)
-    if not heap:
+    if not heap and is_owned():
         keep_no_kernel_buffers()
     trim()
 

@@ -3,10 +3,15 @@
 What is freed stays there until it is handed back. The heap has one arena, so that what one lane frees another one can
 take. glibc gives the first thread beside the main one an arena of its own, so the number of arenas is set before a run
 starts any thread.
+
+That is for good, and for the whole process. So only a command does it (`own_process`), whose process is its own: where
+outsize is a library, as in a notebook, thresholds and arenas stay those of whoever runs the process, and near the limit
+free pages are handed back all the same.
 """
 
 import ctypes
 import logging
+import threading
 from functools import cache
 
 # Parameters of mallopt(3), from glibc's malloc.h.
@@ -20,21 +25,33 @@ TIGHT_THRESHOLD_BYTES = 2**20
 TRIM_THRESHOLD_BYTES = 2**30
 
 _log = logging.getLogger(__name__)
+# Set by what runs the process: a command.
+_OWNED = threading.Event()
 
 
-def use_one_arena() -> None:
-    """Have all threads that start from now on take memory from one heap, for good."""
+def own_process() -> None:
+    """Have runs choose what malloc keeps of freed memory from now on; all threads that start later share one heap.
+
+    For the main function of a process, before it starts a thread; there is no way back.
+    """
+    _OWNED.set()
     _set(_M_ARENA_MAX, 1)
 
 
+def is_owned() -> bool:
+    """Return whether runs may change settings of the whole process for good."""
+    return _OWNED.is_set()
+
+
 def set_thresholds(*, heap: bool) -> bool:
-    """Set glibc's thresholds for this process: keep what is freed in one heap, or give it back at once.
+    """Set glibc's thresholds where the process is a command's: keep what is freed in one heap, or give it back at once.
 
     Returns:
         Whether they were set; other C libraries have none.
     """
+    if not is_owned():
+        return False
     threshold = HEAP_THRESHOLD_BYTES if heap else TIGHT_THRESHOLD_BYTES
-    use_one_arena()
     done = _set(_M_MMAP_THRESHOLD, threshold) and _set(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     if not done:
         _log.warning("this C library has no mallopt: resident memory may exceed the budget by what it keeps")
