@@ -89,3 +89,14 @@ def test_adapters_over_a_model_that_fits_are_as_fast_as_a_resident_run_and_no_si
     assert all(fast > slow for slow, fast in pairwise(rates))
     resident = next(way for way in alternatives(asked[-1]) if way.name.startswith("one GPU"))
     assert rates[-1] >= 0.95 * resident.tokens_per_s
+
+
+def test_adapters_on_several_cards_have_no_cliff_and_wait_for_no_weights_where_all_stay(config):
+    """Each card holds what stays, since stages move from card to card."""
+    sizes = (6, 12, 16, 21.5)
+    asked = [question(config, "2x4090", "lora", 4096, 1024, device_memory=f"{size}GiB") for size in sizes]
+    rates = [tokens_per_s(one) for one in asked]
+    assert all(fast >= slow * LITTLE for slow, fast in pairwise(rates))
+    one = question(config, "4090", "lora", 4096, 1024, device_memory="21.5GiB")
+    assert rates[-1] > 1.3 * tokens_per_s(one)
+    assert rates[-1] > 1.8 * rates[0]

@@ -350,6 +350,21 @@ def test_frozen_weights_that_have_room_go_up_once(
         assert again == 2 * sum(unit.numel for unit in streamed if unit.trainable)
 
 
+@pytest.mark.parametrize("lora", [{}, {"base_codec": "nf4"}])
+def test_frozen_weights_go_up_once_to_each_of_several_workers(lora: dict[str, str], tmp_path: Path):
+    memory = {"device": "emulated:2"}
+    run = lora_run(tmp_path, model={"dtype": "bf16"}, lora=lora, memory=memory, train={"microbatches": 2})
+    prepared, moved = bytes_of_steps(run, tmp_path)
+    spec, layout = prepared.split.spec, prepared.plan.layout
+    streamed = spec.units[: spec.num_streamed]
+    assert layout.stages is not None
+    assert layout.stays == {unit.index for unit in streamed if unit.all_tensors}
+    once = sum(part.home_bytes for unit in streamed for part in unit.frozen)
+    once += sum(unit.weight_bytes("bf16") for unit in streamed if not unit.trainable)
+    first = sum(moved[f"up:w{worker}"] for worker in range(2)) - 3 * prepared.plan.traffic.up
+    assert 0 < first <= 2 * once
+
+
 @pytest.mark.parametrize(("codec", "most"), [("nf4", 0.6), ("nf4-double", 0.55), ("fp8", 1.05)])
 def test_an_encoded_base_crosses_the_link_encoded(codec: str, most: float, tmp_path: Path):
     """Bytes of a step per frozen parameter and pass, as planned and as counted."""

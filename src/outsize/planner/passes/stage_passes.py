@@ -103,13 +103,14 @@ def _turns(visits: list[Visit], layout: StepLayout) -> list[_Turn]:
     assert stages is not None
     visits_begun: defaultdict[int, int] = defaultdict(int)
     backwards_begun: defaultdict[int, int] = defaultdict(int)
-    turns = []
+    turns, own = [], layout.own_slots
     for visit in visits:
-        weights = [u for u in range(*visit.units) if layout.weight_bytes[u]]
+        weights = [u for u in range(*visit.units) if layout.weight_bytes[u] and u not in own]
         trained = [u for u in range(*visit.units) if layout.trainable[u] and visit.backward]
         worker = visit.worker
         slot_half, sum_half = visits_begun[worker] % stages.slot_halves, backwards_begun[worker]
         slots = _half(weights, layout.weight_bytes, layout.slot_bytes, stages.slot_halves, slot_half)
+        slots |= {u: own[u] for u in range(*visit.units) if u in own}
         sums = _half(
             trained,
             layout.gradient_bytes,
@@ -130,6 +131,8 @@ def _turns(visits: list[Visit], layout: StepLayout) -> list[_Turn]:
 def _has_other_half(op: Op, layout: StepLayout) -> bool:
     """Whether what ``op`` brings finds a free place while a visit goes on."""
     assert layout.stages is not None
+    if op.kind is Kind.LOAD and op.unit in layout.stays:
+        return True
     return (layout.stages.slot_halves if op.kind is Kind.LOAD else layout.stages.accumulator_halves) == 2
 
 

@@ -7,7 +7,8 @@
    What a backward needs is kept from the forward, by FA, FP or FK, where the layout says so and nowhere else. Where it
    leaves the device it comes back before that backward.
 3. A compute op finds its unit in a slot, and the rest in its own. A slot and an accumulator hold one unit at a time,
-   and one that fits. A unit is loaded at most twice in a round, one that stays once, and never after it has stepped.
+   and one that fits. A unit is loaded at most twice in a round, one that stays on a single worker once, and never after
+   it has stepped.
 4. The gradient of a unit leaves once all its backwards have run, whole, or each tile once where there is a ring; where
    gradients are clipped, after its norm.
 5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
@@ -127,7 +128,7 @@ class Rules:
         require(unit not in _held(self._slots, op.worker), f"unit {unit} is in a slot already")
         every = layout.num_workers * (1 + layout.cut)  # of a step that is cut each part loads the rest
         most = max(2, every) if unit == layout.rest else 2 * layout.num_rounds
-        most = 1 + layout.cut if unit in layout.stays else most
+        most = 1 + layout.cut if unit in layout.stays and layout.stages is None else most
         require(self._loads[unit] < most, f"unit {unit} has been loaded {_times(most)} already")
         self._home.load(op, unit)
         self._loads[unit] += 1

@@ -30,8 +30,9 @@ class StepLayout:
         gradient_bytes: bytes of a unit's fp32 gradient.
         slot_bytes: sizes of the slots that units share; the rest has one more slot, of its own.
         accumulator_bytes: sizes of the gradient accumulators; the rest has one more, of its own.
-        stays: units whose weights stay on the device, each in a slot of its own: those that train from the first visit
-            of a step to the last, those that never train from step to step.
+        stays: units whose weights stay on the device, or on each worker, each in a slot of its own: those that train
+            from the first visit of a step to the last (of stages, for a visit), those that never train from step to
+            step.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
         kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty
@@ -100,14 +101,15 @@ class StepLayout:
                 raise ValueError(f"{name} needs one entry for each of {self.num_units} units")
         if any(train and not size for train, size in zip(self.trainable, self.weight_bytes, strict=True)):
             raise ValueError("a trainable unit has weights")
-        if max(self.weight_bytes[: self.num_streamed]) > max(self.slot_bytes, default=0):
+        moving = (self.weight_bytes[unit] for unit in range(self.num_streamed) if unit not in self.stays)
+        if max(moving, default=0) > max(self.slot_bytes, default=0):
             raise ValueError("no slot holds the largest unit")
         largest = max(self.gradient_bytes[u] * self.trainable[u] for u in range(self.num_streamed))
         if largest > max(self.accumulator_bytes, default=0):
             raise ValueError("no accumulator holds the largest gradient")
         if not self.offload <= set(self.offloadable):
             raise ValueError(f"offload may name units {self.offloadable}, not {sorted(self.offload)}")
-        able = {u for u in range(self.num_streamed) if self.weight_bytes[u] and self.stages is None}
+        able = {u for u in range(self.num_streamed) if self.weight_bytes[u]}
         if not self.stays <= able:
             raise ValueError(f"stays may name units {sorted(able)}, not {sorted(self.stays)}")
         self._check_kept()

@@ -4,6 +4,7 @@ Where several units add to the gradient of a rest that trains, each is in a stag
 microbatches as have room: sums are taken use by use, round by round, as everywhere.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,12 +17,12 @@ from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.microbatch_search import PER_GPU
 from outsize.planner.search.partition import Pipeline, partition
-from outsize.planner.search.sizing import PlanOptions
+from outsize.planner.search.sizing import PlanOptions, frozen_units, spread
 from outsize.planner.search.smaller import smaller_microbatches, without_products
 from outsize.planner.search.stage_layout import single_units, staged_layout
 from outsize.planner.search.stage_memory import StageMemory
 from outsize.planner.search.stage_offload import Way, ways_of
-from outsize.planner.search.stage_pipeline import bottom_of, is_large, pipeline_of, round_sizes_of
+from outsize.planner.search.stage_pipeline import bottom_of, is_large, pipeline_of, round_sizes_of, way_of
 from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of
 from outsize.planner.search.step_plan import Budgets, Plan
 from outsize.planner.search.upgrades import ENOUGH
@@ -51,8 +52,8 @@ def plan_stages(
         ConfigError: more workers than there can be stages, or activations that stages cannot have.
         InfeasiblePlanError: nothing fits; says by how much, and what to try first.
     """
-    planner = _Planner(model, demand, budgets, options)
-    _, layout = planner.fit(_effort(model, options) if max_visits is None else max_visits)
+    visits = _effort(model, options) if max_visits is None else max_visits
+    _, layout, planner = _fastest(model, demand, budgets, options, visits)
     return planner.make(layout)
 
 
@@ -62,7 +63,7 @@ def estimate_s(model: ModelSpec, demand: Demand, budgets: Budgets, options: Plan
     No simulation: what shares host memory, and the optimizer at the end of a step, is not in it. `plan_stages` has the
     arguments and errors.
     """
-    return _Planner(model, demand, budgets, options).fit(BRIEF_VISITS)[0]
+    return _fastest(model, demand, budgets, options, BRIEF_VISITS)[0]
 
 
 def fits_stages(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> bool:
@@ -76,12 +77,53 @@ def fits_stages(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
 
 def without_peers(plan: Plan, model: ModelSpec, demand: Demand, options: PlanOptions) -> Plan:
     """Return ``plan`` with stages that hand over by way of host memory."""
-    planner = _Planner(model, demand, plan.budgets, options)
+    planner = _Planner(model, demand, plan.budgets, options, plan.layout.stays)
     return planner.make(replace(plan.layout, peers=frozenset()))
 
 
+def _fastest(
+    model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions, max_visits: int
+) -> tuple[float, StepLayout, "_Planner"]:
+    """Return the fastest step found, its time, and its planner: with units whose frozen weights stay, or none.
+
+    (A READ from a disk is for all workers alike, whoever has the weights already; there nothing stays.)
+
+    Stages move from worker to worker, so each worker holds all that stays. The more stays, the fewer units a stage has
+    room for: the most that leave room for single units are tried, and shares of them, each with as many more as the
+    stages found for it leave room for.
+    """
+    planner = _Planner(model, demand, budgets, options)
+    fastest = (*planner.fit(max_visits), planner)
+    frozen = [] if options.slots is not None or options.home == "disk" else frozen_units(model)
+
+    def with_staying(number: int) -> _Planner:
+        return _Planner(model, demand, budgets, options, spread(frozen, number))
+
+    numbers = range(1, len(frozen) + 1)
+    most = bisect_left(numbers, True, key=lambda number: not with_staying(number).fits())
+    for number in sorted({most * quarters // 4 for quarters in (2, 3, 4)} - {0}, reverse=True):
+        _, layout = with_staying(number).fit(min(max_visits, BRIEF_VISITS))
+        more = range(number, len(frozen) + 1)
+        room = bisect_left(more, True, lo=1, key=lambda count: not with_staying(count).has_room(layout))
+        planner = with_staying(more[room - 1])
+        layout = planner.staying(layout)
+        step_s = planner.step_s(layout)
+        if step_s < fastest[0]:
+            fastest = step_s, layout, planner
+        if number == len(frozen):
+            break
+    return fastest
+
+
 class _Planner:
-    def __init__(self, model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanOptions) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        demand: Demand,
+        budgets: Budgets,
+        options: PlanOptions,
+        stays: frozenset[int] = frozenset(),
+    ) -> None:
         self._model, self._demand, self._budgets, self._options = model, demand, budgets, options
         self._bottom = bottom_of(model, demand)
         most = 2 * model.num_streamed - 1 - self._bottom
@@ -90,8 +132,32 @@ class _Planner:
                 f"{options.num_workers} devices, but {model.num_streamed} units make at most {most} stages; use at "
                 f"most {most} devices"
             )
-        self._memory = StageMemory(model=model, demand=demand, options=options)
+        self._memory = StageMemory(model=model, demand=demand, options=options, stays=stays)
         *self._roomier, self._least = rooms(model, options, options.num_workers)
+
+    def fits(self) -> bool:
+        """Return whether stages of single units fit."""
+        try:
+            self.least()
+        except InfeasiblePlanError:
+            return False
+        return True
+
+    def staying(self, layout: StepLayout) -> StepLayout:
+        """Return ``layout`` with what stays here."""
+        assert layout.stages is not None
+        stays = self._memory.stays
+        changed = self._layout(way_of(layout), layout.stages)
+        return replace(layout, stays=stays, slot_bytes=changed.slot_bytes)
+
+    def has_room(self, layout: StepLayout) -> bool:
+        """Return whether ``layout`` fits with what stays here."""
+        return self._holds(self.staying(layout))
+
+    def step_s(self, layout: StepLayout) -> float:
+        """Return the time of a step of ``layout``."""
+        assert layout.stages is not None
+        return self._pipeline(way_of(layout), layout.stages).step_s(layout.stages)
 
     def fit(self, max_visits: int) -> tuple[float, StepLayout]:
         """Return the time of the fastest stages found, and the step that they make."""
@@ -256,7 +322,8 @@ class _Planner:
         return layout
 
     def _layout(self, way: Way, stages: Stages) -> StepLayout:
-        return staged_layout(self._model, self._options, way, stages, self._demand.rest_users)
+        users = self._demand.rest_users
+        return staged_layout(self._model, self._options, way, stages, users, self._memory.stays)
 
     def _shared_out(self, layout: StepLayout) -> StepLayout:
         """Return ``layout`` as that of one of the nodes that share the step: the one that steps most."""

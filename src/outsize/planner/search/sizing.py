@@ -296,11 +296,9 @@ class Sizing:
 
         They lie among others that move, so that the link has the time of all to move those in.
         """
-        streamed = self.model.units[: self.model.num_streamed]
-        frozen = [unit.index for unit in streamed if unit.frozen or (unit.tensors and not unit.trainable)]
+        frozen = frozen_units(self.model)
         for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
-            stays = frozenset(frozen[index * len(frozen) // number] for index in range(number))
-            yield replace(knobs, stays=stays)
+            yield replace(knobs, stays=spread(frozen, number))
 
     def _at_most_slots(self, num_slots: int) -> int:
         return min(num_slots, len(self._slot_sizes))
@@ -323,6 +321,17 @@ AFTER_INPUTS: tuple[Upgrade, ...] = (
     lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
 )
 UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
+
+
+def frozen_units(model: ModelSpec) -> list[int]:
+    """Return the streamed units with weights that never train."""
+    streamed = model.units[: model.num_streamed]
+    return [unit.index for unit in streamed if unit.frozen or (unit.tensors and not unit.trainable)]
+
+
+def spread(units: Sequence[int], number: int) -> frozenset[int]:
+    """Return so many of ``units`` that lie evenly among the others."""
+    return frozenset(units[index * len(units) // number] for index in range(number))
 
 
 def gradients_at_home(

@@ -38,6 +38,7 @@ def staged_layout(
     way: Way,
     stages: Stages,
     rest_users: frozenset[int],
+    stays: frozenset[int] = frozenset(),
 ) -> StepLayout:
     """Return the step, its home, nodes and copies between devices apart.
 
@@ -47,6 +48,7 @@ def staged_layout(
         way: what becomes of what forwards keep.
         stages: of the step.
         rest_users: units whose backward adds to the gradient of a rest that trains.
+        stays: see `StepLayout.stays`.
     """
     count = model.num_streamed
     weights = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
@@ -58,10 +60,11 @@ def staged_layout(
         trainable=tuple(unit.trainable for unit in model.units),
         weight_bytes=weights,
         gradient_bytes=gradients,
-        slot_bytes=slots_for(stages, weights),
+        slot_bytes=slots_for(stages, [0 if unit in stays else size for unit, size in enumerate(weights)]),
         accumulator_bytes=slots_for(stages, gradients, only_backward=True),
         clip=options.clip,
         unit_clip=options.unit_clip,
+        stays=stays,
         tiles=(0,) * len(model.units),
         num_workers=options.num_workers,
         stages=stages,

@@ -32,17 +32,20 @@ class StageMemory:
         model: its units.
         demand: of a microbatch.
         options: what is decided.
+        stays: units whose weights stay on each worker.
     """
 
     model: ModelSpec
     demand: Demand
     options: PlanOptions
+    stays: frozenset[int] = frozenset()
 
     @cached_property
     def weights(self) -> tuple[int, ...]:
-        """Bytes of the weights of each streamed unit."""
+        """Bytes of the weights of each streamed unit; 0 of one that stays, which takes no slot that units share."""
+        streamed = self.model.units[: self.model.num_streamed]
         return tuple(
-            unit.weight_bytes(self.model.dtype) for unit in self.model.units[: self.model.num_streamed]
+            unit.weight_bytes(self.model.dtype) * (unit.index not in self.stays) for unit in streamed
         )
 
     @cached_property
@@ -63,9 +66,10 @@ class StageMemory:
         model, demand = self.model, self.demand
         rest = model.units[model.num_streamed :]
         resident = (unit.weight_bytes(model.dtype) + unit.gradient_bytes * unit.trainable for unit in rest)
+        staying = (model.units[unit].weight_bytes(model.dtype) for unit in self.stays)
         return {
             PRODUCTS: products_bytes(model, state_of(model, self.options), demand),
-            "resident": sum(resident),
+            "resident": sum(resident) + sum(staying),
             "fixed": demand.fixed_bytes,
             "codecs": device_bytes(self.options.transport, model, demand.boundary_bytes),
         }

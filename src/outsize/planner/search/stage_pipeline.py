@@ -5,6 +5,7 @@ from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.activation_policy import bytes_of
 from outsize.planner.program.stages import Span
+from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, usual_round_sizes
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_layout import spans_that_fit
@@ -69,7 +70,10 @@ def pipeline_of(memory: StageMemory, device_bytes: int, halves: tuple[int, int],
         return not several and has_room(span, backward)
 
     streamed = model.units[: model.num_streamed]
-    sent = tuple(load_bytes(options.transport, unit, model.dtype) for unit in streamed)
+    sent = tuple(
+        load_bytes(options.transport, unit, model.dtype, stays=unit.index in memory.stays)
+        for unit in streamed
+    )
     bottom = bottom_of(model, demand)
     return Pipeline(
         forward_s=times.forward_s,
@@ -104,6 +108,11 @@ def clock_of(model: ModelSpec, demand: Demand, options: PlanOptions, plan: Plan)
     """Return the partitioner's clock for a step that has been planned with ``options``."""
     layout, stages = plan.layout, plan.layout.stages
     assert stages is not None
-    way = Way(layout.choice(stages.backward[0][0], 0), away_in(layout))
-    memory = StageMemory(model=model, demand=demand, options=options)
-    return pipeline_of(memory, 0, (stages.slot_halves, stages.accumulator_halves), way)
+    memory = StageMemory(model=model, demand=demand, options=options, stays=layout.stays)
+    return pipeline_of(memory, 0, (stages.slot_halves, stages.accumulator_halves), way_of(layout))
+
+
+def way_of(layout: StepLayout) -> Way:
+    """Return what becomes of what forwards of ``layout`` keep."""
+    assert layout.stages is not None
+    return Way(layout.choice(layout.stages.backward[0][0], 0), away_in(layout))
