@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outsize.wrapped.api import load, unwrap, wrap
     from outsize.wrapped.clip_grad import clip_grad_norm_
     from outsize.wrapped.optimizer import AdamW
+    from outsize.wrapped.writing.scoring import score
 
 __version__ = "0.2.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "plan",
     "probe",
     "report",
+    "score",
     "train",
     "unwrap",
     "verify",
@@ -70,6 +72,7 @@ _LATER = {
     "AdamW": "outsize.wrapped.optimizer",
     "clip_grad_norm_": "outsize.wrapped.clip_grad",
     "load": "outsize.wrapped.api",
+    "score": "outsize.wrapped.writing.scoring",
     "unwrap": "outsize.wrapped.api",
     "wrap": "outsize.wrapped.api",
 }

@@ -16,6 +16,7 @@ from outsize.cli.inspect_command import data, export, inspect
 from outsize.cli.plan.plan_command import plan
 from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
+from outsize.cli.score_command import score
 from outsize.cli.server_commands import serve, watch
 from outsize.cli.train_command import sweep, train, verify
 from outsize.errors import OutsizeError
@@ -94,6 +95,7 @@ for _command in (
     train,
     verify,
     generate,
+    score,
     serve,
     inspect,
     export,

@@ -1,10 +1,10 @@
 """A model and its tokenizer, open for writing: what the commands that write text have in common."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from outsize.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from outsize.training.conversation import Conversation
+    from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures, Want
     from outsize.wrapped.writing.text import Figures, Prompt, Written
 
 
@@ -43,7 +44,7 @@ class ModelOptions:
 class TextWriter:
     """A model and its tokenizer, open for writing; a context manager."""
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: ModelOptions, head: Literal["auto", "none"] = "auto") -> None:
         import outsize
         from outsize.checkpoint.trained_model import servable
         from outsize.model.stored_adapters import find_adapters
@@ -57,13 +58,15 @@ class TextWriter:
                 dtype=options.dtype,
                 trust_remote_code=options.trust_remote_code,
                 trainable=False,
+                head=head,
                 device=options.device,
                 device_memory=options.device_memory,
                 home=options.home,
                 store_dir=options.store_dir,
             )
             stack.callback(self._close)
-            check_model(self._model)
+            if head == "auto":
+                check_model(self._model)
             adapters = find_adapters(place, options.base)
             places: list[str | Path] = [place]
             if adapters is not None:
@@ -128,6 +131,31 @@ class TextWriter:
         return write(
             self._model, self._tokenizer, asked, **{"on_token": lambda token: on_text(token.text), **choice}
         )
+
+    def scored_text(self, prompt: "str | Conversation", completion: str | None) -> "ScoredText":
+        """Return the tokens of a completion behind its prompt, or of a text, all of which but the first count.
+
+        Space between the two counts to the completion, as lm-evaluation-harness has it.
+        """
+        from outsize.wrapped.writing.scoring import ScoredText
+        from outsize.wrapped.writing.text import check_text
+
+        asked = self._prompt_of(prompt)
+        before = asked.text if completion is None or asked.is_templated else asked.text.rstrip()
+        whole = asked.text + (completion or "")
+        check_text(whole, "the text")
+        ids = self._tokenizer(whole, add_special_tokens=not asked.is_templated)["input_ids"]
+        if completion is None:
+            return ScoredText(ids)
+        return ScoredText(
+            ids, len(self._tokenizer(before, add_special_tokens=not asked.is_templated)["input_ids"])
+        )
+
+    def score(self, texts: "Iterable[ScoredText]", want: "Want", figures: "ScoringFigures") -> Iterator[Any]:
+        """Yield what is wanted of each text; see `outsize.wrapped.writing.scoring.score`."""
+        from outsize.wrapped.writing.scoring import score
+
+        return score(self._model, texts, want=want, figures=figures)
 
     def _prompt_of(self, prompt: "str | Conversation") -> "Prompt":
         from outsize.wrapped.writing.text import Prompt

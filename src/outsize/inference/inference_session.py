@@ -18,7 +18,7 @@ stays; and a unit gives way without anything to write back.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,16 +26,17 @@ from typing import Any
 
 from torch import Tensor
 
+from outsize.compat import torch_private
 from outsize.errors import InfeasiblePlanError
 from outsize.inference.caller import Caller
 from outsize.inference.experts import ExpertCache, find_experts, without
-from outsize.inference.forward_extent import Growth, Workspace, extent_of, ordinary
+from outsize.inference.forward_extent import ForwardExtent, Growth, Workspace, extent_of, ordinary
 from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, grown_bytes, layers_of
 from outsize.inference.loader import Loader
 from outsize.inference.rows import Table, is_table
 from outsize.inference.source import Source
 from outsize.model.split import Split
-from outsize.model.walk import Boundaries
+from outsize.model.walk import Boundaries, Finished, UnitCall, Walk
 from outsize.planner.search.forward_plan import Scan, plan_scan
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
@@ -138,7 +139,7 @@ class InferenceSession:
         self._hosted: weakref.WeakKeyDictionary[Any, HostedCache] = weakref.WeakKeyDictionary()
         self._has_room: weakref.WeakSet[Any] = weakref.WeakSet()  # caches that may grow as far as they are to
         self._growth: Growth | None = None
-        self._cache_bytes = self._cache_moved = self._num_passes = self._depth = 0
+        self._cache_bytes = self._cache_moved = self._num_passes = self._depth = self._waiting_bytes = 0
         self._bound: dict[int, int] = {}
         self._at = self._last
         with contextlib.ExitStack() as stack, ordinary():
@@ -204,36 +205,97 @@ class InferenceSession:
         self, unit: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a unit's boundary calls in its place."""
-        if unit <= self._at:
-            self._begin(args, kwargs)
-        self._at = unit
+        self._enter(unit, partial(extent_of, args, kwargs))
         if self._cache is None and (cache := find_cache(args, kwargs)) is not None:
             self._cache = weakref.ref(cache)
-        if unit in self._tables:
-            output = self._tables[unit].run(real, args, kwargs)
-        elif not self._unit_bytes[unit]:  # its parameters are tied, and lie in the rest
-            output = self._run(unit, real, args, kwargs, self._rest_memory)
-        else:
-            with ordinary():
-                weights = self._loader.take(unit)
-            try:
-                self._bind(unit, weights)
-                output = self._run(unit, real, args, kwargs, weights[0])
-            finally:
-                self._loader.give_back(unit)
+        with self._weights_of(unit) as weights:
+            output = self._run(unit, real, args, kwargs, weights)
+        self._leave(unit)
+        return output
+
+    def forward_together(
+        self,
+        walks: Sequence[Walk],
+        extent: ForwardExtent,
+        waiting_bytes: int,
+        on_output: Callable[[int, Any], None],
+    ) -> int:
+        """Run several forwards unit by unit: the weights of each come up once for all of them. While active.
+
+        Args:
+            walks: the forwards; all of them call the units in one order.
+            extent: at least that of each.
+            waiting_bytes: that they are expected to hold together between units; weights give way to them.
+            on_output: given the number and the output of each, before the next one goes on.
+
+        Returns:
+            Bytes that they have held between units, at most.
+
+        Raises:
+            InfeasiblePlanError: a forward takes more than there is.
+        """
+        self._waiting_bytes, most = waiting_bytes, 0
+        try:
+            calls = {number: walk.advance() for number, walk in enumerate(walks)}
+            while calls:
+                first = next(iter(calls.values()))
+                assert isinstance(first, UnitCall)
+                unit = first.unit
+                self._enter(unit, lambda: extent)
+                most = max(most, _bytes_held(calls.values()))
+                with self._weights_of(unit) as weights:
+                    for number in list(calls):
+                        call = calls.pop(number)
+                        assert isinstance(call, UnitCall)
+                        real = self._boundaries.forwards[unit]
+                        call = walks[number].advance(self._run(unit, real, call.args, call.kwargs, weights))
+                        if isinstance(call, Finished):
+                            on_output(number, call.output)
+                        else:
+                            calls[number] = call
+                self._leave(unit)
+            return most
+        finally:
+            self._waiting_bytes = 0
+            for walk in walks:
+                walk.close()
+
+    @property
+    def room_for_waiting(self) -> int:
+        """Bytes that forwards may hold together between units: half of what slots and one forward leave."""
+        slots = self._scan.num_slots * self._scan.slot_bytes
+        return max((self._room_bytes - self._workspace.known_bytes - slots) // 2, 0)
+
+    def _enter(self, unit: int, extent: Callable[[], ForwardExtent]) -> None:
+        if unit <= self._at:
+            self._begin(extent())
+        self._at = unit
+
+    def _leave(self, unit: int) -> None:
         if measured := self._workspace.measured_bytes:
-            plan_scan(
-                self._unit_bytes, self._room_bytes - measured, prefetch=self._prefetch
-            )  # or it is refused
+            room = self._room_bytes - self._waiting_bytes - measured
+            plan_scan(self._unit_bytes, room, prefetch=self._prefetch)  # or it is refused
         if unit == self._last:
             self._workspace.end()
             self._num_passes += 1
             self._check_growth()
-        return output
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @contextlib.contextmanager
+    def _weights_of(self, unit: int) -> Iterator[Tensor]:
+        """Have the weights of a unit in place; rows of a table, and what is tied and lies in the rest, need no slot."""
+        if unit in self._tables or not self._unit_bytes[unit]:
+            yield self._rest_memory
+            return
+        with ordinary():
+            weights = self._loader.take(unit)
+        try:
+            self._bind(unit, weights)
+            yield weights[0]
+        finally:
+            self._loader.give_back(unit)
+
+    def _begin(self, extent: ForwardExtent) -> None:
         """A pass begins: keep what fits beside what it will take."""
-        extent = extent_of(args, kwargs)
         first = not self._workspace.known_bytes
         expected = self._workspace.expected_bytes(extent)
         is_larger = self._workspace.begin(extent)
@@ -242,13 +304,13 @@ class InferenceSession:
         self._cache = None
         if first:
             return
-        room = self._room_bytes - expected
+        room = self._room_bytes - self._waiting_bytes - expected
         try:
             scan = self._plan(cache, room, may_host=not is_larger)
         except InfeasiblePlanError:
             if not is_larger:
                 raise
-            room = self._room_bytes
+            room = self._room_bytes - self._waiting_bytes
             scan = self._plan(cache, room, sparing=True)
         self._experts.shrink(max(room - 2 * self._cache_bytes - scan.device_bytes, 0))
         if scan != self._scan:
@@ -317,6 +379,8 @@ class InferenceSession:
 
     def _run(self, unit: int, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor) -> Any:
         """Run a unit, with its part of a cache that rests on the host."""
+        if unit in self._tables:
+            return self._tables[unit].run(real, args, kwargs)
         cache = self._cache() if self._cache is not None else None
         hosted = self._hosted.get(cache) if cache is not None else None
         before = hosted.bytes_moved if hosted is not None else 0
@@ -335,6 +399,13 @@ class InferenceSession:
     def _bind_rest(self) -> None:
         if self._rest is not None:
             self._binder.bind(self._rest, *self._source.planes(self._rest.index, self._rest_memory))
+
+
+def _bytes_held(calls: Iterable[Any]) -> int:
+    """Bytes of the tensors that forwards have paused with, each memory once."""
+    leaves = (leaf for call in calls for leaf in torch_private.leaves_of((call.args, call.kwargs)))
+    memories = (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
 def _above(cache: Any, num_bytes: int) -> int:

@@ -9,17 +9,20 @@ other.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from outsize.inference.forward_extent import Growth, ordinary
+from outsize.inference.forward_extent import ForwardExtent, Growth, ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
+from outsize.model.walk import Walk
 from outsize.runtime.device.device import Device
 from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.session.job.planning import fixed_bytes
+from outsize.wrapped.generating import on_device
 from outsize.wrapped.planned import Planned
 
 
@@ -70,6 +73,36 @@ class Inferring(Planned):
                 yield
             finally:
                 self._depth -= 1
+
+    def forward_together(
+        self, inputs: Sequence[Mapping[str, Any]], waiting_bytes: int, on_output: Callable[[int, Any], None]
+    ) -> int:
+        """Run a forward of the model on each of the inputs, all of them unit by unit: weights come up once for all.
+
+        Args:
+            inputs: keyword arguments of each forward; ids are [B, S] under ``input_ids``.
+            waiting_bytes: see `InferenceSession.forward_together`, and for what is returned.
+            on_output: given the number and the output of each, before the next one goes on.
+
+        Raises:
+            OutsizeError: as `inferring`.
+        """
+        model = self._check()
+        with torch.no_grad(), self.inferring():
+            if self._rests_where_it_computes():
+                for number, one in enumerate(inputs):
+                    on_output(number, model(**one))
+                return 0
+            sizes = [one["input_ids"].shape for one in inputs]
+            extent = ForwardExtent(max(rows for rows, _ in sizes), max(length for _, length in sizes))
+            walks = [Walk(model, on_device(one, self.device)) for one in inputs]
+            assert self._scan is not None
+            return self._scan.forward_together(walks, extent, waiting_bytes, on_output)
+
+    @property
+    def room_for_waiting(self) -> int | None:
+        """See `InferenceSession`; None where nothing streams."""
+        return None if self._scan is None else self._scan.room_for_waiting
 
     def inference_statistics(self) -> InferenceStatistics | None:
         """What inference has moved so far; None where it has streamed nothing."""

@@ -48,6 +48,16 @@ def read_prompts(
     return [_with_system(prompt, system, at) for prompt, at in zip(prompts, where, strict=True)]
 
 
+def read_records(file: Path) -> list[tuple[dict[str, Any], str]]:
+    """Return the records of a ``.jsonl`` and where each stands.
+
+    Raises:
+        DataError: the file cannot be read, or a line of it is no JSON; says where.
+    """
+    lines = ((line, f"{file}:{number}") for number, line in enumerate(_lines(file), 1) if line.strip())
+    return [(_record(line, where), where) for line, where in lines]
+
+
 def conversation(
     reply: Callable[[Conversation], str], system: str | None, lines: Iterable[str], say: Callable[[str], None]
 ) -> None:

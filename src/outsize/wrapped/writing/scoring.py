@@ -1,0 +1,270 @@
+"""Numbers out of a model: logprobs of completions, logits, hidden states and embeddings of many sequences.
+
+Sequences go through the model in waves. A wave visits the units in order, and each unit's weights come up once for all
+of its sequences, so a wave of enough tokens costs computing and not moving. How many are enough is measured: after
+every wave the next one is made as large as it takes for computing to last longer than loading, if there is room for
+what its sequences hold between units. Sequences of one length are computed together, and nothing is padded: the numbers
+are those of transformers for the same sequences, bit by bit.
+"""
+
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import ConfigError, DataError, InfeasiblePlanError
+from outsize.wrapped.module import runner_of
+from outsize.wrapped.writing.text import check_model, positions_of
+
+Want = Literal["logprobs", "logits", "hidden", "embeddings"]
+
+FIRST_TOKENS = 1024  # of the first wave, which measures
+GROUP_TOKENS = 2048  # of sequences of one length that are computed together
+PAST_BREAK_EVEN = 1.5  # computing of a wave over loading the weights for it
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """A sequence of tokens to be scored.
+
+    Attributes:
+        ids: its tokens.
+        start: the first token whose logprob counts, at least 1, since the first token follows nothing.
+    """
+
+    ids: Sequence[int]
+    start: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """How likely a model finds the tokens of a text that count.
+
+    Attributes:
+        tokens: the logprob of each.
+        is_greedy: whether each is the likeliest one at its place.
+    """
+
+    tokens: Sequence[float]
+    is_greedy: bool
+
+    @property
+    def total(self) -> float:
+        """The logprob of all of them."""
+        return sum(self.tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoringFigures:
+    """What scoring took.
+
+    Attributes:
+        num_texts: that were scored.
+        num_tokens: of them, those that do not count among them.
+        num_waves: times that the weights were visited.
+        seconds: of all waves.
+        predicted_s: what they were to take by the rates of the waves before; the first one as long as it took.
+        bytes_moved: weights that came up.
+        stall_s: seconds that computing waited for them.
+        wave_tokens: of the largest wave.
+    """
+
+    num_texts: int = 0
+    num_tokens: int = 0
+    num_waves: int = 0
+    seconds: float = 0.0
+    predicted_s: float = 0.0
+    bytes_moved: int = 0
+    stall_s: float = 0.0
+    wave_tokens: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the texts over the seconds."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def predicted_tokens_per_s(self) -> float:
+        """The same as it was predicted."""
+        return self.num_tokens / self.predicted_s if self.predicted_s else 0.0
+
+
+def score(
+    model: nn.Module,
+    texts: Iterable[ScoredText | Sequence[int]],
+    *,
+    want: Want = "logprobs",
+    wave_tokens: int | None = None,
+    figures: ScoringFigures | None = None,
+) -> Iterator[Any]:
+    """Yield for each text what is wanted of it, in order; whole waves are computed at once.
+
+    Args:
+        model: wrapped; for hidden states and embeddings one without a head (``outsize.load(…, head="none")``).
+        texts: tokens, of which those from ``start`` on count.
+        want: ``logprobs``: `Logprobs`. ``logits``: those that the tokens that count are chosen from [T, V].
+            ``hidden``: the last hidden states of all tokens [S, d]. ``embeddings``: their mean [d], in fp32.
+        wave_tokens: of a wave; None has it chosen past the break-even, as far as there is room.
+        figures: counts what it takes.
+
+    Raises:
+        DataError: a text has no token to score, or more than the model has positions.
+        ConfigError: the model has a head and should have none, or the other way round.
+        InfeasiblePlanError: a text takes more of the device than there is.
+    """
+    _check_kind(model, want)
+    pace = _Pace(model, wave_tokens, ScoringFigures() if figures is None else figures)
+    for wave in _waves(model, texts, pace):
+        yield from pace.run(wave, want)
+
+
+class _Pace:
+    """Runs waves, and chooses how many tokens the next one has by what the last ones took."""
+
+    def __init__(self, model: nn.Module, wave_tokens: int | None, figures: ScoringFigures) -> None:
+        self._model, self._runner = model, runner_of(model)
+        self._given, self.figures = wave_tokens, figures
+        self._group_tokens = GROUP_TOKENS
+        self._waiting_per_token = 0.0
+        self._load_s = self._compute_s_per_token = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of the next wave."""
+        if self._given is not None:
+            return self._given
+        if not self.figures.num_waves:
+            return FIRST_TOKENS
+        if not self._load_s:  # nothing streams
+            return max(FIRST_TOKENS, GROUP_TOKENS)
+        enough = PAST_BREAK_EVEN * self._load_s / max(self._compute_s_per_token, 1e-12)
+        room = self._runner.room_for_waiting
+        if room is not None and self._waiting_per_token:
+            enough = min(enough, room / self._waiting_per_token)
+        return max(int(enough), FIRST_TOKENS)
+
+    def run(self, wave: Sequence[ScoredText], want: Want) -> list[Any]:
+        """Return what is wanted of the texts of a wave; one that takes too much of the device is run in halves."""
+        try:
+            return self._run(wave, want)
+        except InfeasiblePlanError:
+            if len(wave) == 1:
+                raise
+        self._group_tokens = max(self._group_tokens // 2, 1)
+        middle = len(wave) // 2
+        return self.run(wave[:middle], want) + self.run(wave[middle:], want)
+
+    def _run(self, wave: Sequence[ScoredText], want: Want) -> list[Any]:
+        groups = _groups(wave, self._group_tokens)
+        results: list[Any] = [None] * len(wave)
+
+        def keep(number: int, output: Any) -> None:
+            states = output.last_hidden_state if want in ("hidden", "embeddings") else output.logits
+            for row, text in zip(states, groups[number], strict=True):
+                results[text] = _result(row, wave[text], want)
+
+        num_tokens = sum(len(text.ids) for text in wave)
+        inputs = [_inputs(self._model, [wave[text].ids for text in group]) for group in groups]
+        before, began = self._moved(), time.perf_counter()
+        expected = int(self._waiting_per_token * num_tokens)
+        waiting = self._runner.forward_together(inputs, expected, keep)
+        took = time.perf_counter() - began
+        moved, stalled, loading = (
+            after - former for after, former in zip(self._moved(), before, strict=True)
+        )
+        figures = self.figures
+        predicted = max(self._load_s, self._compute_s_per_token * num_tokens)
+        figures.predicted_s += predicted if figures.num_waves else took
+        figures.num_texts += len(wave)
+        figures.num_tokens += num_tokens
+        figures.num_waves += 1
+        figures.seconds += took
+        figures.bytes_moved += int(moved)
+        figures.stall_s += stalled
+        figures.wave_tokens = max(figures.wave_tokens, num_tokens)
+        self._waiting_per_token = max(self._waiting_per_token, waiting / num_tokens)
+        self._load_s = loading
+        self._compute_s_per_token = max(took - stalled, 0.0) / num_tokens
+        return results
+
+    def _moved(self) -> tuple[float, float, float]:
+        told = self._runner.inference_statistics()
+        return (0.0, 0.0, 0.0) if told is None else (told.bytes_moved, told.stall_s, told.load_s)
+
+
+def _waves(
+    model: nn.Module, texts: Iterable[ScoredText | Sequence[int]], pace: _Pace
+) -> Iterator[list[ScoredText]]:
+    """Yield the texts in waves of as many tokens as there are to be, at least one text in each."""
+    most = positions_of(model)
+    wave: list[ScoredText] = []
+    count = 0
+    for number, given in enumerate(texts):
+        text = given if isinstance(given, ScoredText) else ScoredText(list(given))
+        if not 1 <= text.start <= len(text.ids):
+            raise DataError(
+                f"text {number} has {len(text.ids)} tokens, and scores from {text.start} on; it needs 1"
+            )
+        if most and len(text.ids) > most:
+            raise DataError(
+                f"text {number} has {len(text.ids)} tokens, more than the {most} positions of the model; cut it"
+            )
+        if wave and count + len(text.ids) > pace.tokens:
+            yield wave
+            wave, count = [], 0
+        wave.append(text)
+        count += len(text.ids)
+    if wave:
+        yield wave
+
+
+def _groups(wave: Sequence[ScoredText], most_tokens: int) -> list[list[int]]:
+    """Return the numbers of texts of one length in groups, the longest texts first."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(wave)), key=lambda number: -len(wave[number].ids)):
+        length = len(wave[number].ids)
+        group = groups[-1] if groups else []
+        if group and len(wave[group[0]].ids) == length and (len(group) + 1) * length <= most_tokens:
+            group.append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def _inputs(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    cached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return {"input_ids": torch.tensor([list(row) for row in rows]), **cached}
+
+
+def _check_kind(model: nn.Module, want: Want) -> None:
+    can = getattr(model, "can_generate", lambda: False)()
+    if want in ("hidden", "embeddings"):
+        if can:
+            raise ConfigError(
+                f'{want} are of a model without its head: outsize.load(…, trainable=False, head="none")'
+            )
+        return
+    check_model(model)
+    if cast(Any, model).config.is_encoder_decoder:
+        raise ConfigError(
+            "scores are of causal language models; an encoder-decoder has a text of its own to score"
+        )
+
+
+def _result(row: Tensor, text: ScoredText, want: Want) -> Any:
+    """Return what is wanted of a text, by its hidden states [S, d] or its logits [S, V]."""
+    if want == "hidden":
+        return row.to("cpu", copy=True)
+    if want == "embeddings":
+        return row.float().mean(0).cpu()
+    logits = row[text.start - 1 : len(text.ids) - 1]
+    if want == "logits":
+        return logits.to("cpu", copy=True)
+    targets = torch.tensor(list(text.ids[text.start :]), device=logits.device)
+    logprobs = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    is_greedy = bool((logits.argmax(-1) == targets).all())
+    return Logprobs(logprobs.tolist(), is_greedy)

@@ -1,0 +1,64 @@
+"""``outsize score``: texts in, a line or a file of numbers for each."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli.command_line import status_of
+from support import make_model_dir
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+run = partial(status_of, "score")
+ROOM = ("--home", "disk", "--device", "cpu", "--device-memory", "64MiB", "--dtype", "fp32", "--json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("score") / "tiny", max_position_embeddings=256)
+
+
+def test_completions_are_scored_and_a_run_goes_on(model: Path, tmp_path: Path, capsys: Any):
+    records = [{"prompt": f"number {n} is ", "completion": " great"} for n in range(5)]
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text("\n".join(json.dumps(one) for one in [*records, {"text": "a text"}]))
+    assert run(model, "--data", data, "--out", out, *ROOM) == 0
+    whole, said = out.read_text(), json.loads(capsys.readouterr().out)
+    lines = [json.loads(line) for line in whole.splitlines()]
+    resident, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model).eval(),
+        AutoTokenizer.from_pretrained(model),
+    )
+    ids = tokenizer("number 0 is  great")["input_ids"]
+    start = len(tokenizer("number 0 is")["input_ids"])
+    with torch.no_grad():
+        logprobs = resident(torch.tensor([ids])).logits[0].log_softmax(-1)
+    want = [float(logprobs[place - 1, ids[place]]) for place in range(start, len(ids))]
+    assert lines[0]["token_logprobs"] == pytest.approx(want, abs=1e-5)
+    assert said["perplexity"] == pytest.approx(math.exp(-said["logprob"] / said["num_scored_tokens"]))
+    out.write_text("".join(line + "\n" for line in whole.splitlines()[:3]) + '{"logpr')
+    assert run(model, "--data", data, "--out", out, *ROOM) == 0
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["logprob"] for one in again] == pytest.approx([one["logprob"] for one in lines], abs=1e-5)
+    assert json.loads(capsys.readouterr().out)["num_texts"] == 3
+    assert run(model, "--data", data, "--out", out, "--want", "embeddings", *ROOM) == 2
+    assert "was made with other settings" in capsys.readouterr().err
+
+
+def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_path: Path, capsys: Any):
+    data = tmp_path / "data.txt"
+    data.write_text("once upon a time there was a text of some length")
+    assert run(model, "--data", data, "--out", tmp_path / "out", "--context", 16, *ROOM) == 0
+    tokens = len(AutoTokenizer.from_pretrained(model)(data.read_text())["input_ids"])
+    assert json.loads(capsys.readouterr().out)["num_scored_tokens"] == tokens - 1
+    for want in ("hidden", "logits"):
+        place = tmp_path / want
+        assert run(model, "--data", data, "--out", place, "--context", 16, "--want", want, *ROOM) == 0
+        assert load_file(place / "00000000.safetensors")[want].shape[0] == (16 if want == "hidden" else 15)
+    assert run(model, "--data", tmp_path / "none.txt", "--out", tmp_path / "x", *ROOM) == 2

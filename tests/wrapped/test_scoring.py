@@ -1,0 +1,153 @@
+"""Scores of many texts: the numbers of transformers, and weights that come up once for a wave."""
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+import outsize
+from outsize.errors import ConfigError, DataError
+from outsize.wrapped.module import runner_of
+from outsize.wrapped.writing.scoring import Logprobs, ScoredText, ScoringFigures, score
+from support import make_model_dir
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ARCHITECTURES = (
+    *("llama_tied", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt2", "falcon_alibi"),
+    *("phi3", "olmo2", "deepseek_v3", "mamba", "rwkv"),
+)
+ROOM: dict[str, Any] = {"device": "cpu", "home": "disk", "device_memory": "600KiB"}
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., Any]]:
+    """Loads models to be scored by, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def loaded(place: Path, **settings: Any) -> Any:
+            model = outsize.load(place, trainable=False, **{**ROOM, "dtype": "fp32", **settings})
+            stack.callback(runner_of(model).close)
+            return model
+
+        yield loaded
+
+
+def make_texts(count: int = 24) -> list[ScoredText]:
+    """Texts of a few lengths, so that some are computed together; of the others only the end counts."""
+    draws = random.Random(0)
+    lengths = [draws.choice([5, 9, 17]) for _ in range(count)]
+    return [
+        ScoredText([draws.randrange(3, 200) for _ in range(length)], draws.randrange(1, length))
+        for length in lengths
+    ]
+
+
+def expected(model: Any, texts: list[ScoredText]) -> list[Logprobs]:
+    """What transformers says, text by text."""
+    found = []
+    for text in texts:
+        with torch.no_grad():
+            logits = model(torch.tensor([text.ids])).logits[0, text.start - 1 : -1]
+        targets = torch.tensor(text.ids[text.start :])
+        logprobs = logits.float().log_softmax(-1)[range(len(targets)), targets]
+        found.append(Logprobs(logprobs.tolist(), bool((logits.argmax(-1) == targets).all())))
+    return found
+
+
+def assert_equal(got: list[Logprobs], want: list[Logprobs], *, exactly: bool) -> None:
+    assert [one.is_greedy for one in got] == [one.is_greedy for one in want]
+    for one, other in zip(got, want, strict=True):
+        assert list(one.tokens) == (list(other.tokens) if exactly else pytest.approx(other.tokens, abs=2e-5))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scores_are_those_of_transformers(name: str, tmp_path: Path, load: Callable[..., Any]):
+    place = make_model_dir(tmp_path / "model", name)
+    texts = make_texts()
+    model = load(place)
+    figures = ScoringFigures()
+    got = list(score(model, texts, wave_tokens=120, figures=figures))
+    want = expected(AutoModelForCausalLM.from_pretrained(place).eval(), texts)
+    assert_equal(got, want, exactly=False)
+    assert figures.num_tokens == sum(len(text.ids) for text in texts)
+    assert figures.num_waves > 1
+    moved = runner_of(model).inference_statistics()
+    assert moved is not None
+    assert moved.num_passes <= figures.num_waves  # and not one for each group
+
+
+def test_scores_in_bf16_are_those_of_transformers_bit_by_bit(tmp_path: Path, load: Callable[..., Any]):
+    place = make_model_dir(tmp_path / "model", "llama")
+    texts = [ScoredText(list(range(9, 18))), ScoredText(list(range(5, 35)), 3)]
+    model = load(place, dtype="bf16")
+    resident = AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).eval()
+    assert_equal(list(score(model, texts)), expected(resident, texts), exactly=True)
+    for text, logits in zip(texts, score(model, texts, want="logits"), strict=True):
+        with torch.no_grad():
+            assert torch.equal(logits, resident(torch.tensor([text.ids])).logits[0, text.start - 1 : -1])
+
+
+def test_scores_of_adapters_and_of_quantised_weights(tmp_path: Path, load: Callable[..., Any]):
+    """Of quantised weights those of the same model, which calls of it one by one give."""
+    place = make_model_dir(tmp_path / "model", "llama")
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_pretrained(place)
+    adapted = peft.get_peft_model(
+        plain, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1 * parameter.requires_grad)
+    adapted.save_pretrained(tmp_path / "adapters")
+    texts = make_texts(6)
+    model = load(tmp_path / "adapters", base=place)
+    assert_equal(list(score(model, texts)), expected(adapted.eval(), texts), exactly=False)
+    model = load(place, base_codec="nf4", device_memory="4MiB")
+    assert_equal(list(score(model, texts)), expected(model, texts), exactly=False)
+
+
+@pytest.mark.parametrize("home", ["disk", "host"])
+def test_hidden_states_and_embeddings_are_of_a_model_without_its_head(
+    tmp_path: Path, load: Callable[..., Any], home: str
+):
+    place = make_model_dir(tmp_path / "model", "llama")
+    texts = [list(range(5, 5 + length)) for length in (3, 8, 20)]
+    model = load(place, head="none", home=home)
+    resident = AutoModel.from_pretrained(place).eval()
+    embeddings = score(model, texts, want="embeddings")
+    for text, hidden, embedding in zip(texts, score(model, texts, want="hidden"), embeddings, strict=True):
+        with torch.no_grad():
+            want = resident(torch.tensor([text])).last_hidden_state[0]
+        assert torch.equal(hidden, want)
+        assert torch.equal(embedding, want.mean(0))
+    with pytest.raises(Exception, match="writes no text"):
+        next(score(model, texts))
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path: Path, load: Callable[..., Any]):
+    model = load(make_model_dir(tmp_path / "model"))
+    with pytest.raises(ConfigError, match='head="none"'):
+        next(score(model, [[5, 6]], want="hidden"))
+    with pytest.raises(DataError, match="text 1 has 0 tokens"):
+        list(score(model, [[5, 6], []]))
+    with pytest.raises(DataError, match="more than the 64 positions"):
+        list(score(model, [[5] * 65]))
+
+
+def test_waves_grow_until_computing_takes_longer_than_moving(tmp_path: Path, load: Callable[..., Any]):
+    """And those that take more than there is are run in halves."""
+    model = load(make_model_dir(tmp_path / "model"), device_memory="300KiB")
+    figures = ScoringFigures()
+    texts = [list(range(5, 35))] * 200
+    got = list(score(model, texts, figures=figures))
+    assert all(one.tokens == pytest.approx(got[0].tokens, abs=2e-5) for one in got)
+    assert figures.num_texts == 200
+    assert math.isclose(figures.tokens_per_s * figures.seconds, 6000)
+    assert figures.predicted_tokens_per_s > 0
