@@ -57,6 +57,14 @@ def test_it_writes_what_the_resident_model_writes(model: Path, home: str, capsys
     assert (found["bytes_per_pass"] > 0) == (home == "disk")
 
 
+def test_a_text_ends_before_a_string_that_stops_it(model: Path, capsys: Any):
+    whole = resident(model, "the square", 24)
+    stop = whole[8:11]
+    assert run(model, "--prompt", "the square", "--max-new-tokens", 24, "--stop", stop, *ROOM, "--json") == 0
+    (one,) = json.loads(capsys.readouterr().out)["written"]
+    assert (one["text"], one["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
 @pytest.mark.parametrize("num_prompts", [1, 3])
 def test_texts_of_batches_are_printed_once(model: Path, num_prompts: int, capsys: Any):
     """Also where the last batch, or the only one, holds a single prompt."""
@@ -118,6 +126,7 @@ def test_prompts_come_from_a_file_and_sampling_repeats(model: Path, tmp_path: Pa
         ([], "there is no prompt"),
         (["--prompt", "a", "--max-new-tokens", 0], "at least 1"),
         (["--prompt", "a", "--batch-size", 0], "at least 1"),
+        (["--prompt", "a", "--stop", ""], "--stop is an empty string"),
         (["--prompt", "a", "--sample", "--temperature", 0], "above zero"),
         (["--prompt", ""], "empty prompt"),
         (["--prompt", "a" * 60, "--max-new-tokens", 5], "64 positions"),

@@ -49,6 +49,10 @@ class GenerateOptions(ModelOptions):
         bool, typer.Option("--json-lines", help="Print a JSON object for each prompt on stdout.")
     ] = False
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write per prompt.")] = 64
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="String that a text is written up to; repeatable."),
+    ] = None
     batch_size: Annotated[
         int, typer.Option("--batch-size", help="Prompts at once; weights come up once for all.")
     ] = 1
@@ -117,6 +121,8 @@ def _check_drawing(options: GenerateOptions, output: Output) -> None:
     """Refuse what tokens cannot be drawn by, and say what has no effect."""
     if options.json_lines and output.as_json:
         raise ConfigError("--json-lines prints an object for each prompt, and --json one for all; choose one")
+    if "" in (options.stop or ()):
+        raise ConfigError("--stop is an empty string, which every text begins with; leave it out")
     if options.system is not None and not options.chat:
         raise ConfigError("--system is the system message of --chat; add --chat, or leave it out")
     for name, (least, most) in _DRAWING.items():
@@ -138,6 +144,7 @@ def _how(options: GenerateOptions) -> dict[str, Any]:
     return {
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
+        "stop": options.stop or [],
         "do_sample": options.sample,
         **{name: value for name, value in drawn.items() if value is not None},
     }
