@@ -15,7 +15,7 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 import logging
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.random_states import random_states, set_random_states
+from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.wrapped import loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
@@ -38,6 +39,7 @@ from outsize.wrapped.calls import batching
 from outsize.wrapped.calls.autocast import Autocast
 from outsize.wrapped.calls.call_checks import check_call, check_returns
 from outsize.wrapped.calls.input_gradients import InputGradients, inputs_that_train
+from outsize.wrapped.calls.left_state import LeftState, watching
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
@@ -57,6 +59,8 @@ class Runner(Inferring):
         self._uncut: set[frozenset[str]] = (
             set()
         )  # inputs that cannot be cut into microbatches, by their names
+        self._leaves_nothing: int | None = None  # hooks and mode in which layers left none, see `watching`
+        self._leaves_state = False  # whether batches go whole, since a forward leaves state on the model
         self._saving: weakref.ref[AutogradBridge] | None = (
             None  # the last forward whose inputs left the device
         )
@@ -70,7 +74,52 @@ class Runner(Inferring):
         """
         model = self._check()
         with without_cache(model, inputs):
-            return self._forward(model, inputs)
+            if self.microbatches == 1 or self._leaves_state:
+                return self._forward(model, inputs)
+            return self._forward_alike(model, inputs)
+
+    def _forward_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """Run the model forward in microbatches; where these leave state on it, undo that, and have the batch go whole.
+
+        What is made once, in the first call or with the longest sequence, is there in the second attempt. Layers are
+        looked at once for the hooks and the mode of now; the code around them always.
+        """
+        sign, moves = watching(model), self.session.machine.num_workers > 1
+
+        def state_of_now() -> LeftState:
+            inside = {id(each) for unit in self.split.modules for each in unit.modules()}
+            known = self._leaves_nothing == sign
+            modules = [each for each in model.modules() if not known or id(each) not in inside]
+            return LeftState(model, modules, self._device, moves=moves)
+
+        before = state = state_of_now()
+        for _ in range(2):
+            try:
+                output, error = self._forward(model, inputs), None
+            except ModelError as raised:
+                output, error = None, raised
+            left = None if self._leaves_state else state.changed()  # the batch went whole already
+            if left is None:
+                if error is not None:
+                    raise error
+                self._leaves_nothing = sign
+                return output
+            del output
+            before.undo_tensors()
+            state = state_of_now()
+        before.undo()
+        self._leave_state(left)
+        return self._forward(model, inputs)
+
+    def _leave_state(self, what: str) -> None:
+        """From now on batches go whole."""
+        self._leaves_state = True
+        _log.warning(
+            "batches go whole, not in %d microbatches: a forward changes %s, which microbatches would take from one "
+            "another; return such values instead, or wrap with microbatches=1",
+            self.microbatches,
+            what,
+        )
 
     def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
@@ -140,10 +189,14 @@ class Runner(Inferring):
             return sizes, *self._ready(inputs, len(main), shape, keeps=keeps)
 
         form = frozenset(name for name, value in inputs.items() if isinstance(value, Tensor))
-        if whole or form in self._uncut or self.microbatches == 1:
+        if whole or form in self._uncut or self.microbatches == 1 or self._leaves_state:
             return ready(1)
         try:
-            return ready(self.microbatches)
+            found = ready(self.microbatches)
+            if self._measured is None or not self._measured.effects.crosses or len(main) == 1:
+                return found
+            self._leave_state("what its code goes on with behind a layer")
+            return ready(1)
         except ModelError:
             found = ready(1)  # images of several rows lie in one tensor, say
         _log.info("a batch of %s goes whole: it does not run cut into microbatches", ", ".join(sorted(form)))
@@ -226,7 +279,10 @@ class Runner(Inferring):
         context.touched = dict(held)
         try:
             going_on = {unit for unit, positions in held.items() if positions}
-            with without_cache(model, context.microbatches[0].inputs):  # later rounds go forward once more
+            with ExitStack() as stack:
+                stack.enter_context(without_cache(model, context.microbatches[0].inputs))
+                if programs.passes.following.ops:  # later rounds go forward once more, and count nothing
+                    stack.enter_context(untouched(UnitState(model.modules())))
                 self._walk(step_parts.summing(program, going_on), context)
         finally:
             for index, positions in context.touched.items():

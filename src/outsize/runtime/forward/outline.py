@@ -114,6 +114,19 @@ class Outline:
             place.written = not _same_items(place.kind.read(place.target), place.items, leaves)
         return any(place.written for place in self.places)
 
+    def written(self, leaves: Sequence[Tensor]) -> dict[tuple[int, Any], Any]:
+        """Return what lies elsewhere than with ``leaves``, by the number of its place and the key there; None if gone."""
+        written: dict[tuple[int, Any], Any] = {}
+        for number, place in enumerate(self.places):
+            now, then = place.kind.read(place.target), place.items
+            if not _same_items(now, then, leaves):
+                present, former = dict(now), dict(then)
+                for key in present.keys() | former:
+                    stays = key in present and key in former and _same(present[key], former[key], leaves)
+                    if not stays:
+                        written[number, key] = present.get(key)
+        return written
+
     def settle(self, constants: Mapping[int, Tensor], num_leaves: int) -> list[int]:
         """Have some leaves, by their index, be constants; returns the indices of those that are leaves still."""
         others = [index for index in range(num_leaves) if index not in constants]

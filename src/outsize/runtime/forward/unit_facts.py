@@ -27,16 +27,21 @@ class SideEffects:
         outlets: those of them that leave tensors with a history there.
         stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
             while other weights come to lie in their place.
+        crosses: whether code between units takes values from one to another by way of the model, see `CrossedState`.
     """
 
     state: frozenset[int] = frozenset()
     outlets: frozenset[int] = frozenset()
     stashes: frozenset[int] = frozenset()
+    crosses: bool = False
 
     def __or__(self, other: "SideEffects") -> "SideEffects":
         """Return what either says."""
         return SideEffects(
-            self.state | other.state, self.outlets | other.outlets, self.stashes | other.stashes
+            self.state | other.state,
+            self.outlets | other.outlets,
+            self.stashes | other.stashes,
+            self.crosses or other.crosses,
         )
 
 

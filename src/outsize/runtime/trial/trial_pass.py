@@ -24,6 +24,7 @@ from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import visit_of
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.compiled_trial import measure_compiled
+from outsize.runtime.trial.crossed_state import CrossedState
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
 from outsize.runtime.trial.extrapolate import Trace
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
@@ -71,6 +72,7 @@ class TrialPass:
             ModelError: the model does not call its units in order, each at most once.
         """
         live = LiveBytes(weights)
+        self._crossed = CrossedState(self._split)
         walk = Walk(self._split.model, self._inputs)
         last = len(self._forwards) - 1
         storages: list[Tensor] = []
@@ -143,6 +145,10 @@ class TrialPass:
         with self._ambient(), self._uses:
             call = walk.advance(outputs)
         self._note_random(state)
+        if isinstance(call, UnitCall):
+            self._crossed.reach_unit()
+        else:
+            self._row.effects |= SideEffects(crosses=self._crossed.crosses())
         return call
 
     def _note_random(self, before: Tensor) -> None:
