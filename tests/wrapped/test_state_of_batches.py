@@ -135,7 +135,16 @@ def hooked(where: Callable[[Any], nn.Module], *, appends: bool) -> Callable[[], 
 
 
 BODIES = [
-    *(attribute, appended, in_dict, counted, buffer_replaced, buffer_written, buffer_crosses, attribute_crosses),
+    *(
+        attribute,
+        appended,
+        in_dict,
+        counted,
+        buffer_replaced,
+        buffer_written,
+        buffer_crosses,
+        attribute_crosses,
+    ),
     *(attribute_crosses_and_goes, attribute_crosses_without_history, pushed_and_popped),
 ]
 MEMBERS: dict[str, Callable[[], Leaving]] = {
@@ -191,7 +200,9 @@ def test_what_is_left_from_a_later_call_on_is_that_of_the_batch() -> None:
         square(streamed(X)).backward()
         for net in (plain, streamed):
             seen = net.seen
-            net.layers[2].register_forward_hook(lambda m, given, output, seen=seen: seen.append(output.detach()))
+            net.layers[2].register_forward_hook(
+                lambda m, given, output, seen=seen: seen.append(output.detach())
+            )
         streamed(X), plain(X)
         assert_alike(leavings(streamed), leavings(plain))
 

@@ -240,7 +240,8 @@ def make_way_for_others(runner: Runner) -> None:
         if any(isinstance(parameter, AtRest) and parameter.requires_grad for parameter in due):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step(): what trains rests on disk, or was encoded, where "
-                'outsize.AdamW alone steps; use that, or wrap the model with home="host" and no codec'
+                "outsize.AdamW alone steps; use that (of a Trainer: optimizers=(outsize.AdamW(model), None)), or wrap "
+                'the model with home="host" and no codec'
             )
         still.settle()
         still.parameters.multiply_gradients(list(still.parameters.factors))

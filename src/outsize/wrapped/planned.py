@@ -135,6 +135,11 @@ class Planned:
         self._abandoned: list[int] = []
         self._closed = self._walking = False
         self._move_in(model, fill)
+        if self._memory.home == "auto" and self.session.machine.home == "disk" and any(self._flags.values()):
+            _log.warning(
+                "the model rests on disk, as it does not fit host_memory: outsize.AdamW(model) alone steps there (of a "
+                'Trainer: optimizers=(outsize.AdamW(model), None)); others need home="host" and the memory for it'
+            )
         self._device = self.session.torch_device
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
         weakref.finalize(self, _close_if_alive, weakref.ref(self))

@@ -108,7 +108,7 @@ class Runner(Inferring):
             before.undo_tensors()
             state = state_of_now()
         before.undo()
-        self._leave_state(left)
+        self._leave_state(str(left))
         return self._forward(model, inputs)
 
     def _leave_state(self, what: str) -> None:

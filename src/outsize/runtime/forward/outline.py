@@ -115,7 +115,7 @@ class Outline:
         return any(place.written for place in self.places)
 
     def written(self, leaves: Sequence[Tensor]) -> dict[tuple[int, Any], Any]:
-        """Return what lies elsewhere than with ``leaves``, by the number of its place and the key there; None if gone."""
+        """Return what is another than with ``leaves``, by number of the place and key there; None if it is gone."""
         written: dict[tuple[int, Any], Any] = {}
         for number, place in enumerate(self.places):
             now, then = place.kind.read(place.target), place.items

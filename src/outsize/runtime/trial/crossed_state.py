@@ -46,7 +46,9 @@ class CrossedState:
     def crosses(self) -> bool:
         """Whether anything has crossed a unit; to be asked when the forward has returned."""
         changed = any(_version(leaf) != former for leaf, former in self._versions)
-        return changed or self._has_crossed or bool(self._at_units - self._outline.written(self._leaves).keys())
+        return (
+            changed or self._has_crossed or bool(self._at_units - self._outline.written(self._leaves).keys())
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -198,8 +198,10 @@ class TrialPass:
                 found = effects_of(self._split.modules[unit], self._forwards[unit], call)
             self._effects[kind] = found
         found = found or UnitEffects()
+        one: frozenset[int] = frozenset({unit})
+        none: frozenset[int] = frozenset()
         self._row.effects |= SideEffects(
-            *(frozenset({unit} if one else ()) for one in (found.state, found.outlet, found.stashes))
+            one if found.state else none, one if found.outlet else none, one if found.stashes else none
         )
         return found
 

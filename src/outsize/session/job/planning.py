@@ -326,6 +326,11 @@ def _check(activations: str, measured: Measured, parts: Split, machine: RunMachi
     extent = None if activations == "auto" else Choice(activations).extent
     kept = {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
     if extent is not None and not any(kept.get(extent, ())):
+        if extent is Extent.WHOLE:
+            raise ConfigError(
+                f"memory.activations={activations}: units of this model leave nothing for their backward that could be "
+                "kept; set it to auto"
+            )
         advice = "set model.attention=sdpa, and model.compile=off, or it to auto"
         raise ConfigError(
             f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"

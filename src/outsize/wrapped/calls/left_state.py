@@ -39,7 +39,9 @@ class LeftState:
     def changed(self) -> str | None:
         """Return the name of something that is another by now; None where nothing is. Changes in place do not count."""
         self._outline.note_written(self._leaves)
-        return next((name for place in self._places if place.written for name in self._name(place.target)), None)
+        return next(
+            (name for place in self._places if place.written for name in self._name(place.target)), None
+        )
 
     def undo(self) -> None:
         """Have everything be as it was."""
@@ -63,5 +65,10 @@ class LeftState:
 
 def watching(model: nn.Module) -> int:
     """Return what tells whether other hooks hang on modules of ``model``, or it is in another mode, than before."""
-    hooks = ((id(one), *map(id, hung.values())) for one in model.modules() for hung in forward_hooks_of(one) if hung)
+    hooks = (
+        (id(one), *map(id, hung.values()))
+        for one in model.modules()
+        for hung in forward_hooks_of(one)
+        if hung
+    )
     return hash((model.training, *hooks))
