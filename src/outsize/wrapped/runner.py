@@ -29,6 +29,7 @@ from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
+from outsize.runtime.forward.left_state import LeftState, watching
 from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.ops.context import Microbatch, StepContext
@@ -39,7 +40,6 @@ from outsize.wrapped.calls import batching
 from outsize.wrapped.calls.autocast import Autocast
 from outsize.wrapped.calls.call_checks import check_call, check_returns
 from outsize.wrapped.calls.input_gradients import InputGradients, inputs_that_train
-from outsize.wrapped.calls.left_state import LeftState, watching
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
