@@ -8,6 +8,7 @@ of the system, for the caller to explain.
 
 import contextlib
 import errno
+import fcntl
 import io
 import os
 import shutil
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 # What a file is called that is not whole yet ends so.
 PARTIAL = ".partial"
 _COPY_BYTES = 2**20
+_LAST_STREAM = 2
 _MODES = {
     "r": os.O_RDONLY,
     "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
@@ -32,8 +34,17 @@ class System:
     """The calls that the operating system makes; arguments and errors are those of `os`."""
 
     def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
-        """Open a file or directory, not for child processes; return its descriptor."""
-        return os.open(path, flags | os.O_CLOEXEC, mode)
+        """Open a file or directory, not for child processes; return its descriptor.
+
+        Never that of stdin, stdout or stderr where one is closed: any library that says something would write over it.
+        """
+        descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+        if descriptor > _LAST_STREAM:
+            return descriptor
+        try:
+            return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LAST_STREAM + 1)
+        finally:
+            os.close(descriptor)
 
     def close(self, descriptor: int) -> None:
         """Close a descriptor."""

@@ -1,6 +1,7 @@
 """Commands whose words do not arrive: a reader that goes away, a disk that is full."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,3 +68,24 @@ def test_a_result_that_does_not_arrive_is_a_failure_unless_its_reader_has_gone(
         monkeypatch.undo()
     assert (ended.value.code or 0) == status
     assert ("could not be written to stdout" in capsys.readouterr().err) == (status == 1)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_failure(closed: str):
+    ran = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m outsize --version {closed}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_no_file_of_a_run_takes_the_number_of_a_closed_stream(tmp_path: Path):
+    script = (
+        "import os, pathlib, outsize.files as files\n"
+        "os.close(1); os.close(2)\n"
+        f"numbers = [files.system().open(pathlib.Path({str(tmp_path / 'home')!r}), os.O_RDWR | os.O_CREAT) for _ in '12']\n"
+        "os._exit(0 if min(numbers) > 2 else 3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 LOST_STATUS = 1
@@ -77,6 +78,7 @@ def told() -> Iterator[None]:
     Raises:
         SystemExit: of the body; or as said.
     """
+    _open_closed_streams()
     streams = sys.stdout, sys.stderr
     out, err = Told(sys.stdout), Told(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
@@ -92,3 +94,14 @@ def told() -> Iterator[None]:
         out.flush()
         err.flush()
         sys.stdout, sys.stderr = streams
+
+
+def _open_closed_streams() -> None:
+    """Lead streams that a shell has closed (``>&-``) to nowhere: nobody waits for what they say."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w" if descriptor else "r", encoding="utf-8"))
