@@ -85,7 +85,8 @@ def test_no_file_of_a_run_takes_the_number_of_a_closed_stream(tmp_path: Path):
     script = (
         "import os, pathlib, outsize.files as files\n"
         "os.close(1); os.close(2)\n"
-        f"numbers = [files.system().open(pathlib.Path({str(tmp_path / 'home')!r}), os.O_RDWR | os.O_CREAT) for _ in '12']\n"
+        f"path = pathlib.Path({str(tmp_path / 'home')!r})\n"
+        "numbers = [files.system().open(path, os.O_RDWR | os.O_CREAT) for _ in '12']\n"
         "os._exit(0 if min(numbers) > 2 else 3)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -3,9 +3,11 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import outsize
 from outsize import files
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS
 from outsize.checkpoint.trained_model import servable
@@ -46,6 +48,31 @@ def test_only_what_disks_say_is_a_storage_error(number: int):
         raise OSError(number, os.strerror(number), "/a/file")
     with pytest.raises(FileNotFoundError), storage_errors():
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/a/file")
+
+
+def test_loading_a_model_from_a_disk_that_fails_says_so_and_not_to_download_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = Path(tiny_run(tmp_path).model.path)
+    read_text = Path.read_text
+
+    def failing(self: Path, *arguments: Any, **how: Any) -> str:
+        if self.name == "config.json":
+            fail(self)
+        return read_text(self, *arguments, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", failing)
+        with pytest.raises(StorageError, match="use another disk") as refused:
+            outsize.load(model, device="cpu")
+    assert "download" not in str(refused.value)
+    looks_like_a_file = os.path.isfile
+    with monkeypatch.context() as patch:  # a library takes a look that fails for a file that is not there
+        patch.setattr(
+            os.path, "isfile", lambda path: "config.json" not in str(path) and looks_like_a_file(path)
+        )
+        with pytest.raises(StorageError, match="a moment later could not be"):
+            outsize.load(model, device="cpu")
 
 
 def test_no_clean_up_hides_the_first_error(tmp_path: Path):

@@ -23,7 +23,7 @@ from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.compat.torch_private import buffers_of, parameters_of
 from outsize.compat.transformers_private import attention_of, initialize, kept_in_fp32
-from outsize.errors import CheckpointError, ModelError
+from outsize.errors import CheckpointError, ModelError, StorageError
 from outsize.model.sizes.config_sizes import check_sizes
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def load_hf_config(
         CheckpointError: the directory has no ``config.json``, or it is not JSON.
         ModelError: there is no such model, transformers does not know its architecture, a size is none that a model
             has, or code of its own is not trusted.
+        StorageError: a library could not read what was read a moment before.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -61,7 +62,7 @@ def load_hf_config(
     name = os.fspath(path_or_hub_id)
     path = Path(os.path.expanduser(name))
     if path.exists():
-        _require_config(path / "config.json" if path.is_dir() else path)
+        fields = _require_config(path / "config.json" if path.is_dir() else path)
         name = str(path)
     elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or name.endswith(".json"):
         raise ModelError(
@@ -69,7 +70,7 @@ def load_hf_config(
         )
     else:
         name = download_small_files(name)
-        _require_config(Path(name) / "config.json")
+        fields = _require_config(Path(name) / "config.json")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
@@ -79,6 +80,11 @@ def load_hf_config(
                 "in the configuration of a run, --trust-remote-code of a command, trust_remote_code=True of a call"
             ) from error
         first_line = str(error).strip().partition("\n")[0]
+        if "config.json" in first_line and isinstance(fields, dict) and "model_type" in fields:
+            raise StorageError(
+                f"{name}/config.json was read, and a moment later could not be: its disk or share fails, or the file "
+                "was removed meanwhile; look at the kernel log (dmesg), or copy the model to another disk"
+            ) from error
         raise ModelError(
             f"cannot read the config of {name}: {first_line}; check the name, and that this version of "
             "transformers knows the architecture"
@@ -191,8 +197,8 @@ def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "Pret
     return config
 
 
-def _require_config(path: Path) -> None:
-    """Raise unless ``path`` is a file that holds JSON, with sizes that a model can have."""
+def _require_config(path: Path) -> Any:
+    """Return what ``path`` holds; raise unless it is a file of JSON, with sizes that a model can have."""
     if not path.is_file():
         adapters = path.parent / ADAPTER_CONFIG
         if adapters.is_file():
@@ -207,6 +213,7 @@ def _require_config(path: Path) -> None:
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}; download it again") from error
     check_sizes(fields, path)
+    return fields
 
 
 def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:

@@ -66,7 +66,7 @@ def storage_errors() -> Iterator[None]:
     """Have what a disk or its file system fails with be a `StorageError`, whichever call it was; other errors stay.
 
     So it is where a library has caught the error of the system and raised another: errors of ours, which were
-    written for files that are wrong, keep their words.
+    written for files that are wrong, keep what they say is wrong, and not what they say to try.
 
     Raises:
         StorageError: the body raised such an `OSError`, or an error that follows from one.
@@ -80,7 +80,10 @@ def storage_errors() -> Iterator[None]:
         if fault is None:
             raise
         if isinstance(error, OutsizeError):
-            raise StorageError(f"{error} ({explain(fault, 'use a disk')})") from error
+            # What to try was written for a file that is wrong: to remove or to download one that a disk does not read
+            # would lose it.
+            what = str(error).partition(";")[0]
+            raise StorageError(f"{what} ({explain(fault, 'use its disk')})") from error
         raise explain(fault, f"use {fault.filename}" if fault.filename else "use a disk") from error
 
 

@@ -28,6 +28,7 @@ from outsize.model.split import frozen_by, split
 from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
 from outsize.model.tiled_mlp import take_in_parts, take_whole
 from outsize.spin import late_warning
+from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import choose_dtype
 from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
@@ -40,6 +41,7 @@ from outsize.wrapped.runner import Runner
 _log = logging.getLogger(__name__)
 
 
+@storage_errors()
 def wrap(
     model: nn.Module,
     *,
@@ -102,6 +104,7 @@ def wrap(
     return _recorded(_attach(model, settings, _from_memory(model)), run_dir)
 
 
+@storage_errors()
 def load(  # noqa: D417 - most arguments are those of `wrap`
     path_or_hub_id: str | os.PathLike[str],
     *,
@@ -143,6 +146,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
 
     Raises:
         CheckpointError: files are missing, truncated, or of another shape than the config says.
+        StorageError: a disk failed, whichever library read it.
         OutsizeError: as `wrap`.
     """
     settings = WrapSettings(

@@ -104,4 +104,5 @@ def _open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w" if descriptor else "r", encoding="utf-8"))
+            nowhere = Path(os.devnull).open("w" if descriptor else "r", encoding="utf-8")  # noqa: SIM115 - stays open
+            setattr(sys, name, nowhere)
