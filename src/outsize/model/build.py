@@ -40,6 +40,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # one layer's experts.
 _LARGE_ELEMENTS = 1 << 20
 
+_NOT_READ_AGAIN = (
+    "{}/config.json was read, and a moment later could not be: its disk or share fails, or the file was removed "
+    "meanwhile; look at the kernel log (dmesg), or copy the model to another disk"
+)
+
 
 def load_hf_config(
     path_or_hub_id: str | os.PathLike[str], trust_remote_code: bool = False
@@ -81,10 +86,7 @@ def load_hf_config(
             ) from error
         first_line = str(error).strip().partition("\n")[0]
         if "config.json" in first_line and isinstance(fields, dict) and "model_type" in fields:
-            raise StorageError(
-                f"{name}/config.json was read, and a moment later could not be: its disk or share fails, or the file "
-                "was removed meanwhile; look at the kernel log (dmesg), or copy the model to another disk"
-            ) from error
+            raise StorageError(_NOT_READ_AGAIN.format(name)) from error
         raise ModelError(
             f"cannot read the config of {name}: {first_line}; check the name, and that this version of "
             "transformers knows the architecture"
