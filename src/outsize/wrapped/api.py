@@ -146,8 +146,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
 
     Raises:
         CheckpointError: files are missing, truncated, or of another shape than the config says.
-        StorageError: a disk failed, whichever library read it.
-        OutsizeError: as `wrap`.
+        OutsizeError: as `wrap`, and a `StorageError` of a disk that fails, whichever library read it.
     """
     settings = WrapSettings(
         memory=memory_of(load, device, device_memory, home, memory),
