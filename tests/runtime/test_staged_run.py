@@ -36,7 +36,7 @@ class World:
         self.parts = split(model)
         self.boundaries = Boundaries(self.parts.modules)
         count = self.parts.spec.num_streamed
-        self.run = StagedRun(model, batch(), (True,) * count, lambda unit, glue: None, self.glue)  # type: ignore[arg-type]
+        self.run = StagedRun(model, batch(), (True,) * count, lambda unit, glue: None, outer=self.glue)  # type: ignore[arg-type]
 
     def forward(self, unit: int) -> None:
         self.run.forward(unit, self.boundaries.forwards[unit])

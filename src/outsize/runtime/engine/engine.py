@@ -28,7 +28,7 @@ from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import handlers_of, lane_thread
 from outsize.runtime.engine.step_memory import rule_on, take_step_memory
-from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew, make_single
+from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
@@ -100,9 +100,8 @@ class Engine:
         if shared is not None:
             self.exchange = ExchangeOps(spec, shared, home, host_buffers, host, encoded)
         self.optimizer = self._optimizer(resources)
-        crew = make_crew if layout.stages is not None else make_single
         tiles = self.optimizer.gradient_tiles if layout.ring else ()
-        self._crew = crew(split, boundaries, plan, resources, host_buffers, settings, encoded, tiles)
+        self._crew = make_crew(split, boundaries, plan, resources, host_buffers, settings, encoded, tiles)
         self.accumulators = [plane for worker in self._crew.workers for plane in worker.accumulators]
         slots = [plane for worker in self._crew.workers for plane in worker.slots]
         # Between steps, all of this memory is free for others: whole units are read and written through it.
@@ -156,12 +155,13 @@ class Engine:
             handlers_of(worker, self.optimizer, self._commits, self._storing, self.exchange)
             for worker in self._crew.workers
         )
+        turns = [worker.turn for worker in self._crew.workers]
         files = [
             place.tally
             for place in (resources.home, resources.scratch, *resources.rooms.values())
             if place is not None and place.tally is not None
         ]
-        run = partial(_on_worker, run_op, tables, self.ranges, _Counting(self._links, files))
+        run = partial(_on_worker, run_op, tables, turns, self.ranges, _Counting(self._links, files))
         return Executor(resources.device, lane_of, run, hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
@@ -390,14 +390,16 @@ def run_op(table: HandlerTable, op: Op, context: Any) -> None:
 def _on_worker(
     run: RunOp,
     tables: Sequence[HandlerTable],
+    turns: Sequence[contextlib.AbstractContextManager[Any]],
     ranges: OpRanges,
     counting: "_Counting",
     op: Op,
     context: Any,
 ) -> None:
-    with ranges.around(op), counting.of(op, context):
-        run(tables[op.worker or 0], op, context)
-    if op.kind not in COMPUTE_KINDS:
+    worker, computes = op.worker or 0, op.kind in COMPUTE_KINDS
+    with ranges.around(op), turns[worker] if computes else contextlib.nullcontext(), counting.of(op, context):
+        run(tables[worker], op, context)
+    if not computes:
         release_team()
 
 

@@ -19,7 +19,6 @@ from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handlers import HandlerTable, check_complete, handlers_in
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
 
 if TYPE_CHECKING:
     from outsize.runtime.engine.workers import Worker
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 # What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
 STORE_LANE, STORE_NICENESS = "store", 10
 check_complete(
-    (WeightOps, GradientOps, StagedComputeOps, ActivationOps, OptimizerOps, CommitOps, StoreOps, ExchangeOps)
+    (WeightOps, GradientOps, ComputeOps, ActivationOps, OptimizerOps, CommitOps, StoreOps, ExchangeOps)
 )
 
 
@@ -55,8 +54,11 @@ def handlers_of(
 def lane_thread(
     computes: Sequence[weakref.ref[ComputeOps]], num_threads: int | None, lane: str
 ) -> Iterator[None]:
-    """Set a lane's thread up: its share of cores, and for the compute lane the end of its coroutines."""
+    """Set a lane's thread up: its share of cores, and for the compute lane its worker and the end of its coroutines."""
     kind, worker = lane_named(lane).kind, lane_named(lane).worker
+    if kind == "compute" and (begun := computes[worker or 0]()) is not None:
+        begun.begin()
+        del begun
     if num_threads is not None and kind in ("compute", "host"):
         torch.set_num_threads(num_threads)
     if lane == STORE_LANE:

@@ -3,8 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,21 +13,21 @@ from torch import Tensor
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.program.activation_policy import Extent
+from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.forward.binding import Binder, GradientSums
-from outsize.runtime.forward.module_replicas import replicate
+from outsize.runtime.forward.module_replicas import ModuleReplica, replicate
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.ops.activation_ops import ActivationOps, Below, count_fetches
-from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings
+from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings, Stage
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, count_times_home
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.stage_compute_ops import StagedComputeOps
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
-from outsize.storage.scratch import HostScratch, Scratch
+from outsize.storage.scratch import Scratch
 
 if TYPE_CHECKING:
     from outsize.runtime.engine.engine_settings import EngineSettings
@@ -53,7 +54,11 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A device, the memory reserved on it, and the handlers of its ops."""
+    """A device, the memory reserved on it, and the handlers of its ops.
+
+    Where workers draw random numbers from one generator, ``turn`` is held while one computes: it is seeded and drawn
+    from in one go.
+    """
 
     slots: list[Tensor]
     accumulators: list[Tensor]
@@ -61,6 +66,7 @@ class Worker:
     gradients: GradientOps
     activations: ActivationOps
     compute: ComputeOps
+    turn: AbstractContextManager[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +141,6 @@ class _Memory:
         )
 
 
-def make_single(
-    split: Split,
-    boundaries: Boundaries,
-    plan: Plan,
-    resources: Resources,
-    host_buffers: list[Tensor],
-    settings: "EngineSettings",
-    encoded: EncodedWeights | None,
-    gradient_tiles: Sequence[Tensor],
-) -> Crew:
-    """Return the one worker of a plan without stages; it runs the units of the model itself."""
-    device = resources.device
-    memory = _Memory(split, plan, device, resources.home, host_buffers, settings, encoded, gradient_tiles)
-    binder = Binder(split, memory.sums)
-    asked = _asked_of_units(plan, settings)
-    compute = ComputeOps(split, boundaries.forwards, binder, device, memory.weights, asked)
-    codec = activation_codec(plan.transport)
-    activations = ActivationOps(device, resources.scratch, codec, resources.rooms, plan.layout.kept)
-    worker = Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
-    return Crew((worker,), (binder.close,), compute.let_go)
-
-
 def make_crew(
     split: Split,
     boundaries: Boundaries,
@@ -167,56 +151,78 @@ def make_crew(
     encoded: EncodedWeights | None,
     gradient_tiles: Sequence[Tensor],
 ) -> Crew:
-    """Return the workers of a plan with stages; each runs a replica of the units.
+    """Return the workers of a plan: one that runs the units of the model itself, or several, each a replica of them.
 
     Args:
         split: the model and its units.
         boundaries: in place in the model.
         plan: memory of each worker, and the programs.
-        resources: with as many `Workers` as the plan has.
-        host_buffers: none.
+        resources: with as many `Workers` as the plan has, if it has stages.
+        host_buffers: that units pass through.
         settings: of the engine.
         encoded: the weights as they go over links; None where they go as they are.
-        gradient_tiles: none.
+        gradient_tiles: that gradients pass through in a ring; none of stages.
 
     Raises:
         ModelError: the units cannot be replicated.
     """
-    layout, device, scratch = plan.layout, resources.device, resources.scratch
-    assert isinstance(device, Workers)
-    assert isinstance(scratch, HostScratch)
-    assert layout.stages is not None
+    layout, device = plan.layout, resources.device
+    devices = device.devices if isinstance(device, Workers) else (device,)
     memories = [
-        _Memory(split, plan, each, resources.home, host_buffers, settings, encoded) for each in device.devices
+        _Memory(split, plan, each, resources.home, host_buffers, settings, encoded, gradient_tiles)
+        for each in devices
     ]
-    sums = [memory.sums for memory in memories]
+    if layout.stages is None:
+        outer, units = None, [ModuleReplica(split, boundaries.forwards)]
+    else:
+        assert isinstance(device, Workers)
+        outer, units = _replicas(split, boundaries, device, layout, memories, settings.num_threads)
+    turns = _turns(devices) if settings.draws_random and len(devices) > 1 else {}
+    fetches = [] if outer is None else [count_fetches(program) for program in plan.programs]
+    asked, codec, below = _asked_of_units(plan, settings), activation_codec(plan.transport), Below()
+    binders = [Binder(each.split, memory.sums) for each, memory in zip(units, memories, strict=True)]
+    workers = []
+    for index, (each, memory, part, binder) in enumerate(zip(devices, memories, units, binders, strict=True)):
+        stage = None if outer is None else Stage(index, outer, split.modules, _ends(layout))
+        compute = ComputeOps(part.split, part.forwards, binder, each, memory.weights, asked, stage)
+        activations = ActivationOps(
+            each, resources.scratch, codec, resources.rooms, layout.kept, fetches, below, devices
+        )
+        turn = turns.get(each.torch_device, nullcontext())
+        planes = memory.slots, memory.accumulators
+        workers.append(Worker(*planes, memory.weights, memory.gradients, activations, compute, turn))
+    closes = [binder.close for binder in binders]
+    if outer is None:
+        return Crew(tuple(workers), tuple(closes), workers[0].compute.let_go)
+    return Crew(tuple(workers), (outer.close, *closes), outer.let_go)
+
+
+def _replicas(
+    split: Split,
+    boundaries: Boundaries,
+    workers: Workers,
+    layout: StepLayout,
+    memories: Sequence[_Memory],
+    num_threads: int | None,
+) -> tuple[OuterForward, list[ModuleReplica]]:
+    """Return what runs the model's own code for all workers, and the units of each."""
 
     def rest_planes(worker: int) -> tuple[Tensor, ...]:
         return memories[worker].weights.planes(layout.num_streamed, layout.resident_slot)
 
     with contextlib.ExitStack() as stack:
-        glue = OuterForward(split, device, rest_planes, sums, settings.num_threads)
-        stack.callback(glue.close)  # a model that is refused is its own again
-        replicas = [replicate(split, boundaries, each.torch_device) for each in device.devices]
-        device.catch_up()  # with the buffers of both
+        outer = OuterForward(split, workers, rest_planes, [memory.sums for memory in memories], num_threads)
+        stack.callback(outer.close)  # a model that is refused is its own again
+        replicas = [replicate(split, boundaries, each.torch_device) for each in workers.devices]
+        workers.catch_up()  # with the buffers of both
         stack.pop_all()
-    turns = _turns(device) if settings.draws_random else {}
-    asked, codec = _asked_of_units(plan, settings), activation_codec(plan.transport)
-    fetches, below = [count_fetches(program) for program in plan.programs], Below()
-    workers, binders = [], []
-    for index, (each, memory, replica) in enumerate(zip(device.devices, memories, replicas, strict=True)):
-        binders.append(Binder(replica.split, memory.sums))
-        turn = turns.get(each.torch_device)
-        compute = StagedComputeOps(
-            split, replica, index, glue, binders[-1], each, memory.weights, asked, layout.stages, turn
-        )
-        activations = ActivationOps(
-            each, scratch, codec, resources.rooms, layout.kept, fetches, below, device.devices
-        )
-        workers.append(
-            Worker(memory.slots, memory.accumulators, memory.weights, memory.gradients, activations, compute)
-        )
-    return Crew(tuple(workers), (glue.close, *(binder.close for binder in binders)), glue.let_go)
+    return outer, replicas
+
+
+def _ends(layout: StepLayout) -> frozenset[int]:
+    """Return the last units of forward stages; where another worker runs the head's backward, also before the head."""
+    assert layout.stages is not None
+    return frozenset(end - 1 for _, end in layout.stages.forward if end < layout.last + layout.cut)
 
 
 def _asked_of_units(plan: Plan, settings: "EngineSettings") -> ComputeSettings:
@@ -232,6 +238,6 @@ def _asked_of_units(plan: Plan, settings: "EngineSettings") -> ComputeSettings:
     )
 
 
-def _turns(workers: Workers) -> dict[torch.device, threading.Lock]:
+def _turns(devices: Sequence[Device]) -> dict[torch.device, threading.Lock]:
     """Return a lock for each device that has a generator of random numbers."""
-    return {device.torch_device: threading.Lock() for device in workers.devices}
+    return {device.torch_device: threading.Lock() for device in devices}

@@ -241,6 +241,15 @@ class MicrobatchRun:
         with self._gate.opened():
             leave_last(zip(edges, gradients, strict=True), self._visits.values())
 
+    def arrive(self, unit: int) -> None:
+        """Bring the model to ``unit``, so that its arguments exist."""
+        self._arrive(unit)
+
+    def recompute(self, unit: int, forward: Forward) -> None:
+        """Run ``unit`` again, with a graph that its backward will use."""
+        visit = self._visits[unit]
+        visit.roots = self._recompute(unit, visit, forward)
+
     def backward(self, unit: int, forward: Forward) -> None:
         """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
         visit = self._visits.get(unit)
@@ -315,6 +324,12 @@ class MicrobatchRun:
     def emptied(self, unit: int) -> list[Storage]:
         """Return the storages that a FETCH fills, since graphs refer to them: those that the SAVE has emptied."""
         return [storage for storage, _ in self.stored(unit)]
+
+    def leave_below(self, unit: int) -> None:
+        """Free the input of ``unit`` where a copy lies below."""
+        if unit in self.below and unit in self._visits:
+            for storage, _ in self.stored(unit):
+                storage.resize_(0)
 
     def replace_input(self, unit: int, storages: list[Storage]) -> None:
         """Let what ``unit`` receives lie in ``storages``; those of `emptied` are where it lies already."""

@@ -24,6 +24,7 @@ from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, weight_vi
 from outsize.runtime.forward.module_replicas import glue_places
 
 if TYPE_CHECKING:
+    from outsize.runtime.forward.microbatch import MicrobatchRun
     from outsize.runtime.forward.staged_run import StagedRun
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ class OuterForward:
         rest_planes: the rest's weights as they lie with a worker, see `weight_planes`.
         sums: where each worker sums gradients.
         num_threads: compute threads; None leaves torch's own number.
+
+    Attributes:
+        runs: passages under way, to unwind on failure.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class OuterForward:
         self._put_stand_ins()
         self._buffers = _buffers_outside(split, workers)
         self._local = threading.local()
-        self._runs: set[StagedRun] = set()
+        self.runs: set[MicrobatchRun] = set()
         start = (lambda: torch.set_num_threads(num_threads)) if num_threads is not None else None
         self._thread = ThreadPoolExecutor(1, "glue", initializer=start)
 
@@ -87,14 +91,6 @@ class OuterForward:
         """Return what ``piece`` returns, run in the glue's thread for the worker of the thread that asks."""
         return self._thread.submit(self._piece, run, self.worker, piece).result()
 
-    def keep(self, run: "StagedRun") -> None:
-        """Register a run that has begun, to unwind on failure."""
-        self._runs.add(run)
-
-    def forget(self, run: "StagedRun") -> None:
-        """Forget a run that has ended."""
-        self._runs.discard(run)
-
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next piece runs; between programs only."""
         for (_, name), (module, parameter) in self._former.items():
@@ -104,9 +100,9 @@ class OuterForward:
     def close(self) -> None:
         """Unwind every forward that is under way and end the thread; idempotent."""
         self.worker = 0
-        for run in list(self._runs):
+        for run in list(self.runs):
             run.close()
-        self._runs.clear()
+        self.runs.clear()
         self._thread.shutdown()
         self.let_go()
 

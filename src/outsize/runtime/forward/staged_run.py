@@ -35,10 +35,10 @@ class StagedRun(MicrobatchRun):
         inputs: keyword arguments of its forward.
         tracked: for each unit, whether its outputs can carry a gradient.
         reseed: as of `MicrobatchRun`.
-        glue: runs the model's own code.
         graph: as of `MicrobatchRun`, as for the next two.
         ambient: see there.
         shortcuts: see there.
+        outer: runs the model's own code.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -51,40 +51,24 @@ class StagedRun(MicrobatchRun):
         inputs: Mapping[str, Any],
         tracked: tuple[bool, ...],
         reseed: Reseed,
-        glue: OuterForward,
         graph: bool = True,
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
+        *,
+        outer: OuterForward,
     ) -> None:
         super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts)
-        self._glue = glue
+        self._glue = outer
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
-        self._recomputed: dict[int, Roots] = {}
         self._copies: dict[tuple[torch.device, int, Form], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, Form]]] = {}
 
-    def arrive(self, unit: int) -> None:
-        """Bring the model to ``unit``, so that its arguments exist."""
-        self._arrive(unit)
-
-    def recompute(self, unit: int, forward: Forward) -> None:
-        """Run ``unit`` again, with a graph that the backward will use."""
-        visit = self._visits[unit]
+    def _recompute(self, unit: int, visit: UnitVisit, forward: Forward) -> Roots:
         self._localise(visit)
-        self._recomputed[unit] = self._recompute(unit, visit, forward)
-
-    def backward(self, unit: int, forward: Forward) -> None:
-        """See `MicrobatchRun.backward`; a unit that has been recomputed is not run again."""
-        if unit not in self._recomputed or all(g is None for g in self._visits[unit].box.values):
-            self._recomputed.pop(unit, None)
-            self._localise(self._visits[unit])
-            super().backward(unit, forward)
-        else:
-            with self._gate.opened():
-                self._descend(unit, self._recomputed.pop(unit))
+        return super()._recompute(unit, visit, forward)
 
     def input_storages(self, unit: int) -> list[Storage]:
         """Storages of what ``unit`` receives and of what moves with it, each once."""
@@ -103,12 +87,6 @@ class StagedRun(MicrobatchRun):
             leaves[position] = Form.of(old).shown(storages[index[memory_key(old)]])
         if unit not in self._visits:
             self._waiting = leaves
-
-    def leave_below(self, unit: int) -> None:
-        """Free the input of ``unit`` on its worker where a copy lies below."""
-        if unit in self.below and unit in self._visits:
-            for storage in self.input_storages(unit):
-                storage.resize_(0)
 
     def take_gradient(self, unit: int) -> list[Storage]:
         """Take the gradient of the input of ``unit`` out, and return its storages, each once."""
@@ -131,7 +109,6 @@ class StagedRun(MicrobatchRun):
     def close(self) -> None:
         """See `MicrobatchRun.close`."""
         super().close()
-        self._recomputed.clear()
         self._copies.clear()
         self.parameters.clear()
 

@@ -1,4 +1,4 @@
-"""F, FA, FP, FK, FB and B: a unit runs on one microbatch, with its weights in a slot."""
+"""F, FA, FP, FK, FB, R and B: a unit runs on one microbatch, with its weights in a slot."""
 
 import hashlib
 import math
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.errors import ModelError, OutsizeError
+from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.planner.program.lanes import Lane
@@ -22,13 +22,15 @@ from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
+from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.random_states import Drawing, seed_generators
 from outsize.runtime.forward.selective_recompute import Selected
 from outsize.runtime.forward.short_recompute import Shortcuts, is_watched
+from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.forward.unit_state import UnitState
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
-from outsize.runtime.ops.handlers import handles
+from outsize.runtime.ops.handlers import Naming, handles
 from outsize.runtime.ops.load_ops import WeightOps
 
 
@@ -71,8 +73,38 @@ def tracked_units(spec: ModelSpec) -> tuple[bool, ...]:
     return tuple(rest_trains or index >= first for index in range(spec.num_streamed))
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a worker of several has of the others: replicas of the units are its own, the model's own code is not.
+
+    Attributes:
+        worker: which one it is.
+        outer: runs the model's own code between units, for all workers.
+        originals: the model's own units, of which this worker runs replicas.
+        ends: units behind which the input of the next one is made before it leaves; the head's is made beside the loss.
+    """
+
+    worker: int
+    outer: OuterForward
+    originals: tuple[nn.Module, ...]
+    ends: frozenset[int]
+
+
 class ComputeOps:
-    """Runs units on microbatches. All its methods are called by one thread, the compute lane's."""
+    """Runs units on microbatches. All its methods are called by one thread, the compute lane's.
+
+    Args:
+        split: the units that it runs, of the model or a replica of them.
+        forwards: their own forwards.
+        binder: puts planes into them.
+        device: of the worker.
+        weights: owner of the worker's slots.
+        settings: see there.
+        stage: of several workers; None of a single one.
+
+    Raises:
+        ModelError: several workers would have to share what a unit changes.
+    """
 
     def __init__(
         self,
@@ -82,7 +114,15 @@ class ComputeOps:
         device: Device,
         weights: WeightOps,
         settings: ComputeSettings,
+        stage: Stage | None = None,
     ) -> None:
+        if stage is not None and settings.effects.state:
+            name = split.spec.units[min(settings.effects.state)].name
+            raise ModelError(
+                f"unit {name} changes state of its own in a forward (buffers, attributes, or what a hook writes), of "
+                "which each of several devices would have another: use one device"
+            )
+        self._stage, self._ends = stage, frozenset[int]() if stage is None else stage.ends
         self._device = device
         self._split = split
         self.shorten(settings.needed, settings.num_products)
@@ -98,7 +138,7 @@ class ComputeOps:
         self._binder = binder
         every = settings.first_backward == 0
         self._tracked = (True,) * len(forwards) if every else tracked_units(split.spec)
-        self._runs: set[MicrobatchRun] = set()
+        self._runs: set[MicrobatchRun] = set() if stage is None else stage.outer.runs
 
     @handles(Kind.FORWARD)
     def forward(self, op: Op, context: StepContext) -> None:
@@ -109,6 +149,7 @@ class ComputeOps:
             self._finish_if_cut(op, context, run)
         if unit < self._settings.first_backward or context.alone:
             run.drop(unit)
+        self._hand_on(op, unit, run)
 
     @handles(Kind.FORWARD_KEEP)
     def forward_keep(self, op: Op, context: StepContext) -> None:
@@ -138,6 +179,14 @@ class ComputeOps:
         with self._naming(op), self._device.computing():
             run.forward_select(unit, self._forwards[unit], Selected(most_products))
             self._finish_if_cut(op, context, run)
+        self._hand_on(op, unit, run)
+
+    def _hand_on(self, op: Op, unit: int, run: MicrobatchRun) -> None:
+        """Free the input that has a copy below, and make what a stage hands on."""
+        run.leave_below(unit)
+        if unit in self._ends:
+            with self._naming(op), self._device.computing():
+                run.arrive(unit + 1)
 
     def _finish_if_cut(self, op: Op, context: StepContext, run: MicrobatchRun) -> None:
         """In a step that is cut the model ends behind its last unit, and the caller gets what it returns."""
@@ -176,6 +225,13 @@ class ComputeOps:
         context.losses[op.microbatch] = loss if self._device.asynchronous else loss.item()
         context.loss_marks[op.microbatch] = self._device.record(Lane("compute", op.worker or 0))
 
+    @handles(Kind.RECOMPUTE)
+    def recompute(self, op: Op, context: StepContext) -> None:
+        """R: the unit's graph is made and kept for its backward."""
+        unit, run = self._find(op, context)
+        with self._naming(op), self._device.computing():
+            run.recompute(unit, self._forwards[unit])
+
     @handles(Kind.BACKWARD)
     def backward(self, op: Op, context: StepContext) -> None:
         """B: recompute unless kept, and backward; the passage ends with the lowest unit that runs one."""
@@ -201,13 +257,27 @@ class ComputeOps:
             self._shortcuts = Shortcuts(needed, self._device.look, lambda unit: is_watched(modules[unit]))
 
     def follow(self) -> None:
-        """Train or evaluate as the model does; its own units do so by themselves."""
+        """Train or evaluate as the model's own units do, where these are replicas; between programs only."""
+        for original, copy in (
+            zip(self._stage.originals, self._split.modules, strict=True) if self._stage else ()
+        ):
+            for module, replica in zip(original.modules(), copy.modules(), strict=True):
+                replica.training = module.training
+
+    def begin(self) -> None:
+        """Set up the thread that calls all other methods but `follow`."""
+        if self._stage is not None:
+            self._stage.outer.worker = self._stage.worker
 
     def close(self) -> None:
-        """Unwind every forward that is under way; called by the compute lane's thread when it ends."""
-        for run in self._runs:
-            run.close()
-        self._runs.clear()
+        """Unwind every forward that is under way; called by the compute lane's thread when it ends.
+
+        Those of several workers are unwound together, when all lanes have ended, see `OuterForward.close`.
+        """
+        if self._stage is None:
+            for run in self._runs:
+                run.close()
+            self._runs.clear()
 
     def _apart(self) -> AbstractContextManager[Any]:
         """Context of a backward.
@@ -265,22 +335,12 @@ class ComputeOps:
         )
         if self._settings.chunk_tokens is not None:
             inputs.pop("labels", None)
-        return self._make_run(inputs, reseed, context)
-
-    def _make_run(
-        self, inputs: dict[str, Any], reseed: Callable[[int, bool], None], context: StepContext
-    ) -> MicrobatchRun:
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
-        run = MicrobatchRun(
-            self._split.model,
-            inputs,
-            tracked,
-            reseed,
-            graph=context.keeps,
-            ambient=context.ambient,
-            shortcuts=self._shortcuts,
-            state_of=self._state_of if context.keeps else None,
-        )
+        common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
+        if self._stage is not None:
+            run: MicrobatchRun = StagedRun(*common, outer=self._stage.outer)
+        else:
+            run = MicrobatchRun(*common, state_of=self._state_of if context.keeps else None)
         self._runs.add(run)
         return run
 
@@ -331,27 +391,6 @@ class ComputeOps:
             )
         return torch.zeros_like(loss) if math.isinf(microbatch.divisor) else loss
 
-    def _naming(self, op: Op) -> "_Naming":
+    def _naming(self, op: Op) -> Naming:
         assert op.unit is not None
-        return _Naming(f"{op}, unit {self._split.spec.units[op.unit].name}")
-
-
-# What a device raises under whatever code runs there: the machine's, not the model's.
-_OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError)
-
-
-class _Naming:
-    """Says in which op and unit the model's own code raised."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (OutsizeError, *_OF_DEVICES)):
-            advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
-            raise ModelError(
-                f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
-            ) from error
+        return Naming(f"{op}, unit {self._split.spec.units[op.unit].name}")

@@ -4,6 +4,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
+
+from outsize.errors import ModelError, OutsizeError
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.table import ROWS
 
@@ -52,3 +55,24 @@ def check_complete(classes: Iterable[type]) -> None:
     missing = [row.text for row in ROWS if (row.kind, "tile" in row.fields) not in handled]
     if missing:
         raise TypeError(f"no method is marked as the one that runs {', '.join(missing)}")
+
+
+# What a device raises under whatever code runs there: the machine's, not the model's.
+_OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError)
+
+
+class Naming:
+    """Says in which op and unit the model's own code raised."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (OutsizeError, *_OF_DEVICES)):
+            advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
+            raise ModelError(
+                f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
+            ) from error
