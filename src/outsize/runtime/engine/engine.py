@@ -5,20 +5,18 @@ begin then: its forward enters while the optimizer still steps the later units o
 program keep every weight exact.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.passes.step_parts import forward_alone
 from outsize.planner.passes.step_schedule import build_store
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import Lane, lane_of
-from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
+from outsize.planner.program.lanes import lane_of
+from outsize.planner.program.ops import COMPUTE_KINDS, Kind
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Timeline
@@ -26,9 +24,9 @@ from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
-from outsize.runtime.engine.op_handlers import handlers_of, lane_thread
+from outsize.runtime.engine.op_handlers import MovedByOp, handlers_of, lane_thread, run_on_worker, run_op
 from outsize.runtime.engine.step_memory import rule_on, take_step_memory
-from outsize.runtime.engine.workers import Crew, Resources, Worker, make_crew
+from outsize.runtime.engine.workers import Resources, links_of, make_crew
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
@@ -37,17 +35,12 @@ from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of
 from outsize.runtime.ops.gradient_ops import GradientOps
-from outsize.runtime.ops.handlers import HandlerTable
 from outsize.runtime.ops.link_codecs import encode_weights
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.storage.disk_file import Tally
 
 # Ops before and after the first unfinished one, in a report.
 SHOWN_OPS = 8
-# What crosses links in STEPs.
-PRODUCTS_WAYS = ("up:products", "down:products")
-RunOp = Callable[[HandlerTable, Op, Any], None]
 
 
 @dataclass(slots=True)
@@ -112,7 +105,7 @@ class Engine:
         self._num_begun = 0
         self._skipped: set[int] = set()
         self.ranges = OpRanges(resources.device.torch_device)
-        self._links = _links(self._crew, layout.peers, self.exchange, self.optimizer)
+        self._links = links_of(self._crew, layout.peers, self.exchange, self.optimizer)
         self._executor = self._open_lanes(resources)
 
     def _optimizer(self, resources: Resources) -> OptimizerOps:
@@ -161,7 +154,7 @@ class Engine:
             for place in (resources.home, resources.scratch, *resources.rooms.values())
             if place is not None and place.tally is not None
         ]
-        run = partial(_on_worker, run_op, tables, turns, self.ranges, _Counting(self._links, files))
+        run = partial(run_on_worker, run_op, tables, turns, self.ranges, MovedByOp(self._links, files))
         return Executor(resources.device, lane_of, run, hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
@@ -380,91 +373,3 @@ class Engine:
     def activations(self) -> ActivationOps:
         """What worker 0 has moved of activations."""
         return self._crew.workers[0].activations
-
-
-def run_op(table: HandlerTable, op: Op, context: Any) -> None:
-    """Have the handler of an op's kind run it."""
-    table[op.kind, op.tile is not None](op, context)
-
-
-def _on_worker(
-    run: RunOp,
-    tables: Sequence[HandlerTable],
-    turns: Sequence[contextlib.AbstractContextManager[Any]],
-    ranges: OpRanges,
-    counting: "_Counting",
-    op: Op,
-    context: Any,
-) -> None:
-    worker, computes = op.worker or 0, op.kind in COMPUTE_KINDS
-    with ranges.around(op), turns[worker] if computes else contextlib.nullcontext(), counting.of(op, context):
-        run(tables[worker], op, context)
-    if not computes:
-        release_team()
-
-
-class _Counting:
-    """Books the bytes that an op has moved on the step that the op belongs to.
-
-    A link's counters change on the lane of the link alone, and a tally holds the bytes of one thread alone, so what
-    changed while an op ran is the op's.
-
-    Args:
-        links: what has moved over each link, by lane.
-        tallies: of the files of the run.
-    """
-
-    def __init__(self, links: Mapping[str, Callable[[], Moved]], tallies: Sequence[Tally]) -> None:
-        self._links = links
-        self._tallies = tallies
-
-    @contextlib.contextmanager
-    def of(self, op: Op, context: Any) -> Iterator[None]:
-        """Count what moves in the block; a checkpoint, which is no step, is not counted."""
-        if not isinstance(context, StepContext):
-            yield
-            return
-        lane = lane_of(op)
-        before = self._moved(lane)
-        yield
-        for crossed, moved in self._moved(lane).items():
-            wire, logical = moved.wire - before[crossed].wire, moved.logical - before[crossed].logical
-            if wire or logical:
-                former = context.moved.get((lane, crossed), Moved())
-                context.moved[lane, crossed] = former.and_then(wire, logical)
-
-    def _moved(self, lane: str) -> dict[str, Moved]:
-        crossed = PRODUCTS_WAYS if lane == "host" else (lane,)
-        found = {name: self._links[name]() for name in crossed if name in self._links}
-        if self._tallies:
-            read = sum(tally.read_bytes for tally in self._tallies)
-            written = sum(tally.written_bytes for tally in self._tallies)
-            found |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
-        return found
-
-
-def _links(
-    crew: Crew, peers: Iterable[tuple[int, int]], exchange: ExchangeOps | None, optimizer: OptimizerOps
-) -> dict[str, Callable[[], Moved]]:
-    """Return how to ask what has moved over each link, by lane; what STEPs move by its way and ``products``."""
-
-    def up(worker: Worker) -> Moved:
-        summed_on = worker.gradients.bytes_up
-        return worker.weights.up.and_then(*worker.activations.up).and_then(summed_on, summed_on)
-
-    def down(worker: Worker) -> Moved:
-        return worker.gradients.down.and_then(*worker.activations.down)
-
-    def across(source: int, target: int) -> Moved:
-        return crew.workers[source].activations.across[target]
-
-    found: dict[str, Callable[[], Moved]] = {}
-    for index, worker in enumerate(crew.workers):
-        found |= {Lane("up", index): partial(up, worker), Lane("down", index): partial(down, worker)}
-    for source, target in sorted(peers):
-        found[Lane("peer", source, target)] = partial(across, source, target)
-    if optimizer.state.products_on_device:
-        found |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
-    if exchange is not None:
-        found |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
-    return found

@@ -4,25 +4,33 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outsize.planner.program.lanes import lane_named
+from outsize.planner.program.lanes import lane_named, lane_of
+from outsize.planner.program.ops import COMPUTE_KINDS, Op
+from outsize.runtime.device.allocator import release_team
+from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps
 from outsize.runtime.ops.compute_ops import ComputeOps
+from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handlers import HandlerTable, check_complete, handlers_in
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.storage.disk_file import Tally
 
 if TYPE_CHECKING:
     from outsize.runtime.engine.workers import Worker
 
+# What crosses links in STEPs.
+PRODUCTS_WAYS = ("up:products", "down:products")
+RunOp = Callable[[HandlerTable, Op, Any], None]
 # What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
 STORE_LANE, STORE_NICENESS = "store", 10
 check_complete(
@@ -71,3 +79,65 @@ def lane_thread(
             compute = computes[worker or 0]()
             if compute is not None:
                 compute.close()
+
+
+def run_op(table: HandlerTable, op: Op, context: Any) -> None:
+    """Have the handler of an op's kind run it."""
+    table[op.kind, op.tile is not None](op, context)
+
+
+def run_on_worker(
+    run: RunOp,
+    tables: Sequence[HandlerTable],
+    turns: Sequence[contextlib.AbstractContextManager[Any]],
+    ranges: OpRanges,
+    counting: "MovedByOp",
+    op: Op,
+    context: Any,
+) -> None:
+    """Have an op run by the handlers of its worker, counted and in its turn."""
+    worker, computes = op.worker or 0, op.kind in COMPUTE_KINDS
+    with ranges.around(op), turns[worker] if computes else contextlib.nullcontext(), counting.of(op, context):
+        run(tables[worker], op, context)
+    if not computes:
+        release_team()
+
+
+class MovedByOp:
+    """Books the bytes that an op has moved on the step that the op belongs to.
+
+    A link's counters change on the lane of the link alone, and a tally holds the bytes of one thread alone, so what
+    changed while an op ran is the op's.
+
+    Args:
+        links: what has moved over each link, by lane.
+        tallies: of the files of the run.
+    """
+
+    def __init__(self, links: Mapping[str, Callable[[], Moved]], tallies: Sequence[Tally]) -> None:
+        self._links = links
+        self._tallies = tallies
+
+    @contextlib.contextmanager
+    def of(self, op: Op, context: Any) -> Iterator[None]:
+        """Count what moves in the block; a checkpoint, which is no step, is not counted."""
+        if not isinstance(context, StepContext):
+            yield
+            return
+        lane = lane_of(op)
+        before = self._moved(lane)
+        yield
+        for crossed, moved in self._moved(lane).items():
+            wire, logical = moved.wire - before[crossed].wire, moved.logical - before[crossed].logical
+            if wire or logical:
+                former = context.moved.get((lane, crossed), Moved())
+                context.moved[lane, crossed] = former.and_then(wire, logical)
+
+    def _moved(self, lane: str) -> dict[str, Moved]:
+        crossed = PRODUCTS_WAYS if lane == "host" else (lane,)
+        found = {name: self._links[name]() for name in crossed if name in self._links}
+        if self._tallies:
+            read = sum(tally.read_bytes for tally in self._tallies)
+            written = sum(tally.written_bytes for tally in self._tallies)
+            found |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
+        return found

@@ -6,11 +6,14 @@ loop over the model's own head module, so a bias or a quantised head is served a
 `torch.nn.functional.linear_cross_entropy` (2.13) does the same for plain linear heads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from outsize.errors import ModelError
 
 IGNORE_INDEX = -100
 
@@ -66,3 +69,17 @@ def chunked_head_loss(
         assert piece.grad is not None
         gradient[start : start + chunk_tokens] = piece.grad
     return loss, gradient.reshape(hidden.shape)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss of a model's output: its ``loss``, or its first element.
+
+    Raises:
+        ModelError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError("the model returned no scalar loss; give it labels, or set train.loss=chunked")
+    return loss

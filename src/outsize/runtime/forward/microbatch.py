@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from outsize.compat.torch_private import memory_key, num_nodes, version_of
+from outsize.compat.torch_private import num_nodes
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import (
@@ -40,13 +40,14 @@ from outsize.runtime.forward.boundary import (
     is_differentiable,
     roots_of,
 )
+from outsize.runtime.forward.head_loss import loss_of
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.outer_backward import leave_last
 from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_state import UnitState
-from outsize.runtime.forward.unit_visit import Returned, UnitVisit, visit_of
+from outsize.runtime.forward.unit_visit import Returned, UnitVisit, versions_of, visit_of
 
 Reseed = Callable[[int, bool], None]
 Ambient = Callable[[], AbstractContextManager[Any]]
@@ -71,6 +72,8 @@ class MicrobatchRun:
     Attributes:
         below: units whose input lies in the memory below the device, too.
     """
+
+    _notes_versions = True
 
     def __init__(
         self,
@@ -163,16 +166,17 @@ class MicrobatchRun:
     def _pass_on(self, unit: int, visit: UnitVisit, forward: Forward, graph: bool) -> list[Tensor]:
         """Run a unit, hand what it returns out to the next one, and return its tensors with their history."""
         given = visit.leaves[: visit.num_arguments]
-        versions = _versions(given)
+        versions = versions_of(given)
         with torch.set_grad_enabled(graph), self._ambient():
             self._reseed(unit, False)
             returned = visit.run(forward, graph=graph)
-        if versions != _versions(given):
+        if versions != versions_of(given):
             raise ModelError(
                 f"unit {unit} changes its input in place, so its forward cannot be repeated from that input; "
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
-        self._note_versions(visit, versions, returned.leaves)
+        if self._notes_versions:
+            visit.note_versions(versions, returned.leaves)
         self._set_waiting(unit, visit, returned)
         return returned.leaves
 
@@ -267,7 +271,7 @@ class MicrobatchRun:
             self._descend(unit, roots)
 
     def _recompute(self, unit: int, visit: UnitVisit, forward: Forward) -> Roots:
-        self._check_unchanged(unit, visit)
+        visit.check_unchanged(unit)
         visit.track_inputs()
         selected, visit.selected = visit.selected, None
         visit.let_go()
@@ -293,23 +297,6 @@ class MicrobatchRun:
                 except DivergedError:
                     selected.clear()  # run in full below
             return self._run_again(unit, call)
-
-    def _note_versions(self, visit: UnitVisit, versions: list[int], returned: list[Tensor]) -> None:
-        """Note how often arguments have been changed in place, but for what the unit passes on as it is.
-
-        Code behind the unit may change that: the unit needs no value of it.
-        """
-        passed = {memory_key(leaf) for leaf in returned}
-        given = zip(visit.leaves, versions, strict=False)  # those of its state come last
-        visit.versions = [one for one in given if memory_key(one[0]) not in passed]
-
-    def _check_unchanged(self, unit: int, visit: UnitVisit) -> None:
-        versions, visit.versions = visit.versions, []
-        if [version for _, version in versions] != _versions([leaf for leaf, _ in versions]):
-            raise ModelError(
-                f"a tensor that unit {unit} was given has been changed in place since, so that it cannot be run again "
-                "from it: write `x = x + y` instead of `x += y` between layers, or set activations=keep"
-            )
 
     def _run_again(self, unit: int, call: Callable[[], Roots]) -> Roots:
         return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
@@ -422,22 +409,3 @@ class MicrobatchRun:
         """Go backward through outer code; what units share there (a position bias) is passed once per unit: keep it."""
         if tensors:
             torch.autograd.backward(tensors, gradients, retain_graph=True)
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return the loss of a model's output: its ``loss``, or its first element.
-
-    Raises:
-        ModelError: there is none.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output:
-        loss = output[0]
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ModelError("the model returned no scalar loss; give it labels, or set train.loss=chunked")
-    return loss
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often tensors have been changed in place; those made under inference mode count nothing."""
-    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]

@@ -45,6 +45,8 @@ class StagedRun(MicrobatchRun):
         pulled_by: the worker that goes backward now.
     """
 
+    _notes_versions = False  # arguments move, and are counted anew
+
     def __init__(
         self,
         model: nn.Module,
@@ -117,9 +119,6 @@ class StagedRun(MicrobatchRun):
         if visit.selected is not None:
             visit.selected.leave_out(returned)
         super()._hold(visit, held, returned)
-
-    def _note_versions(self, visit: UnitVisit, versions: list[int], returned: list[Tensor]) -> None:
-        """Note nothing: arguments move, and are counted anew."""
 
     def _input(self, unit: int) -> tuple[list[Tensor], tuple[int, ...]]:
         """What ``unit`` receives, and which of it moves; before the model calls it, what the unit before returned."""

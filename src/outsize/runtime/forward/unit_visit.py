@@ -8,6 +8,7 @@ class, leaves a tensor on itself for the model's own code to find, counts in a b
 * what runs again runs on what there was at first, in copies, and leaves nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from outsize.compat.torch_private import memory_key, version_of
+from outsize.errors import ModelError
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.boundary import Forward, Gradients, Roots, is_differentiable
 from outsize.runtime.forward.outline import Outline, outline_of
@@ -165,6 +168,28 @@ class UnitVisit:
             self.held.clear()
         self.held = None
 
+    def note_versions(self, versions: list[int], returned: list[Tensor]) -> None:
+        """Note how often arguments have been changed in place, but for what the unit passes on as it is.
+
+        Code behind the unit may change that: the unit needs no value of it.
+        """
+        passed = {memory_key(leaf) for leaf in returned}
+        given = zip(self.leaves, versions, strict=False)  # those of its state come last
+        self.versions = [one for one in given if memory_key(one[0]) not in passed]
+
+    def check_unchanged(self, unit: int) -> None:
+        """Check that no argument has been changed in place since the unit, ``unit``, has run.
+
+        Raises:
+            ModelError: one has, so that the unit cannot be run again.
+        """
+        versions, self.versions = self.versions, []
+        if [version for _, version in versions] != versions_of([leaf for leaf, _ in versions]):
+            raise ModelError(
+                f"a tensor that unit {unit} was given has been changed in place since, so that it cannot be run again "
+                "from it: write `x = x + y` instead of `x += y` between layers, or set activations=keep"
+            )
+
     def track_inputs(self) -> None:
         """Make the arguments that carry gradients leaves of a graph."""
         for position in self.sources:
@@ -202,3 +227,8 @@ def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = F
         state,
         outlet,
     )
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often tensors have been changed in place; those made under inference mode count nothing."""
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]

@@ -19,9 +19,9 @@ from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
-from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, shift_labels
+from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, loss_of, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.microbatch import MicrobatchRun, loss_of
+from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.random_states import Drawing, seed_generators
 from outsize.runtime.forward.selective_recompute import Selected
