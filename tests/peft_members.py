@@ -34,8 +34,8 @@ def _more_rows(model: Any) -> None:
 
 
 @cache
-def _read(base: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(base)
+def _read(base: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class Member:
                         parameter.add_(torch.randn(parameter.shape) * 0.03)
             model.save_pretrained(directory, **self.saving)
 
-    def loaded(self, base: Path, directory: Path) -> Any:
+    def loaded(self, base: Path, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
         """PEFT's model of that directory."""
-        return peft.PeftModel.from_pretrained(self.plain(base), directory).eval()
+        return peft.PeftModel.from_pretrained(self.plain(base, dtype), directory).eval()
 
-    def logits(self, base: Path, directory: Path) -> Tensor:
+    def logits(self, base: Path, directory: Path, dtype: torch.dtype = torch.float32) -> Tensor:
         """Logits of PEFT's own model of that directory."""
         with torch.no_grad():
-            return self.loaded(base, directory)(input_ids=IDS).logits
+            return self.loaded(base, directory, dtype)(input_ids=IDS).logits
 
-    def plain(self, base: Path) -> Any:
+    def plain(self, base: Path, dtype: torch.dtype = torch.float32) -> Any:
         """The model, changed as its user changes it."""
-        model = copy.deepcopy(_read(base))
+        model = copy.deepcopy(_read(base, dtype))
         self.change(model)
         return model
 

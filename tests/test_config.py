@@ -135,6 +135,8 @@ def test_a_key_like_no_other_points_to_the_documentation():
     assert mistake("lora.use_dora=true").endswith(
         "no such key: DoRA is not supported (from --set lora.use_dora=true)"
     )
+    for name in ("whole_word_mask", "mlm_whole_word"):
+        assert f"data.{name}: no such key: whole words are not masked as one" in mistake(f"data.{name}=true")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,11 @@ _NOT_HERE = {
     "loftq_config": "LoftQ is not supported; lora.base_codec quantises the frozen model",
     "trainable_token_indices": "single tokens cannot be trained; lora.modules_to_save trains the whole embedding",
 }
+_NOT_HERE |= dict.fromkeys(
+    ("whole_word_mask", "mlm_whole_word", "whole_word_masking"),
+    "whole words are not masked as one, since kept tokens do not say where words begin; wrap the model (outsize.wrap) "
+    "under transformers' Trainer, whose DataCollatorForLanguageModeling(whole_word_mask=True) masks them",
+)
 _HINTS = {
     "model.path": "pass --model DIR or write it in the config file",
     "data.path": "pass --data PATH or write it in the config file",
