@@ -1,7 +1,7 @@
 """What a forward takes of the device beside weights: measured in the pass that sets a new record, not in a trial."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,13 @@ def extent_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardExtent:
         if isinstance(leaf, Tensor) and leaf.dim():
             return ForwardExtent(len(leaf), leaf.shape[1] if leaf.dim() > 1 else 1)
     return ForwardExtent(1, 1)
+
+
+def bytes_held(calls: Iterable[Any]) -> int:
+    """Bytes of the tensors that forwards have paused with, each memory once."""
+    leaves = (leaf for call in calls for leaf in torch_private.leaves_of((call.args, call.kwargs)))
+    memories = (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
 def no_grad_parameter(tensor: Tensor) -> torch.nn.Parameter:

@@ -18,7 +18,7 @@ stays; and a unit gives way without anything to write back.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from outsize.compat import torch_private
 from outsize.errors import InfeasiblePlanError
 from outsize.inference.caller import Caller
 from outsize.inference.experts import ExpertCache, find_experts, without
-from outsize.inference.forward_extent import ForwardExtent, Growth, Workspace, extent_of, ordinary
+from outsize.inference.forward_extent import ForwardExtent, Growth, Workspace, bytes_held, extent_of, ordinary
 from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, grown_bytes, layers_of
 from outsize.inference.loader import Loader
 from outsize.inference.rows import Table, is_table
@@ -228,11 +227,7 @@ class InferenceSession:
             waiting_bytes: that they are expected to hold together between units; weights give way to them.
             on_output: given the number and the output of each, before the next one goes on.
 
-        Returns:
-            Bytes that they have held between units, at most.
-
-        Raises:
-            InfeasiblePlanError: a forward takes more than there is.
+        Returns the bytes that they have held between units, at most; a forward that takes too much is refused.
         """
         self._waiting_bytes, most = waiting_bytes, 0
         try:
@@ -242,7 +237,7 @@ class InferenceSession:
                 assert isinstance(first, UnitCall)
                 unit = first.unit
                 self._enter(unit, lambda: extent)
-                most = max(most, _bytes_held(calls.values()))
+                most = max(most, bytes_held(calls.values()))
                 with self._weights_of(unit) as weights:
                     for number in list(calls):
                         call = calls.pop(number)
@@ -399,13 +394,6 @@ class InferenceSession:
     def _bind_rest(self) -> None:
         if self._rest is not None:
             self._binder.bind(self._rest, *self._source.planes(self._rest.index, self._rest_memory))
-
-
-def _bytes_held(calls: Iterable[Any]) -> int:
-    """Bytes of the tensors that forwards have paused with, each memory once."""
-    leaves = (leaf for call in calls for leaf in torch_private.leaves_of((call.args, call.kwargs)))
-    memories = (leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor))
-    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
 def _above(cache: Any, num_bytes: int) -> int:

@@ -89,7 +89,7 @@ class ScoringFigures:
 
     @property
     def predicted_tokens_per_s(self) -> float:
-        """The same as it was predicted."""
+        """Tokens of the texts over the seconds predicted."""
         return self.num_tokens / self.predicted_s if self.predicted_s else 0.0
 
 
