@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import outsize
 import zoo
 from outsize.errors import ConfigError, ModelError
-from wrapped.loops import assert_equal, wrapped
+from wrapped.loops import assert_equal, gradients, wrapped
 
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"home": "host"},
@@ -29,8 +29,9 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 8)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.tanh(self.inner(hidden))
+    def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+        made = torch.tanh(self.inner(hidden))
+        return hidden + made if scale is None else hidden * scale + made * scale
 
 
 class Layers(nn.Module):
@@ -151,6 +152,13 @@ def _own_checkpoints(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
     return (model.outward(hidden),)
 
 
+def _reentrant_checkpoints_around_blocks(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
+    hidden = model.inward(inputs)
+    for block in model.blocks:
+        hidden = checkpoint(block, hidden, use_reentrant=True)
+    return (model.outward(hidden),)
+
+
 def _gradient_within(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         leaf = inputs.clone().requires_grad_()
@@ -175,6 +183,37 @@ def _dropped_layers(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
     return (model.outward(hidden),)
 
 
+def _a_skip(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
+    """As of a U-Net: its gradient is summed of three parts."""
+    first = model.blocks[0](model.inward(inputs))
+    second = model.blocks[1](first)
+    return model.outward(model.blocks[2](second + first) + first), second
+
+
+def _a_time_embedding(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
+    """As of diffusion transformers: made once, used by each block, between them and behind them."""
+    hidden, time = model.inward(inputs), model.norm(model.inward(inputs.flip(0)))
+    for block in model.blocks:
+        hidden = block(hidden, time) * (1 + torch.tanh(time))
+    return model.outward(hidden * time), time
+
+
+def _an_embedding_made_of_another(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
+    """Made between blocks of what was made before them, and used by later ones."""
+    hidden, time = model.inward(inputs), model.norm(model.inward(inputs.flip(0)))
+    for block in model.blocks:
+        hidden, time = block(hidden, time), torch.tanh(time) + time
+    return (model.outward(hidden + time),)
+
+
+def _a_parameter_for_every_block(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
+    hidden = model.inward(inputs)
+    for block in model.blocks:
+        hidden = block(hidden, model.norm.weight)
+    return (model.outward(model.norm(hidden)),)
+
+
+OF_SEVERAL_USES = [_a_skip, _a_time_embedding, _an_embedding_made_of_another, _a_parameter_for_every_block]
 AROUND = [
     one for name, one in list(globals().items()) if name.startswith("_") and callable(one) and name[1] != "_"
 ]
@@ -211,19 +250,40 @@ def test_code_around_units_trains_as_in_the_plain_model(around: Any, way: str):
     assert_trains_as_plain(lambda: Layers(around), way, autocast=around is _autocast_turned_off)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_used_several_times_trains_as_in_the_plain_model_to_rounding(way: str):
-    """A skip as of a U-Net: its gradient is summed of three parts in another order."""
+@pytest.mark.parametrize("frozen", ["inward", "outward", "blocks.0", "norm"])
+@pytest.mark.parametrize("around", OF_SEVERAL_USES, ids=lambda one: one.__name__[1:])
+def test_what_is_used_several_times_trains_beside_what_is_frozen(around: Any, frozen: str):
+    def make() -> nn.Module:
+        model = Layers(around)
+        model.get_submodule(frozen).requires_grad_(False)
+        return model
 
-    def skip(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
-        first = model.blocks[0](model.inward(inputs))
-        second = model.blocks[1](first)
-        return model.outward(model.blocks[2](second + first) + first), second
+    assert_trains_as_plain(make, "recomputed")
 
-    plain = Layers(skip)
-    want = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
-    with wrapped(Layers(skip), **WAYS[way]) as model:
-        assert_equal(train(model, outsize.AdamW(model, lr=1e-2)), want, tolerance=1e-6)
+
+@pytest.mark.parametrize("around", OF_SEVERAL_USES[:3], ids=lambda one: one.__name__[1:])
+def test_what_is_used_several_times_trains_in_microbatches(around: Any):
+    plain = Layers(around)
+    for part in INPUTS.chunk(2):
+        summed(plain(part)).backward()
+    with wrapped(Layers(around), home="host", microbatches=2) as model:
+        summed(model(INPUTS)).backward()
+        got = gradients(model)
+    assert_equal(got, gradients(plain))
+
+
+@pytest.mark.parametrize("around", OF_SEVERAL_USES, ids=lambda one: one.__name__[1:])
+def test_what_is_used_several_times_is_refused_on_several_workers(around: Any):
+    """What one worker's units were given moves on, and its memory goes: no code may read it then."""
+    with (
+        wrapped(Layers(around), home="host", device="emulated:2") as model,
+        pytest.raises((ModelError, ConfigError), match="use one device"),
+    ):
+        model(INPUTS)
+
+
+def summed(outputs: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([output.sum() for output in outputs]).sum()
 
 
 def test_a_unit_within_inference_mode_of_the_model_is_refused_by_name():

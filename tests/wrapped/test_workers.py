@@ -72,15 +72,15 @@ def test_gradients_are_those_of_the_plain_model(name: str, device: str):
 
 def test_the_rest_may_be_loaded_again_before_a_backward_on_another_worker(monkeypatch: pytest.MonkeyPatch):
     """BERT's head lies behind a norm of the rest, which the worker of its forward loads again for units of its own."""
-    pull = StagedRun._pull
+    enter = StagedRun._enter
 
     def loaded_again(run: StagedRun, *arguments: Any) -> None:
         for worker in range(3):
             for plane in run._glue._rest_planes(worker):
                 plane.copy_(plane.clone())
-        pull(run, *arguments)
+        enter(run, *arguments)
 
-    monkeypatch.setattr(StagedRun, "_pull", loaded_again)
+    monkeypatch.setattr(StagedRun, "_enter", loaded_again)
     test_gradients_are_those_of_the_plain_model("bert", "emulated:3")
 
 

@@ -32,6 +32,12 @@ class UnitCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def makes_graph(self) -> bool:
+        """Whether it is not called under ``no_grad`` of the model's own code."""
+        modes = self.kwargs.get(MODES)
+        return not isinstance(modes, Modes) or modes.grad
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:

@@ -66,10 +66,13 @@ class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, box: Gradients, position: int, hidden: tuple[Tensor]) -> Tensor:
         ctx.box, ctx.position = box, position
+        ctx.set_materialize_grads(False)
         return hidden[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
+        if gradient is None:  # it waits for the code that the tensor was handed to
+            return None, None, None, None
         if not ctx.box.gate.is_open:
             raise ModelError(
                 "a loss depends on a tensor that a layer left on itself, or in a list, and that the model's forward "

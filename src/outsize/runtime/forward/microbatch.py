@@ -42,7 +42,7 @@ from outsize.runtime.forward.boundary import (
 )
 from outsize.runtime.forward.head_loss import loss_of
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.outer_backward import leave_last
+from outsize.runtime.forward.outer_backward import OuterBackward
 from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
@@ -103,8 +103,8 @@ class MicrobatchRun:
         self._came: UnitCall | Finished | None = (
             None  # where the model has come to, beyond units it passes over
         )
-        self._came_at = 0
         self.below: set[int] = set()
+        self._outer = OuterBackward()
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
         """Run ``unit`` and forget how; its outputs wait for the next one.
@@ -211,7 +211,9 @@ class MicrobatchRun:
         self._end_walk()
         visit = self._visits.pop(unit)
         with self._gate.opened():
-            self._pull(list(visit.sources.values()), [gradient] * len(visit.sources))
+            for source in visit.sources.values():
+                self._outer.defer(get_gradient_edge(source), gradient, source.device)
+            self._enter(unit)
 
     def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
         """Run the last unit with a graph, finish the model's forward, and go backward from its loss.
@@ -236,14 +238,17 @@ class MicrobatchRun:
                 given = (
                     torch.ones_like(loss) / divisor
                 )  # no node of this thread: those of outer code are counted
-                leave_last([(get_gradient_edge(loss), given)], self._visits.values())
+                self._outer.defer(get_gradient_edge(loss), given)
+                self._outer.enter_last()
             self._descend(unit, roots_of(returned.leaves))
         return loss.detach() / divisor
 
     def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Go backward from what the model returned, up to its units; see `leave_last`."""
+        """Go backward from what the model returned, through the code behind its last unit."""
         with self._gate.opened():
-            leave_last(zip(edges, gradients, strict=True), self._visits.values())
+            for edge, gradient in zip(edges, gradients, strict=True):
+                self._outer.defer(edge, gradient)
+            self._outer.enter_last()
 
     def arrive(self, unit: int) -> None:
         """Bring the model to ``unit``, so that its arguments exist."""
@@ -259,8 +264,10 @@ class MicrobatchRun:
         visit = self._visits.get(unit)
         if visit is None:
             return
-        if all(gradient is None for gradient in visit.box.values) and not visit.known:
+        if all(gradient is None for gradient in visit.box.values):
             del self._visits[unit]
+            with self._gate.opened():
+                self._enter(unit)
             return
         roots, visit.roots = visit.roots, None
         if roots is not None:
@@ -330,6 +337,7 @@ class MicrobatchRun:
         self._end_walk()
         self._gate.is_open = False
         self._visits.clear()
+        self._outer.clear()
         self._waiting, self._returned, self._box, self._came = [], None, None, None
 
     def _end_walk(self) -> None:
@@ -343,7 +351,8 @@ class MicrobatchRun:
             self._reseed(unit, True)
             handed = waiting if box is None else hand_out(waiting, box)
             came = self._walk.advance(None if returned is None else returned.build(handed))
-            self._came_at = num_nodes()
+            if isinstance(came, UnitCall) and came.makes_graph:
+                self._outer.end_piece(came.unit, num_nodes())
             return came
 
     def _come(self, unit: int) -> UnitCall | Finished:
@@ -368,7 +377,6 @@ class MicrobatchRun:
             return None
         where, outlet = (None, False) if self._state_of is None else self._state_of(unit)
         visit = self._visits[unit] = visit_of(came, where, outlet=outlet)
-        visit.came_at = self._came_at
         return visit
 
     def _arrive_at_last(self, unit: int) -> UnitVisit:
@@ -388,24 +396,24 @@ class MicrobatchRun:
             if gradient is not None and root is not None
         ]
         roots.clear()
-        known: dict[Any, tuple[GradientEdge, Tensor]] = {}
-        for edge, gradient in visit.known:  # the model may return one tensor several times
-            _, former = known.get(edge[:2], (edge, None))
-            known[edge[:2]] = edge, gradient if former is None else former + gradient
-        for position, source in visit.sources.items():
-            if known and (found := known.pop(get_gradient_edge(source)[:2], None)) is not None:
-                leaf = visit.leaves[position]
-                pairs.insert(0, (get_gradient_edge(leaf), found[1].to(leaf.device)))
+        for source, leaf in {
+            get_gradient_edge(source)[:2]: (
+                source,
+                visit.leaves[position],
+            )  # once, where one tensor is given twice
+            for position, source in reversed(visit.sources.items())
+        }.values():
+            if (sum_so_far := self._outer.take(get_gradient_edge(source))) is not None:
+                pairs.insert(0, (get_gradient_edge(leaf), sum_so_far.to(leaf.device)))
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         del pairs
-        sources = [(s, visit.leaves[p].grad) for p, s in visit.sources.items()]
-        arrived = [(source, gradient) for source, gradient in sources if gradient is not None]
+        for position, source in visit.sources.items():
+            if (arrived := visit.leaves[position].grad) is not None:
+                self._outer.defer(get_gradient_edge(source), arrived, source.device)
         visit.leaves.clear()
-        begun: list[tuple[Any, Tensor]] = [*known.values(), *arrived]
-        self._pull([source for source, _ in begun], [gradient for _, gradient in begun])
+        self._enter(unit)
 
-    def _pull(self, tensors: list[Any], gradients: list[Tensor]) -> None:
-        """Go backward through outer code; what units share there (a position bias) is passed once per unit: keep it."""
-        if tensors:
-            torch.autograd.backward(tensors, gradients, retain_graph=True)
+    def _enter(self, unit: int) -> None:
+        """Go backward through the model's own code on the way to ``unit``."""
+        self._outer.enter(unit)

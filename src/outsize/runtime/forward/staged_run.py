@@ -15,16 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from outsize.compat.torch_private import memory_key, storage_key
+from outsize.compat.torch_private import leaves_of, memory_key, storage_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import Forward, Roots, box_of
 from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed, Storage
+from outsize.runtime.forward.outer_backward import OuterBackward
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_visit import UnitVisit
+
+# What asks a tensor for its form, or makes another view of it.
+_READ_NO_VALUE = {"__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "view_as"}
 
 
 class StagedRun(MicrobatchRun):
@@ -61,6 +66,7 @@ class StagedRun(MicrobatchRun):
     ) -> None:
         super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts)
         self._glue = outer
+        self._outer = OuterBackward(leaves_wait=False)
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
         self._moving: dict[int, tuple[int, ...]] = {}
@@ -165,7 +171,8 @@ class StagedRun(MicrobatchRun):
 
     def _advance(self, unit: int, waiting: list[Tensor]) -> UnitCall | Finished:
         def piece() -> UnitCall | Finished:
-            return super(StagedRun, self)._advance(unit, waiting)
+            with _StillThere():
+                return super(StagedRun, self)._advance(unit, waiting)
 
         return self._glue.run(self, piece)
 
@@ -179,18 +186,30 @@ class StagedRun(MicrobatchRun):
             _refill(source, visit.leaves[position])
         super()._descend(unit, roots)
 
-    def _pull(self, tensors: list[Any], gradients: list[Tensor]) -> None:
-        """Put gradients where they belong, or through the code that lies between, on the worker where it ran."""
-        targets = [box_of(tensor) for tensor in tensors]
-        if all(target is not None for target in targets):
-            for (box, position), gradient in zip(targets, gradients, strict=True):  # type: ignore[misc]
-                box.add(position, gradient)
-            return
+    def _enter(self, unit: int) -> None:
+        """Go backward through the code on the way to ``unit``, on the worker where it ran."""
         self.pulled_by = self._glue.worker
-        super()._pull(
-            tensors,
-            [g.to(t.device) if isinstance(t, Tensor) else g for t, g in zip(tensors, gradients, strict=True)],
-        )
+        super()._enter(unit)
+
+
+class _StillThere(TorchFunctionMode):
+    """While entered, refuses code that computes with what has moved on to another worker."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ not in _READ_NO_VALUE and any(map(_has_moved, leaves_of((args, kwargs)))):
+            raise ModelError(
+                "code between the layers uses what an earlier layer was given or returned, and that has moved on to "
+                "another worker with the layer that follows; use one device"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _has_moved(value: object) -> bool:
+    """Whether ``value`` is a tensor whose memory is no longer here."""
+    strided = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    return strided and value.numel() > 0 and value.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
 
 
 def _storages(leaves: list[Tensor]) -> dict[int, int]:

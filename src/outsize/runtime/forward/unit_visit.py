@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from outsize.compat.torch_private import memory_key, version_of
 from outsize.errors import ModelError
@@ -70,8 +69,6 @@ class UnitVisit:
         roots: where the graph of the unit begins, for each of its outputs; None where there is no graph yet.
         held: memory of what its forward kept, which may leave the device; None where it kept nothing.
         selected: results that a recompute need not compute; None where there are none.
-        came_at: how many nodes of graphs the thread of the model's own code had made when it called the unit.
-        known: gradients of what that code made and the model returned, and where they begin.
         versions: tensors in its arguments, and how often they had been changed in place when it had run.
     """
 
@@ -88,8 +85,6 @@ class UnitVisit:
     roots: Roots | None = None
     held: SavedTensors | None = None
     selected: Selected | None = None
-    came_at: int = 0
-    known: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def run(self, forward: Forward, *, graph: bool) -> Returned:

@@ -11,7 +11,7 @@ from outsize.compat import torch_private
 from outsize.compat.torch_private import forward_hooks_of, memory_key
 from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
-from outsize.model.modes import MODES, Modes
+from outsize.model.modes import Modes
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
@@ -92,7 +92,8 @@ class TrialPass:
                         continue
                     assert isinstance(call, UnitCall)
                     received = self._receive(call)
-                    several = several or len(received) > 1 or _makes_no_graph(call)
+                    # Who else uses what a unit is given or returns without a graph, no graph tells.
+                    several = several or len(received) > 1 or not call.makes_graph
                     storages += received
                     if unit == last:
                         self._last(unit, call, walk, live)
@@ -399,12 +400,6 @@ def _leaves_of(call: UnitCall) -> Any:
         lambda t: t.detach().requires_grad_() if t.requires_grad else t,
         (call.args, call.kwargs),
     )
-
-
-def _makes_no_graph(call: UnitCall) -> bool:
-    """Whether the model calls a unit under ``no_grad``: who else uses what that is given or returns, no graph tells."""
-    modes = call.kwargs.get(MODES)
-    return isinstance(modes, Modes) and not modes.grad
 
 
 def _cached(value: Any) -> list[Tensor] | None:
