@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -233,9 +233,7 @@ class InferenceSession:
         try:
             calls = {number: walk.advance() for number, walk in enumerate(walks)}
             while calls:
-                first = next(iter(calls.values()))
-                assert isinstance(first, UnitCall)
-                unit = first.unit
+                unit = cast(UnitCall, next(iter(calls.values()))).unit
                 self._enter(unit, lambda: extent)
                 most = max(most, bytes_held(calls.values()))
                 with self._weights_of(unit) as weights:
