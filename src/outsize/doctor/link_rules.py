@@ -230,7 +230,7 @@ def _as_generation(bytes_per_s: float, gpu: GpuFacts) -> str:
 
 
 # Of the slowest link of the GPUs; a ring over PCIe that goes by way of host memory reaches about half of it.
-_SOUND_SHARE = 0.4
+_SUM_SHARE = 0.4
 
 
 def overridden(facts: Facts) -> Seen | None:
@@ -261,7 +261,7 @@ def slow_sums(facts: Facts) -> Seen | None:
     if not fits:
         raise LackingError("copies of the GPUs: outsize probe --output machine.json")
     link_bytes_per_s = min(fit.bytes_per_s for fit in fits)
-    if sums.fit.bytes_per_s >= _SOUND_SHARE * link_bytes_per_s:
+    if sums.fit.bytes_per_s >= _SUM_SHARE * link_bytes_per_s:
         return None
     return Seen(
         severity="warning",
@@ -269,8 +269,8 @@ def slow_sums(facts: Facts) -> Seen | None:
             f"sums over {sums.num_ranks} GPUs: {format_rate(sums.fit.bytes_per_s)} on each link, where copies reach "
             f"{format_rate(link_bytes_per_s)}"
         ),
-        expected=f"{_SOUND_SHARE:.0%} of what copies reach, or more",
-        gain_share=1 - sums.fit.bytes_per_s / (_SOUND_SHARE * link_bytes_per_s),
+        expected=f"{_SUM_SHARE:.0%} of what copies reach, or more",
+        gain_share=1 - sums.fit.bytes_per_s / (_SUM_SHARE * link_bytes_per_s),
     )
 
 

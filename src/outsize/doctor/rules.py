@@ -11,181 +11,15 @@ from outsize.doctor import (
     contention,
     device_rules,
     host_rules,
-    link_rules,
-    peer_rules,
     run_rules,
 )
 from outsize.doctor.advice import Remedy
 from outsize.doctor.finding import Rule
 from outsize.doctor.run_rules import waits_for
+from outsize.doctor.transfer_rules import PROBE_AGAIN, STALL_SHARE, TRANSFER_RULES
 
-_PROBE_AGAIN = "outsize probe --compare machine.json"
-_SHARE = "stall_share and stall_owner in heartbeat.jsonl of the next run"
 RULES: Final[tuple[Rule, ...]] = (
-    Rule(
-        id="link-narrow",
-        part="link",
-        look=link_rules.narrow,
-        causes=(
-            "the slot has fewer lanes than it is long, or shares them with another slot or an M.2 drive",
-            "a riser, cable or card that is not seated well: lanes that fail to train are dropped",
-            "the firmware splits the slot (bifurcation)",
-        ),
-        fix="another slot (the board's manual says which has all lanes); seat the card anew; firmware: slot as x16",
-        verify="nvidia-smi --query-gpu=pcie.link.width.current,pcie.link.width.max --format=csv",
-    ),
-    Rule(
-        id="link-slow",
-        part="link",
-        look=link_rules.slow,
-        causes=(
-            "the link trained at an older generation: riser, cable, or a setting of the firmware",
-            "a switch or bridge above the GPU with a narrower uplink",
-            "host memory of another NUMA node, or other traffic while it was probed",
-        ),
-        fix="compare the generation under load with its maximum; firmware: PCIe generation of the slot",
-        verify=(
-            "nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.gen.max --format=csv while `outsize probe` runs: "
-            "an idle link is slow on purpose"
-        ),
-    ),
-    Rule(
-        id="link-downtrained",
-        part="link",
-        look=peer_rules.downtrained,
-        causes=(
-            "the firmware sets the generation of the slot, or the board offers less there",
-            "a riser or cable that does not carry the higher rate",
-            "errors on the link: it falls back and stays there until the next boot",
-        ),
-        fix="firmware: PCIe generation of the slot; seat the card anew, or another riser; then boot",
-        verify=_PROBE_AGAIN,
-    ),
-    Rule(
-        id="pinning-refused",
-        part="link",
-        look=link_rules.pageable,
-        causes=(
-            "a limit of locked memory (memlock)",
-            "RAM is short, or the control group's limit is reached",
-            "WSL2, or a sandbox that hides what the driver needs",
-        ),
-        fix=(advice.raised_pin_limits, "more free RAM"),
-        verify="outsize probe: a fit stands beside the link's pinned path",
-    ),
-    Rule(
-        id="pinned-rounded-up",
-        part="run",
-        look=peer_rules.rounded_up,
-        causes=("torch's pinned allocator rounds each request up to a power of two",),
-        fix="in loops of your own: PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1, or memory pinned by outsize",
-        verify="outsize probe: taken_bytes of torch pin_memory in machine.json",
-    ),
-    Rule(
-        id="copies-not-hidden",
-        part="link",
-        look=peer_rules.no_overlap,
-        causes=(
-            "a product and copies that both wait for the GPU's memory",
-            "one copy engine for both directions, or a virtual GPU",
-            "CUDA_LAUNCH_BLOCKING=1",
-        ),
-        fix="unset CUDA_LAUNCH_BLOCKING; more tokens per step (train.tokens_per_step), where copies matter less",
-        verify=_PROBE_AGAIN,
-    ),
-    Rule(
-        id="copies-contend",
-        part="link",
-        look=peer_rules.contended,
-        causes=(
-            "several GPUs below one switch or bridge",
-            "host memory that cannot serve all of them",
-            "one NUMA node that holds all pinned memory",
-        ),
-        fix="CUDA_VISIBLE_DEVICES: fewer GPUs per switch where there is a choice; memory bound to the GPUs' nodes",
-        verify="outsize probe: together in machine.json",
-    ),
-    Rule(
-        id="peer-slow",
-        part="link",
-        look=peer_rules.peer_staged,
-        causes=(
-            "access control (ACS) or an IOMMU sends peer copies by way of the root complex",
-            "NVLink bridges that are not seated",
-            "a driver that accepts peer access and stages",
-        ),
-        fix="nvidia-smi nvlink --status; without virtual machines, ask whoever keeps the firmware about ACS",
-        verify="outsize probe: peers in machine.json",
-    ),
-    Rule(
-        id="iommu-translates",
-        part="link",
-        look=peer_rules.translating_iommu,
-        causes=("the default of the distribution", "virtual machines that ran here before"),
-        fix="ask whoever keeps the machine about iommu=pt on the kernel's command line: advice, nothing is set for you",
-        verify="cat /proc/cmdline, then " + _PROBE_AGAIN,
-    ),
-    Rule(
-        id="small-copies",
-        part="link",
-        look=link_rules.small_copies,
-        causes=("units of few parameters: each load is one copy, and pays its fixed cost",),
-        fix=(advice.further_ahead, "more tokens per step (train.tokens_per_step), where copies matter less"),
-        verify=_SHARE,
-    ),
-    Rule(
-        id="copies-pageable",
-        part="link",
-        look=link_rules.fell_to_pageable,
-        causes=(
-            "a limit of locked memory (memlock) below what the run holds in RAM",
-            "RAM was short, or the control group's limit was reached, when the run began",
-        ),
-        fix="ulimit -l unlimited (containers: --ulimit memlock=-1), or a smaller memory.host_memory; then start again",
-        verify="fallbacks in heartbeat.jsonl of the next run: no `pageable`",
-    ),
-    Rule(
-        id="numa-wrong-node",
-        part="link",
-        look=link_rules.wrong_node,
-        causes=(
-            "bound to processors of another node: taskset, numactl, Slurm, or a container's cpuset; a run "
-            "(memory.numa) never leaves those",
-        ),
-        fix="numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml, with the node of the evidence",
-        verify="outsize probe --compare machine.json under the same numactl",
-    ),
-    Rule(
-        id="numa-far-memory",
-        part="link",
-        look=peer_rules.far_memory,
-        causes=(
-            "a process that is not bound has its pages on whichever node first writes them: a run binds itself to the "
-            "node of its device (memory.numa) only where processors and memory there suffice",
-        ),
-        fix="leave memory.numa auto, and set OMP_NUM_THREADS to a node's cores where `numa` in run.json says that "
-        "threads are too many; else numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml",
-        verify="numa in run.json, or numastat -p PID: pages on one node",
-    ),
-    Rule(
-        id="shared-uplink",
-        part="link",
-        look=link_rules.shared_uplink,
-        causes=("the board or the chassis hangs several GPUs on one switch",),
-        fix="train on GPUs of different bridges where there is a choice: CUDA_VISIBLE_DEVICES",
-        verify="nvidia-smi topo -m: PIX and PXB stand for a shared bridge",
-    ),
-    Rule(
-        id="peer-access-off",
-        part="link",
-        look=link_rules.no_peer_access,
-        causes=(
-            "the driver does not offer it for these GPUs",
-            "access control (ACS) on bridges, or an IOMMU that translates, on a machine without virtual machines",
-        ),
-        fix="nothing in outsize needs it; without virtual machines, ask whoever keeps the firmware about ACS",
-        verify="nvidia-smi topo -p2p r",
-    ),
+    *TRANSFER_RULES,
     Rule(
         id="cgroup-memory",
         part="run",
@@ -258,7 +92,7 @@ RULES: Final[tuple[Rule, ...]] = (
         look=host_rules.clock_limit,
         causes=("a power-saving governor", "a limit set by the administrator, or a laptop on battery"),
         fix="cpupower frequency-set --governor performance (needs root)",
-        verify=_PROBE_AGAIN,
+        verify=PROBE_AGAIN,
     ),
     Rule(
         id="gpu-throttled",
@@ -287,7 +121,7 @@ RULES: Final[tuple[Rule, ...]] = (
         look=host_rules.not_quiet,
         causes=("another job", "a build or a download that was still going on"),
         fix="probe again when nothing else runs",
-        verify="uptime, then " + _PROBE_AGAIN,
+        verify="uptime, then " + PROBE_AGAIN,
     ),
     Rule(
         id="disk-unsuitable",
@@ -315,7 +149,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a broken install",
         ),
         fix="a torch build for this CUDA version; torch.nn.attention.sdpa_kernel names the kernel and says why not",
-        verify=_PROBE_AGAIN,
+        verify=PROBE_AGAIN,
     ),
     Rule(
         id="attention-eager",
@@ -324,33 +158,6 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("model.attention in the configuration",),
         fix=(Remedy("model.attention: sdpa", "model.attention=sdpa", is_same_training=False),),
         verify="backward_s and forward_s in heartbeat.jsonl; outsize verify, since sums are taken in another order",
-    ),
-    Rule(
-        id="nccl-overridden",
-        part="link",
-        look=link_rules.overridden,
-        causes=("left over from a search for an error", "copied from another machine"),
-        fix="unset the variables; set one again only where a benchmark on this machine shows that it helps",
-        verify="outsize all-reduce with and without",
-    ),
-    Rule(
-        id="sums-slow",
-        part="link",
-        look=link_rules.slow_sums,
-        causes=(
-            "NCCL takes sockets instead of shared memory or peer copies: a container without /dev/shm, or a variable",
-            "GPUs below different processors, and memory of only one of them",
-        ),
-        fix="NCCL_DEBUG=INFO outsize all-reduce --backend nccl names the transports; docker run --ipc=host",
-        verify="outsize all-reduce --output machine.json, then outsize doctor --machine machine.json",
-    ),
-    Rule(
-        id="nccl-misspelt",
-        part="link",
-        look=link_rules.misspelt,
-        causes=("a typing mistake", "advice that was never true: NCCL_TIMEOUT is no variable"),
-        fix="the name in the evidence; a time limit is an argument: torch.distributed.init_process_group(timeout=...)",
-        verify="NCCL_DEBUG=INFO names the variables that were read",
     ),
     Rule(
         id="loader-bound",
@@ -387,7 +194,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "Muon's products on the host: with optimizer.ns_on=device a GPU multiplies",
         ),
         fix=(advice.more_tokens,),
-        verify=_SHARE,
+        verify=STALL_SHARE,
         limits="the optimizer on the host",
     ),
     Rule(
@@ -400,7 +207,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a cold cache",
         ),
         fix=(advice.more_tokens, advice.home_in_host_memory, advice.faster_store),
-        verify=_SHARE,
+        verify=STALL_SHARE,
         limits="the disk",
     ),
     Rule(
@@ -412,7 +219,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a link that is slower than it should be",
         ),
         fix=(advice.lossless_weights, advice.more_tokens, advice.more_device_memory),
-        verify=_SHARE,
+        verify=STALL_SHARE,
         limits="the link between host and device",
     ),
     Rule(
@@ -495,7 +302,7 @@ RULES: Final[tuple[Rule, ...]] = (
         look=run_rules.compute_bound,
         causes=("enough tokens per step to hide all movement",),
         fix=("nothing: only a faster device would be faster", advice.less_recomputation),
-        verify=_SHARE,
+        verify=STALL_SHARE,
         limits="compute",
     ),
     Rule(
