@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from outsize.cli import main
 from outsize.errors import ConfigError
 from outsize.hardware.from_probe import read_machine
 from outsize.training.run import train
@@ -21,10 +22,16 @@ def with_all_floats(value: Any, number: float) -> Any:
 
 
 @pytest.mark.parametrize("number", [1e308, float("inf"), float("nan")])
-def test_rates_that_cannot_be_are_refused_and_measured_anew(number: float, tmp_path: Path):
-    train(tiny_run(tmp_path, train={"steps": 4}))
+def test_rates_that_cannot_be_are_refused_and_measured_anew(
+    number: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = tiny_run(tmp_path, train={"steps": 4})
+    train(config)
     path = tmp_path / "run/machine.json"
     path.write_text(json.dumps(with_all_floats(json.loads(path.read_text()), number)))
     with pytest.raises(ConfigError, match=r"no machine has .* of anything"):
         read_machine(path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(config.model.path), "--machine", str(path)])
+    assert f"{path}: no machine has" in capsys.readouterr().err
     assert train(tiny_run(tmp_path, train={"steps": 5, "resume": "auto"})).steps == 5
