@@ -182,6 +182,7 @@ def question_of(
         ConfigError: settings that do not go with the model, the machine, or each other.
     """
     spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
+    config = _uncut(config, parts, machine, tried, group)
     options = _options_of(config, parts, machine, tried, group)
     figures = _assumed(config, machine) if rates is None else rates.machine
 
@@ -213,6 +214,30 @@ def question_of(
     )
 
 
+def _uncut(config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group) -> Config:
+    """Return the run with whole steps, where microbatches would take values from one another (`SideEffects.crosses`).
+
+    Raises:
+        ConfigError: it asks for microbatches.
+    """
+    count = min(config.sequences_per_step, config.train.microbatches or config.sequences_per_step)
+    if count == 1 or not tried(_first_cut(config, machine, group)).measured.effects.crosses:
+        return config
+    if config.train.microbatches is None:
+        return config.in_microbatches(1)
+    raise ConfigError(
+        f"train.microbatches: the code of {type(parts.model).__name__} leaves values on the model before its layers "
+        f"and reads them behind, so that {count} microbatches, which take turns at layers, would read one another's; "
+        "set train.microbatches=1, or hand such values on in local variables"
+    )
+
+
+def _first_cut(config: Config, machine: RunMachine, group: Group) -> int:
+    """Return the number of microbatches that is tried first."""
+    sequences = -(-config.sequences_per_step // group.size)
+    return config.train.microbatches or next(cuts_to_try(sequences, config.data.seq_len, machine.num_workers))
+
+
 def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group) -> PlanOptions:
     """Return what is decided of a run before anything is searched; errors as of `question_of`."""
     if group.size > 1 and machine.num_workers > 1:
@@ -220,11 +245,8 @@ def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried,
             f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
             "ranks as there are devices, with one device each"
         )
-    spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
+    spec = parts.spec
     check_transport(named_transport(config), machine.devices, config.memory.home)
-    first = config.train.microbatches or next(
-        cuts_to_try(sequences, config.data.seq_len, machine.num_workers)
-    )
     options = options_for(
         config,
         spec,
@@ -232,7 +254,7 @@ def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried,
         num_ranks=group.size,
         rank=group.rank if group.size > 1 else None,
         kernels=has_kernel(config.optimizer),
-        inputs_shared=tried(first).measured.inputs_shared,
+        inputs_shared=tried(_first_cut(config, machine, group)).measured.inputs_shared,
         can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
         wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
     )
