@@ -187,7 +187,12 @@ class Encoder:
         if document.messages is None:
             return document.text, [(document.trained_from, len(document.text))]
         return self.chat.render(
-            document.messages, document.turns, document.tools, document.where, document.options
+            document.messages,
+            document.turns,
+            document.tools,
+            document.where,
+            document.options,
+            document.num_asked,
         )
 
     def _finish(self, document: Document, encoding: _Encoding, spans: list[Span]) -> Encoded:

@@ -101,7 +101,7 @@ class TokenWriter:
 
 
 _log = logging.getLogger(__name__)
-_LAYOUT = 4  # raised whenever the files or the way to tokenise change
+_LAYOUT = 5  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _NUMBERS = itertools.count()
 _REMEDY = "remove that directory, and the data is tokenised again"

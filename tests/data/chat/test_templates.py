@@ -10,10 +10,11 @@ import logging
 import re
 from collections import Counter
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from jinja2 import UndefinedError
+from jinja2 import TemplateError, UndefinedError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -296,3 +297,36 @@ def test_tokens_of_every_kind_of_tokenizer_keep_the_rule(kind, caplog):
                         assert {int(encoded.trained[n]) for n in over} == {wanted}, (name, shape, word)
                 num += 1
     assert num > 150
+
+
+def test_completions_begin_where_trl_begins_them(tokenizer, caplog):
+    """TRL trains from where the prompt, opened for a reply, and the conversation part; marks count only behind that."""
+    caplog.set_level(logging.ERROR)
+    num: Counter[str] = Counter()
+    plain_ones = {name: without_marks(text) for name, text in MARKED.items()}
+    for name, template in {**trls(), **MARKED, **{f"{n}, bare": t for n, t in plain_ones.items()}}.items():
+        tokenizer.chat_template = template
+        for shape, (messages, tools) in SHAPES.items():
+            if messages[-1]["role"] != "assistant" or spans_by(tokenizer, template, shape) is None:
+                continue
+            last = len(messages) - 1
+            try:
+                form = ChatTemplate(tokenizer).form(messages, tools, "f:1", {})
+                asked = tokenizer.apply_chat_template(
+                    form[:last], tools=tools, add_generation_prompt=True, return_dict=True
+                )["input_ids"]
+                theirs = tokenizer.apply_chat_template(form, tools=tools, return_dict=True)["input_ids"]
+            except (DataError, TemplateError, TypeError):
+                continue
+            border = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, theirs, strict=False))
+            )
+            record = Document("f:1", messages=messages, turns=(last,), tools=tools, num_asked=last)
+            (ours,) = Encoder(tokenizer, eos=False, masked=True).encode([record])
+            assert ours.trained is not None
+            trained = ours.trained.tolist()[: len(theirs)]
+            assert ours.ids.tolist()[: len(theirs)] == theirs
+            assert not any(trained[:border]), (name, shape)
+            num["equal" if all(trained[border:]) else "less"] += 1
+    assert num["equal"] > num["less"], num
+    assert num.total() > 500, num

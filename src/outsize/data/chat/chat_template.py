@@ -26,7 +26,7 @@ from outsize.data.chat.chat_forms import Message, forms, is_misread
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
 from outsize.data.chat.reply_borders import Borders, header_of
 from outsize.data.chat.reply_reading import USERS, Reading, read
-from outsize.data.chat.reply_spans import Span
+from outsize.data.chat.reply_spans import Render, Span
 from outsize.data.chat.unread_fields import UnreadFields
 from outsize.errors import ConfigError, DataError
 
@@ -113,6 +113,7 @@ class ChatTemplate:
         tools: list[Any] | None,
         where: str,
         options: Mapping[str, Any] = MappingProxyType({}),
+        num_asked: int = 0,
     ) -> tuple[str, list[Span]]:
         """Return the rendered conversation and the character spans that are trained.
 
@@ -122,6 +123,8 @@ class ChatTemplate:
             tools: JSON schemas offered to the template.
             where: ``file:line``, for errors.
             options: further variables of the template, e.g. ``enable_thinking``.
+            num_asked: messages of a prompt that the rest completes. As in TRL, nothing is trained of what the
+                template writes of the prompt alone, opened for a reply.
 
         Raises:
             DataError: the template refuses the conversation, or its turns cannot be told apart.
@@ -134,6 +137,24 @@ class ChatTemplate:
         if turns is None:
             return text, [(0, len(text))]
         render = functools.partial(self._apply, template=template, where=where, given=given)
+        key = (template, bool(tools), repr(sorted(options.items())))
+        spans = self._trained(form, text, reading, turns, render, key, where)
+        if num_asked:
+            spans = _behind(text, form[:num_asked], spans, render)
+        return text, spans
+
+    def _trained(
+        self,
+        form: list[Message],
+        text: str,
+        reading: Reading | None,
+        turns: tuple[int, ...],
+        render: Render,
+        key: tuple[str, bool, str],
+        where: str,
+    ) -> list[Span]:
+        """Return the characters of some replies; ``key`` is the template and what decides its headers."""
+        template = key[0]
         if MARKED.search(template):
             marked, spans = marked_spans(render(form, template=mark(template)))
             if marked != text:
@@ -147,13 +168,12 @@ class ChatTemplate:
                 self._tell_open(
                     trained, Borders(reading, render, header_of(form, render, template)), turns[-1], where
                 )
-            return text, trained
+            return trained
         if reading is None:
             raise DataError(
                 f"{where}: cannot tell whose words are whose, since the chat template decides by the words of a "
                 f"message; {_MARK_THEM}"
             )
-        key = (template, bool(tools), repr(sorted(options.items())))
         if key not in self._headers:
             self._headers[key] = header_of(form, render, template)
         if (header := self._headers[key].strip()) and header in json.dumps(form, ensure_ascii=False):
@@ -162,7 +182,7 @@ class ChatTemplate:
                 raise DataError(
                     f"{where}: a message says {header!r}, as the chat template writes before a reply"
                 )
-        return text, self._spans(Borders(reading, render, self._headers[key]), turns, where)
+        return self._spans(Borders(reading, render, self._headers[key]), turns, where)
 
     def _spans(self, borders: Borders, turns: Sequence[int], where: str) -> list[Span]:
         spans: list[Span] = []
@@ -342,6 +362,18 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of its own: it raises what it likes
             raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error
         return str(rendered)
+
+
+def _behind(text: str, asked: list[Message], spans: Sequence[Span], render: Render) -> list[Span]:
+    """Return what of spans is behind a prompt that is opened for a reply, as far as the conversation begins with it."""
+    try:
+        opened = render(asked, add_generation_prompt=True)
+    except DataError:  # the template writes no such prompt alone
+        return list(spans)
+    border = sum(
+        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, opened, strict=False))
+    )
+    return [(max(start, border), end) for start, end in spans if end > border]
 
 
 def _find_templates(tokenizer: "PreTrainedTokenizerBase", name: str | None) -> dict[str, str]:

@@ -46,7 +46,9 @@ def read_messages(record: Record, field: str, where: str, roles: Roles) -> list[
     turns = from_json_text(record[field], field, where)
     turns = [turns] if isinstance(turns, dict) else turns
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f"{where}: field {field!r} must be a list of at least one object")
+        is_of_lists = isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns)
+        hint = "; each conversation of this list of lists is a record of its own" if is_of_lists else ""
+        raise DataError(f"{where}: field {field!r} must be a list of at least one object{hint}")
     return [_message(turn, where, roles) for turn in turns]
 
 

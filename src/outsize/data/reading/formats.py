@@ -34,6 +34,7 @@ class Document:
         trained_from: character of ``text`` where training begins; 0 trains all of it.
         messages: a conversation, instead of ``text``: dicts with ``role`` and ``content``.
         turns: numbers of the messages that are trained; None trains every token.
+        num_asked: of the messages, those of a prompt that the others complete; 0 of a conversation that is one.
         tools: JSON schemas offered to the conversation's template.
         options: further variables of the template.
         unused: names of what the record says and nothing reads.
@@ -46,6 +47,7 @@ class Document:
     trained_from: int = 0
     messages: list[dict[str, Any]] | None = None
     turns: tuple[int, ...] | None = None
+    num_asked: int = 0
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
@@ -267,6 +269,7 @@ def _conversation(
         where,
         messages=messages,
         turns=None if train_on == "all" else tuple(turns),
+        num_asked=first,
         tools=read_tools(record, where),
         options=read_template_arguments(record, where),
         unused=tuple(dict.fromkeys(unused)),

@@ -154,7 +154,13 @@ def _unwrapped(record: Record) -> list[Record]:
             return [{name: value[key] for name, value in record.items()} for key in keys]
     if values and all(isinstance(value, list) and value for value in values):
         objects = {name for name, value in record.items() if _is_list_of(value, dict)}
-        if objects < set(record) and not objects & set(_TURNS) and len({len(value) for value in values}) == 1:
+        one_of_lists = len(record) == 1 and set(record) <= set(_TURNS) and _is_list_of(values[0], list)
+        if (
+            not one_of_lists
+            and objects < set(record)
+            and not objects & set(_TURNS)
+            and len({len(value) for value in values}) == 1
+        ):
             return [dict(zip(record, row, strict=True)) for row in zip(*values, strict=True)]
     return [record]
 
