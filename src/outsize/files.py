@@ -12,6 +12,7 @@ import fcntl
 import io
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 # What a file is called that is not whole yet ends so.
 PARTIAL = ".partial"
 _COPY_BYTES = 2**20
+# More than any config, template, index or report has, all of which are read at once.
+_MOST_AT_ONCE = 2**28
+# The same for texts that a user gives a command.
+MOST_TEXT = 2**34
+# What a shell names a pipe that it has made for a command: ``<(echo ...)``.
+_PIPES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 _LAST_STREAM = 2
 _MODES = {
     "r": os.O_RDONLY,
@@ -119,6 +126,18 @@ def system() -> System:
     return _system
 
 
+def _open_regular(path: Path) -> int:
+    """Open a regular file for reading; a named pipe would be waited for, and a device has no end."""
+    descriptor = _system.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    _system.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 class RawFile(io.RawIOBase):
     """A file whose bytes move by `System.pread` and `System.pwrite`; to be wrapped in a buffer."""
 
@@ -126,7 +145,7 @@ class RawFile(io.RawIOBase):
         super().__init__()
         self._descriptor = -1  # should opening fail, closing has nothing to do
         self.name, self._mode = str(path), mode
-        self._descriptor = _system.open(path, _MODES[mode])
+        self._descriptor = _open_regular(path) if mode == "r" else _system.open(path, _MODES[mode])
         self._position = os.fstat(self._descriptor).st_size if mode == "a" else 0
 
     def readable(self) -> bool:
@@ -189,10 +208,24 @@ def open_text(path: Path, mode: str) -> TextIO:
     return io.TextIOWrapper(open_binary(path, mode), encoding="utf-8")
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a file."""
-    with open_text(path, "r") as file:
-        return file.read()
+def read_bytes(path: Path, most: int = _MOST_AT_ONCE) -> bytes:
+    """Return the content of a file that is read at once, whoever wrote it: no reading waits or fills the memory.
+
+    A pipe that the shell has made for the command is read to its end.
+
+    Raises:
+        OSError: as the system says; or no regular file; or one of more than ``most`` bytes.
+    """
+    with path.open("rb") if str(path).startswith(_PIPES) else open_binary(path, "r") as file:
+        content = b"" if (size := os.fstat(file.fileno()).st_size) > most else file.read(most + 1)
+    if max(size, len(content)) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, encoding: str = "utf-8", most: int = _MOST_AT_ONCE) -> str:
+    """Return the text of a file as `read_bytes` reads it, its ends of lines as line feeds."""
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding=encoding).read()
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:

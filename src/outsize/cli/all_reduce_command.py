@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outsize import files
 from outsize.cli.text.columns import columns
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import JsonOption
@@ -99,11 +100,11 @@ def _write(path: Path, rates: "AllReduceRates") -> None:
     text = rates.model_dump_json(indent=1) + "\n"
     try:
         if path.is_file():
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = json.loads(files.read_text(path))
             if "schema_version" in fields:
                 text = json.dumps({**fields, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
         path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"--output {path}: {error}; choose another file") from error
 
 

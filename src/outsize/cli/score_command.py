@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outsize import files
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
 from outsize.cli.text_writer import ModelOptions, TextWriter
@@ -82,7 +83,7 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
 
     if options.data.suffix != ".jsonl":
         try:
-            ids = writer.scored_text(options.data.read_text(encoding="utf-8-sig"), None).ids
+            ids = writer.scored_text(files.read_text(options.data, "utf-8-sig", files.MOST_TEXT), None).ids
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{options.data} cannot be read as text: {error}; name a file in UTF-8"
@@ -104,6 +105,14 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             yield writer.scored_text(read_prompt(record, where), None)
 
 
+def _read_note(note: Path) -> Any:
+    """Return what a file of results was made with, as the file beside it tells."""
+    try:
+        return json.loads(files.read_text(note))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{note} cannot be read: {error}; choose another --out") from error
+
+
 class _Results:
     """What is written of a scoring: a line or a file for each text, and how far a former one came.
 
@@ -123,7 +132,7 @@ class _Results:
         }
         made["data_bytes"] = str(options.data.stat().st_size) if options.data.exists() else "0"
         note = options.out.with_name(options.out.name + ".made-with.json")
-        if note.exists() and json.loads(note.read_text(encoding="utf-8")) != made:
+        if note.exists() and _read_note(note) != made:
             raise ConfigError(f"{options.out} was made with other settings, see {note}; choose another --out")
         if not note.exists() and options.out.exists():
             raise ConfigError(f"{options.out} exists, and no scoring made it; choose another --out")
@@ -170,13 +179,21 @@ class _Results:
         """Return the lines of a former run; what it wrote of a line that is not whole goes."""
         if not self._out.exists():
             return 0
-        content = self._out.read_bytes()
+        try:
+            content = files.read_bytes(self._out, files.MOST_TEXT)
+        except OSError as error:
+            raise ConfigError(f"{self._out} cannot be read: {error}; choose another --out") from error
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             self._out.write_bytes(whole)
         lines = whole.splitlines()
-        for line in lines:
-            self._count(json.loads(line).get("token_logprobs", ()))
+        for number, line in enumerate(lines, 1):
+            try:
+                self._count(json.loads(line).get("token_logprobs", ()))
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ConfigError(
+                    f"{self._out}, line {number}: not what a scoring writes; choose another --out"
+                ) from error
         return len(lines)
 
     def _count_files(self) -> int:

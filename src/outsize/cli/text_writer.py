@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outsize import files
 from outsize.choices import Dtype, Home
 from outsize.errors import ConfigError, StorageError
 
@@ -193,7 +194,7 @@ def _tokenizer(places: Sequence[str | Path], trust_remote_code: bool) -> Any:
         ) from error
     template = next((path for each in before if (path := lone_template(Path(each)))), None)
     if template is not None:
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.chat_template = files.read_text(template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from outsize import files
 from outsize.config.messages import as_config_error, suggest
 from outsize.config.schema import Config
 from outsize.config.yaml_text import dump_yaml, parse_yaml
@@ -95,7 +96,7 @@ def _exact_size(num_bytes: int | None) -> int | str | None:
 
 def _read_file(path: Path) -> Tree:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from outsize.errors import ConfigError
 from outsize.hardware.inventory import Inventory
 from outsize.telemetry.heartbeat_schema import READABLE
-from outsize.telemetry.run_reading import as_a_run, read_mapping, step_of
+from outsize.telemetry.run_reading import as_a_run, lines_of, read_mapping, step_of
 
 # The newest lines are judged: what the run is doing now.
 KEPT_LINES = 500
@@ -243,11 +243,7 @@ def _lines(heartbeat: Path) -> Iterator[Mapping[str, Any]]:
     Raises:
         ConfigError: it cannot be read, or none of its lines does.
     """
-    try:
-        with heartbeat.open("rb") as file:
-            newest = deque(enumerate(file, 1), maxlen=KEPT_LINES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read {heartbeat}: {error}; name the directory of a run") from error
+    newest = deque(enumerate(lines_of(heartbeat), 1), maxlen=KEPT_LINES + 1)
     if newest and not newest[-1][1].endswith(b"\n"):
         newest.pop()  # being written
     steps = [(number, step_of(line)) for number, line in list(newest)[-KEPT_LINES:]]

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from outsize import files
 from outsize.errors import ConfigError
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
@@ -24,7 +25,7 @@ def read_machine(path: Path) -> Machine:
         ConfigError: it cannot be read, is neither of them, or lacks what no plan can do without.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     _check_numbers(text, path)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from outsize import files
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.compat.torch_private import buffers_of, parameters_of
@@ -201,7 +202,7 @@ def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "Pret
 
 def _require_config(path: Path) -> Any:
     """Return what ``path`` holds; raise unless it is a file of JSON, with sizes that a model can have."""
-    if not path.is_file():
+    if not path.exists():
         adapters = path.parent / ADAPTER_CONFIG
         if adapters.is_file():
             raise CheckpointError(
@@ -211,7 +212,7 @@ def _require_config(path: Path) -> Any:
             )
         raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(files.read_text(path))
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}; download it again") from error
     check_sizes(fields, path)

@@ -15,7 +15,7 @@ from outsize.doctor.run_record import KEPT_LINES
 from outsize.errors import ConfigError
 from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
-from outsize.telemetry.run_reading import read_mapping, step_of
+from outsize.telemetry.run_reading import lines_of, read_mapping, step_of
 
 HEARTBEAT = "heartbeat.jsonl"
 # Fields of a line that become columns as they are.
@@ -69,16 +69,8 @@ class History:
         Raises:
             ConfigError: there is no heartbeat, or what is in it are no steps, none of them.
         """
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                added = file.read()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read {self._path}: {error.strerror}; name the directory of a run"
-            ) from error
         count = 0
-        for line in added.splitlines(keepends=True):
+        for line in lines_of(self._path, self._offset):
             if not line.endswith(b"\n"):
                 break  # being written
             self._offset += len(line)

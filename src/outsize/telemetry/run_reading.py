@@ -13,11 +13,11 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from outsize import files
 from outsize.config.yaml_text import parse_yaml
 from outsize.errors import ConfigError, OutsizeError
 
-# Longer than anything that a run writes: a run of 50,000 steps keeps no file of these.
-_MOST_BYTES = 2**28
+_MOST_LINE = 2**26
 # Beyond what a float tells apart there are no steps.
 _MOST_STEPS = 2**53
 
@@ -91,6 +91,25 @@ def step_of(line: bytes) -> Mapping[str, Any] | None:
     return cast("Mapping[str, Any]", fields)
 
 
+def lines_of(heartbeat: Path, offset: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a heartbeat from a byte on, the last one as far as it is written.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is longer than one of a step.
+    """
+    try:
+        with files.open_binary(heartbeat, "r") as file:
+            file.seek(offset)
+            while line := file.readline(_MOST_LINE):
+                if len(line) == _MOST_LINE:
+                    raise ConfigError(f"{heartbeat}: a line longer than any step of a run; take it out")
+                yield line
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {heartbeat}: {error.strerror}; name the directory of a run"
+        ) from error
+
+
 def read_mapping(path: Path) -> Mapping[str, Any]:
     """Return what a JSON or YAML file of a run holds; empty where there is none, or one of no bytes.
 
@@ -100,9 +119,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     try:
         if not path.exists():
             return {}
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path}: larger than what a run writes; without the file the rest is told")
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
         if not text:
             return {}  # what a loss of power left of a file of an older version
         # JSON is YAML too, but its own reader is faster and stricter.

@@ -202,7 +202,7 @@ def _numbers_of(
     """Return the microbatches of a rank in a run so far, and those of a round; None where nothing tells them."""
     planned: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, RecursionError):  # there is none, or not a whole one
-        read = json.loads((run / rank_dir / PLAN_FILE).read_text())
+        read = json.loads(files.read_text(run / rank_dir / PLAN_FILE))
         numbers = read.items() if isinstance(read, dict) else ()
         planned = {name: number for name, number in numbers if type(number) is int and number > 0}
     if "microbatches" in planned and (rank_dir or before is None):

@@ -46,13 +46,14 @@ def read_generation_config(directory: Path) -> Any:
         CheckpointError: transformers cannot read it, and would load no model beside it.
     """
     path = directory / _GENERATION
-    if not path.is_file():
+    if not path.exists():
         return None
     from transformers import GenerationConfig
 
     try:
+        files.read_bytes(path)
         return GenerationConfig.from_pretrained(str(directory))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
 
 

@@ -17,6 +17,8 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Where transformers keeps the default chat template of a tokenizer.
 TEMPLATE = "chat_template.jinja"
+_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".py")
+_TEXT, _MOST_TEXT = (".json", ".jinja"), 2**30
 # A directory with any of these holds a tokenizer.
 _OF_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -55,17 +57,18 @@ def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | No
         revision: branch, tag or commit on the hub; None is the main one.
 
     Raises:
-        CheckpointError: neither a directory nor a model that the hub hands out.
+        CheckpointError: neither a directory nor a model that the hub hands out; or a pipe or device in that directory.
     """
     path = Path(os.path.expanduser(path_or_hub_id))
     if path.is_dir():
+        _refuse_special_files(path)
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; weights are read from the directory of a model")
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", "adapter_model.bin", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
+        patterns = ["adapter_model.bin", *(f"*{suffix}" for suffix in _SUFFIXES)]
         return Path(snapshot_download(os.fspath(path_or_hub_id), revision=revision, allow_patterns=patterns))
     except (
         Exception
@@ -74,6 +77,22 @@ def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | No
         raise CheckpointError(
             f"no directory {path_or_hub_id}, and the hub does not hand out such a model: {first_line}"
         ) from error
+
+
+def _refuse_special_files(directory: Path) -> None:
+    """Refuse pipes, sockets and devices by the names of a model's files, and text that no library should read.
+
+    A library takes the former for files that are not there, and the latter fills the memory.
+    """
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _TEXT and path.is_file() and path.stat().st_size > _MOST_TEXT:
+            raise CheckpointError(
+                f"{path} is larger than a file of a model's texts can be; remove or replace it"
+            )
+        if path.suffix in _SUFFIXES and not (path.is_file() or path.is_dir()) and path.exists():
+            raise CheckpointError(
+                f"{path} is not a regular file; remove it, or put the model's file in its place"
+            )
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -85,9 +104,9 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; give the directory of a Hugging Face model")
-    if (directory / WEIGHTS).is_file():
+    if (directory / WEIGHTS).exists():
         return read_header(directory / WEIGHTS)
-    if not (directory / INDEX).is_file():
+    if not (directory / INDEX).exists():
         raise CheckpointError(_no_weights(directory))
     files_of = _read_index(directory / INDEX)
     stored: dict[str, StoredTensor] = {}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.codecs.wire import EXACT, Wire
 from outsize.errors import ConfigError
@@ -278,9 +279,9 @@ def net_of(options: PlanFlags) -> Figure | None:
 def _summed(path: Path) -> Figure:
     """Return what each rank sends while all sum, by a file of ``outsize all-reduce`` or of ``outsize probe``."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(files.read_text(path))
         rates = AllReduceRates.model_validate(fields.get("all_reduce") or fields)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--net {path}: no rates in it; write them with outsize all-reduce --output FILE"
         ) from error

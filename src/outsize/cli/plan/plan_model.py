@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from outsize import files
 from outsize.config import Config
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.sizes.config_sizes import check_sizes
@@ -182,7 +183,7 @@ def _is_there(endpoint: str) -> bool:
 
 def _parsed(model: str, file: Path) -> Mapping[str, Any]:
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(files.read_text(file))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{model} has no config.json; give a model directory, its config.json, or a hub id"

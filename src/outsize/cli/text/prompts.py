@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outsize import files
 from outsize.errors import DataError
 from outsize.training.conversation import Conversation, read_prompt, unread_of
 
@@ -84,7 +85,7 @@ def _lines(file: Path) -> list[str]:
             piped = getattr(sys.stdin, "buffer", None)  # of bytes: the locale has no say in what they are
             text = sys.stdin.read() if piped is None else piped.read().decode("utf-8-sig")
         else:
-            text = file.read_bytes().decode("utf-8-sig")
+            text = files.read_bytes(file, files.MOST_TEXT).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from outsize import files
 from outsize.data.chat.chat_forms import Message, forms, is_misread
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
 from outsize.data.chat.reply_borders import Borders, header_of
@@ -385,7 +386,7 @@ def _find_templates(tokenizer: "PreTrainedTokenizerBase", name: str | None) -> d
     if found := {**TEMPLATES, **named}.get(name):
         return {"default": str(found)}
     try:
-        return {"default": Path(os.path.expanduser(name)).read_text(encoding="utf-8")}
+        return {"default": files.read_text(Path(os.path.expanduser(name)))}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.template: {name} is neither a file that can be read nor one of {', '.join({**TEMPLATES, **named})}"

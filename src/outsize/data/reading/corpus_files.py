@@ -126,6 +126,8 @@ def _find(path: Path, glob: str | None, measured: bool) -> Sources:
             )
         return Sources((SourceFile(path, 0, 0, "dataset"),), "dataset")
     if not path.is_dir():
+        if path.exists():
+            raise DataError(f"{path} is neither a regular file nor a directory; data are read more than once")
         raise DataError(f"no such file or directory: {path}")
     if glob is None and is_saved_dataset(path):
         sizes = [(file.stat().st_size, file.stat().st_mtime_ns) for file in path.iterdir()]
