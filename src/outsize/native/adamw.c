@@ -6,7 +6,7 @@
 #include "state.h"
 #include "threads.h"
 
-/* optim/adamw_kernel.py has the same fields in the same order. Pointers are to the first element of the range. */
+/* optim/adamw.py has the same fields in the same order. Pointers are to the first element of the range. */
 struct adamw {
     struct halves halves;
     float *master; /* used where it is not split */
