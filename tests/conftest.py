@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from outsize.storage.directory import directory_of_process
-from patience import PATIENCE_S
+from patience import THREAD_PATIENCE_S
 
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -113,8 +114,9 @@ def nothing_left_behind() -> Iterator[None]:
     threads_before, files_before = live_threads(), open_files()
     yield
     leaked_threads = live_threads() - threads_before
+    ends_at = time.monotonic() + THREAD_PATIENCE_S  # of all of them
     for thread in leaked_threads:
-        thread.join(PATIENCE_S)
+        thread.join(max(0.0, ends_at - time.monotonic()))
     running = sorted(thread.name for thread in leaked_threads if thread.is_alive())
     assert not running, f"threads left running: {running}"
     if leaked_files(files_before):

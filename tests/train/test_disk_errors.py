@@ -3,7 +3,6 @@
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,17 +53,15 @@ def test_loading_a_model_from_a_disk_that_fails_says_so_and_not_to_download_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model = Path(tiny_run(tmp_path).model.path)
-    read_text = Path.read_text
 
-    def failing(self: Path, *arguments: Any, **how: Any) -> str:
-        if self.name == "config.json":
-            fail(self)
-        return read_text(self, *arguments, **how)
+    class Failing(files.System):
+        def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+            if Path(path).name == "config.json":
+                fail(path)
+            return super().open(path, flags, mode)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", failing)
-        with pytest.raises(StorageError, match="use another disk") as refused:
-            outsize.load(model, device="cpu")
+    with files.replaced(Failing()), pytest.raises(StorageError, match="use another disk") as refused:
+        outsize.load(model, device="cpu")
     assert "download" not in str(refused.value)
     looks_like_a_file = os.path.isfile
     with monkeypatch.context() as patch:  # a library takes a look that fails for a file that is not there

@@ -274,7 +274,7 @@ class Heartbeat:
 
 def _ends_within_a_line(path: Path) -> bool:
     """Whether a file ends with half a line, as one that was cut off does."""
-    if not path.exists():
+    if not path.is_file():
         return False
     with files.open_binary(path, "r") as file:
         size = file.seek(0, os.SEEK_END)
