@@ -10,40 +10,18 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import bench_smallest
-import published_record
+import model_configs
 from common import finish, machine, print_table
 
-MODELS: dict[str, Mapping[str, Any]] = {
-    "llama-8b": published_record.MODELS["Llama-3-8B"],
-    "qwen3-8b": published_record.MODELS["Qwen3-8B"],
-    "qwen2.5-14b": published_record.MODELS["Qwen2.5-14B"],
-    "llama-70b": bench_smallest.MODELS["Llama-3.1-70B"],
-    "llama-405b": {
-        **bench_smallest.MODELS["Llama-3.1-70B"],
-        "hidden_size": 16384,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "intermediate_size": 53248,
-    },
-    "qwen3-235b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 4096,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-    },
+MODELS = {
+    "llama-8b": model_configs.MODELS["Llama-3.1-8B"],
+    "qwen3-8b": model_configs.MODELS["Qwen3-8B"],
+    "qwen2.5-14b": model_configs.MODELS["Qwen2.5-14B"],
+    "llama-70b": model_configs.MODELS["Llama-3.1-70B"],
+    "llama-405b": model_configs.MODELS["Llama-3.1-405B"],
+    "qwen3-235b": model_configs.MODELS["Qwen3-235B-A22B"],
 }
 QUESTIONS = (
     "llama-8b --gpus 4090",

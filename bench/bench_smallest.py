@@ -13,22 +13,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import published_record
+import model_configs
 from common import finish, machine, print_table
 
-MODELS: dict[str, Mapping[str, Any]] = {
-    **{name: published_record.MODELS[name] for name in ("Llama-3.1-8B", "Qwen2.5-14B", "Qwen2.5-32B")},
-    "Llama-3.1-70B": {
-        **published_record.MODELS["Llama-3.1-8B"],
-        "hidden_size": 8192,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "intermediate_size": 28672,
-    },
+MODELS = {
+    name: model_configs.MODELS[name]
+    for name in ("Llama-3.1-8B", "Qwen2.5-14B", "Qwen2.5-32B", "Llama-3.1-70B")
 }
 STATES = {
     "exact": "--masters split --clip unit",

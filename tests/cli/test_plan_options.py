@@ -284,3 +284,31 @@ def test_a_round_of_fewer_microbatches_than_gpus_is_said(model_dir, capsys, sequ
     assert run(model_dir, *options) == 0
     note = f"a round has {sequences} microbatches for 4 GPUs, which wait for each other: more tokens per step may help"
     assert (note in " ".join(capsys.readouterr().out.split())) == said
+
+
+def test_the_file_of_a_run_is_asked_about_as_the_options_that_say_the_same(model_dir, capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{path: {model_dir}, dtype: fp32}}\n"
+        "data: {path: corpus, seq_len: 128}\n"
+        "train: {method: lora, tokens_per_step: 512}\n"
+        "lora: {r: 4, target_modules: [q_proj, o_proj], base_codec: int8}\n"
+    )
+    machine = ("--gpus", "4090", "--no-advice")
+    said = ("--dtype", "fp32", "--seq-len", 128, "--method", "lora", "--tokens-per-step", 512)
+    adapters = ("--lora-r", 4, "--lora-modules", "q_proj,o_proj", "--base-codec", "int8")
+    assert (
+        answer(capsys, path, *machine)["plan_id"]
+        == answer(capsys, model_dir, *machine, *said, *adapters)["plan_id"]
+    )
+    other = answer(capsys, path, *machine, "--dtype", "bf16", "--method", "full")  # what is default, too
+    assert (other["dtype"], other["method"], other["seq_len"]) == ("bf16", "full", 128)
+
+
+def test_a_frozen_model_in_four_bits_takes_less_and_full_training_freezes_none(model_dir, capsys):
+    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice", "--base-codec", "nf4")
+    four = answer(capsys, *options, "--method", "lora")["memory_bytes"]["host"]["frozen weights"]
+    plain = answer(capsys, *options[:-2], "--method", "lora")["memory_bytes"]["host"]["frozen weights"]
+    assert four < 0.8 * plain  # embedding and head stay as they are
+    assert run(*options) == 2
+    assert "add --method lora" in capsys.readouterr().err

@@ -27,7 +27,9 @@ def plan(options: PlanFlags, output: Output) -> None:
     from outsize.cli.plan import plan_compare, plan_table
     from outsize.cli.plan.plan_compare import largest_models
     from outsize.cli.plan.plan_question import ask_what_fits
+    from outsize.cli.plan.plan_run import with_run
 
+    options = with_run(options)
     if options.sweep is not None or options.picture is not None:
         _swept(options, output)
         return

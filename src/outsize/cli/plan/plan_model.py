@@ -48,10 +48,12 @@ class AskedModel:
     Args:
         path: where it lies, as a configuration names it.
         hf_config: of the model.
+        run: YAML file of the run that trains it, where that was named.
     """
 
-    def __init__(self, path: str, hf_config: Mapping[str, Any]) -> None:
+    def __init__(self, path: str, hf_config: Mapping[str, Any], run: str | None = None) -> None:
         self.path = path
+        self.run = run
         self._hf_config = hf_config
 
     @cached_property

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from outsize.choices import Clip, CompileOrAuto, ComputeDtype, Home, Masters, Method, Moments, NewtonSchulz
-from outsize.codecs.codec_spec import TransportWeights, WireGradients, WireWeights
+from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients, WireWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,10 @@ class PlanFlags:
     """The options of the command; the text of each is its documentation."""
 
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json, or hub id.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Model directory, bare config.json, hub id, or a run's YAML file."
+        ),
     ]
     gpus: Annotated[
         str | None, typer.Option(metavar="NxNAME", help="GPUs and a usual host, e.g. 4090, 8x4090, 2xh100.")
@@ -54,6 +57,9 @@ class PlanFlags:
         str | None,
         typer.Option(metavar="NAMES", help="Adapted experts, e.g. experts.gate_up_proj,experts.down_proj."),
     ] = None
+    base_codec: Annotated[
+        FrozenCodec, typer.Option(help="How the frozen model under adapters is held, e.g. nf4 (QLoRA).")
+    ] = "raw"
     dtype: Annotated[ComputeDtype, typer.Option(help="Compute dtype.")] = "bf16"
     seq_len: Annotated[
         int | None,
@@ -179,6 +185,7 @@ class PlanFlags:
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the simulated steps for Perfetto.")
     ] = None
+    named: frozenset[str] = frozenset()
     output_file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write a train.yaml for `outsize train`.")
     ] = None

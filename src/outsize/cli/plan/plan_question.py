@@ -10,6 +10,7 @@ from outsize.choices import BlockKernels, Home
 from outsize.cli.plan.plan_machine import check_nodes, machine_from, net_of, share_of, size_of, wire_of
 from outsize.cli.plan.plan_model import AskedModel, ModelFigures, adapted_modules, read_config
 from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_run import SETTINGS, is_run, read_run
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
@@ -31,27 +32,6 @@ from outsize.units import format_bytes, parse_count
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
 _MIB = 2**20
-# Settings of a run by the option that names them here.
-_SETTINGS = {
-    "model.dtype": "dtype",
-    "model.products": "products",
-    "model.compile": "compile",
-    "data.path": "data",
-    "train.microbatches": "microbatches",
-    "train.mlp_parts": "mlp_parts",
-    "train.head_chunk_tokens": "head_chunk_tokens",
-    "optimizer.max_grad_norm": "max_grad_norm",
-    "optimizer.clip": "clip",
-    "optimizer.name": "optimizer",
-    "optimizer.state": "optimizer_state",
-    "optimizer.masters": "masters",
-    "optimizer.ns_on": "ns_on",
-    "memory.home": "home",
-    "memory.commits": "commits",
-    "transport.weights": "transport_weights",
-    "parallel.gradients": "net_gradients",
-    "parallel.weights": "net_weights",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +72,7 @@ def ask_what_fits(options: PlanFlags) -> Asked:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or none that can be counted.
     """
-    model = AskedModel(*read_config(options.model))
+    model = asked_model(options)
     request = ask(options, model)
     if options.tokens_per_step is not None:
         return request
@@ -107,6 +87,18 @@ def ask_what_fits(options: PlanFlags) -> Asked:
         if _fits(request, fitting):
             break
     return request
+
+
+def asked_model(options: PlanFlags) -> AskedModel:
+    """Return the model that options name, or that the run does whose file they name.
+
+    Raises:
+        ConfigError: the file of the run cannot be read, or is wrong.
+        ModelError: no model there.
+    """
+    if not is_run(options.model):
+        return AskedModel(*read_config(options.model))
+    return AskedModel(*read_config(read_run(options.model).model.path), run=options.model)
 
 
 def _fits(request: Asked, home: Home) -> bool:
@@ -130,9 +122,9 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     """
     check_nodes(options)
     machine = machine_from(options)
-    model = model or AskedModel(*read_config(options.model))
+    model = model or asked_model(options)
     seq_len = _seq_len(options.seq_len, model.positions)
-    config = _config(options, model.path, seq_len, adapted_modules(options.lora_modules))
+    config = _config(options, model, seq_len, adapted_modules(options.lora_modules))
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
@@ -193,12 +185,14 @@ def _seq_len(wanted: int | None, limit: int | None) -> int:
     return wanted
 
 
-def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[str, ...] | None) -> Config:
+def _config(
+    options: PlanFlags, model: AskedModel, seq_len: int, modules: str | tuple[str, ...] | None
+) -> Config:
     """Return the configuration of the run that is asked about."""
     tokens_per_step = options.tokens_per_step
     flags: dict[str, Any] = {
-        **{setting: getattr(options, name) for setting, name in _SETTINGS.items()},
-        "model.path": path,
+        **{setting: getattr(options, name) for setting, name in SETTINGS.items()},
+        "model.path": model.path,
         "model.kernels": options.kernels if options.kernels in get_args(BlockKernels) else "none",
         "data.seq_len": seq_len,
         "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len if tokens_per_step is None else tokens_per_step,
@@ -206,20 +200,24 @@ def _config(options: PlanFlags, path: str, seq_len: int, modules: str | tuple[st
         "memory.device_memory": _budget("--device-memory", options.device_memory),
         "memory.host_memory": _budget("--host-memory", options.host_memory),
     }
+    if options.base_codec != "raw" and options.method != "lora" and model.run is None:
+        raise ConfigError(
+            "--base-codec is how a frozen model is held, and full training freezes none; add --method lora"
+        )
     if options.method == "lora":
-        flags |= {"train.method": "lora", "lora.r": options.lora_r}
+        flags |= {"train.method": "lora", "lora.r": options.lora_r, "lora.base_codec": options.base_codec}
         if options.lora_parameters is not None:
             flags["lora.target_parameters"] = tuple(options.lora_parameters.replace(" ", "").split(","))
         if modules is not None:
             flags["lora.target_modules"] = modules
-    return load_config(flags=flags, environ={})
+    return load_config(model.run, flags=flags, environ={})
 
 
 def in_options(text: str) -> str:
     """Return ``text`` with settings of a run, such as ``train.mlp_parts=4``, as options of this command."""
 
     def as_option(match: re.Match[str]) -> str:
-        name = _SETTINGS.get(match[1])
+        name = SETTINGS.get(match[1])
         return match[0] if name is None else f"--{name.replace('_', '-')} {match[2] or ''}".rstrip()
 
     return re.sub(r"\b(\w+\.\w+)(?:=(\w+))?", as_option, text)

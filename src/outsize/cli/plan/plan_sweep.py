@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
-from outsize.cli.plan.plan_model import AskedModel, ModelFigures, read_config
+from outsize.cli.plan.plan_model import AskedModel, ModelFigures
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, in_options
+from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, asked_model, in_options
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards.presets import split_count
 from outsize.planner.predict.prediction import fastest
@@ -50,7 +50,7 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
         ConfigError: GPUs that have no number, or nothing of the range can be asked about.
         ModelError: no model there, or none that can be planned.
     """
-    model = AskedModel(*read_config(options.model))
+    model = asked_model(options)
     figures: ModelFigures | None = None
     points = []
     for value, changed in _changes(options, model, kind):

@@ -72,20 +72,31 @@ def with_options(
     """Return what makes of ``command(options, output)`` a function with an option for each field of ``kind``.
 
     Args:
-        kind: a dataclass; fields are annotated as Typer wants the parameters of a command. ``--json`` is added.
+        kind: a dataclass; fields are annotated as Typer wants the parameters of a command. ``--json`` is added. A field
+            ``named`` is no option: it has the names of those that the user wrote.
     """
     hints = get_type_hints(kind, include_extras=True)
     offered = {field.name: (hints[field.name], field.default) for field in fields(kind)}  # type: ignore[arg-type]
+    if "named" in offered:
+        offered["named"] = (typer.Context, MISSING)
 
     def decorate(command: Callable[[Options, Output], None]) -> Callable[..., None]:
         def run(*, as_json: bool, **given: Any) -> None:
             output = Output(as_json=as_json)
+            if "named" in given:
+                given["named"] = _written(given["named"])
             with output.guarded():
                 command(kind(**given), output)
 
         return _offer(run, command, {**offered, "as_json": (JsonOption, False)})
 
     return decorate
+
+
+def _written(context: typer.Context) -> frozenset[str]:
+    """Return the parameters of the command under way that its command line has."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
 
 
 def with_run_options(
