@@ -16,8 +16,6 @@ from outsize.codecs.codec_spec import (
 # Elements of a share that are exchanged at once: 4 MiB of fp32, some milliseconds at 10 Gbit/s, beside which a round
 # trip is short.
 CHUNK_ELEMENTS: Final = 2**20
-# Kept in bf16 for each element that is sent, as on a link.
-RESIDUAL_BYTES: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
