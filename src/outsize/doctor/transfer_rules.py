@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from outsize.doctor import advice, link_rules, peer_rules
+from outsize.doctor import advice, device_rules, link_rules
 from outsize.doctor.finding import Rule
 
 PROBE_AGAIN = "outsize probe --compare machine.json"
@@ -38,7 +38,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="link-downtrained",
         part="link",
-        look=peer_rules.downtrained,
+        look=device_rules.downtrained,
         causes=(
             "the firmware sets the generation of the slot, or the board offers less there",
             "a riser or cable that does not carry the higher rate",
@@ -62,7 +62,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="pinned-rounded-up",
         part="run",
-        look=peer_rules.rounded_up,
+        look=device_rules.rounded_up,
         causes=("torch's pinned allocator rounds each request up to a power of two",),
         fix="in loops of your own: PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1, or memory pinned by outsize",
         verify="outsize probe: taken_bytes of torch pin_memory in machine.json",
@@ -70,7 +70,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="copies-not-hidden",
         part="link",
-        look=peer_rules.no_overlap,
+        look=device_rules.no_overlap,
         causes=(
             "a product and copies that both wait for the GPU's memory",
             "one copy engine for both directions, or a virtual GPU",
@@ -82,7 +82,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="copies-contend",
         part="link",
-        look=peer_rules.contended,
+        look=device_rules.contended,
         causes=(
             "several GPUs below one switch or bridge",
             "host memory that cannot serve all of them",
@@ -94,7 +94,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="peer-slow",
         part="link",
-        look=peer_rules.peer_staged,
+        look=device_rules.peer_staged,
         causes=(
             "access control (ACS) or an IOMMU sends peer copies by way of the root complex",
             "NVLink bridges that are not seated",
@@ -106,7 +106,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="iommu-translates",
         part="link",
-        look=peer_rules.translating_iommu,
+        look=device_rules.translating_iommu,
         causes=("the default of the distribution", "virtual machines that ran here before"),
         fix="ask whoever keeps the machine about iommu=pt on the kernel's command line: advice, nothing is set for you",
         verify="cat /proc/cmdline, then " + PROBE_AGAIN,
@@ -144,7 +144,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="numa-far-memory",
         part="link",
-        look=peer_rules.far_memory,
+        look=device_rules.far_memory,
         causes=(
             "a process that is not bound has its pages on whichever node first writes them: a run binds itself to the "
             "node of its device (memory.numa) only where processors and memory there suffice",
