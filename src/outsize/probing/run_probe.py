@@ -41,10 +41,9 @@ from outsize.probing.compute import (
 from outsize.probing.data_probe import measure_codecs, measure_data
 from outsize.probing.disk_probe import measure_disk
 from outsize.probing.effort import Effort, shared, within_memory
-from outsize.probing.emulated import measure_emulated
 from outsize.probing.feed import measure_feed
 from outsize.probing.host_probe import measure_adamw_beside, measure_host, measure_numa, measure_pinning
-from outsize.probing.link import measure_links, measure_overlap
+from outsize.probing.link import measure_emulated, measure_links, measure_overlap
 from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
 
 Announce = Callable[[str, int, int], None]
