@@ -45,7 +45,7 @@ from common import Spread, finish, machine, print_table
 
 from outsize.config import load_config
 from outsize.hardware.machine_file import parse
-from outsize.probing.disk_probe import measure_disk
+from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort
 from outsize.probing.host_probe import measure_adamw_beside, measure_dram
 from outsize.probing.optimizer_probe import measure_adamw

@@ -12,7 +12,7 @@ from outsize.hardware.readings import Measurement
 from outsize.hardware.streaming import FeedRates, Overlap
 from outsize.probing import run_probe
 from outsize.probing.compute import measure_attention, measure_matmul
-from outsize.probing.disk_probe import measure_disk
+from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import FULL, sample, shared, within_memory
 from outsize.probing.link import measure_links, sizes
 from outsize.probing.run_probe import Wishes, probe

@@ -38,8 +38,7 @@ from outsize.probing.compute import (
     measure_matmul,
     measure_shapes,
 )
-from outsize.probing.data_probe import measure_codecs, measure_data
-from outsize.probing.disk_probe import measure_disk
+from outsize.probing.data_probe import measure_codecs, measure_data, measure_disk
 from outsize.probing.effort import Effort, shared, within_memory
 from outsize.probing.feed import measure_feed
 from outsize.probing.host_probe import measure_adamw_beside, measure_host, measure_numa, measure_pinning

@@ -33,7 +33,7 @@ from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.simulate.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
 from outsize.probing.compute import measure_device_memory
-from outsize.probing.disk_probe import measure_disk
+from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort, within_memory
 from outsize.probing.host_probe import measure_dram
 from outsize.probing.link import measure_links
