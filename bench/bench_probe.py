@@ -45,10 +45,10 @@ from common import Spread, finish, machine, print_table
 
 from outsize.config import load_config
 from outsize.hardware.machine_file import parse
+from outsize.probing.compute import measure_adamw
 from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort
 from outsize.probing.host_probe import measure_adamw_beside, measure_dram
-from outsize.probing.optimizer_probe import measure_adamw
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES

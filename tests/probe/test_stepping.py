@@ -8,7 +8,7 @@ import pytest
 from outsize.config import load_config
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.probing.optimizer_probe import measure_adamw, measure_products
+from outsize.probing.compute import measure_adamw, measure_products
 from outsize.probing.run_probe import Wishes, probe
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.session.job.optimizer_layout import layout_for

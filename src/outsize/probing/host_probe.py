@@ -23,10 +23,9 @@ from outsize.hardware.machine_file import HostRates
 from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import NumaRates, PinCost
 from outsize.model.sizes.model_spec import UnitSpec
-from outsize.probing.compute import finisher
+from outsize.probing.compute import finisher, measure_adamw
 from outsize.probing.effort import Effort, sample
 from outsize.probing.link import why_pageable
-from outsize.probing.optimizer_probe import measure_adamw
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.driver import pinner_of
 from outsize.storage.arena import Arena

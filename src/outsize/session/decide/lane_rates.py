@@ -32,12 +32,11 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.simulate.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
-from outsize.probing.compute import measure_device_memory
+from outsize.probing.compute import measure_adamw, measure_device_memory, measure_products
 from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort, within_memory
 from outsize.probing.host_probe import measure_dram
 from outsize.probing.link import measure_links
-from outsize.probing.optimizer_probe import measure_adamw, measure_products
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.machine import measured_peers, peers_of
 from outsize.session.job.prepare import Job
