@@ -18,7 +18,7 @@ import torch
 from common import finish, machine, print_table
 
 from outsize.hardware.collectives import AllReduceRates, crossing_bytes
-from outsize.probing.all_reduce import measure_all_reduce
+from outsize.probing.several_gpus import measure_all_reduce
 
 # The lesson's table, 8 GPUs, fp16 gradients: parameters in 1e9, milliseconds by the GB/s that it names.
 PRINTED_MS = {

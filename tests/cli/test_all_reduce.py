@@ -7,7 +7,7 @@ import pytest
 from cli.command_line import LLAMA, status_of
 from doctor.records import cpu_machine, sums
 from outsize.hardware import machine_file
-from outsize.probing import all_reduce as module
+from outsize.probing import several_gpus as module
 
 run = partial(status_of, "all-reduce")
 

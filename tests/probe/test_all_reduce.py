@@ -2,14 +2,14 @@ import signal
 import subprocess
 from types import SimpleNamespace
 
-from outsize.probing import all_reduce
-from outsize.probing.all_reduce import measure_all_reduce
+from outsize.probing import several_gpus
+from outsize.probing.several_gpus import measure_all_reduce
 from patience import PATIENCE_S
 from probe.efforts import MIB
 
 
 def test_two_processes_sum_and_tell_their_bus_bandwidth(monkeypatch):
-    monkeypatch.setattr(all_reduce, "_START_S", PATIENCE_S)
+    monkeypatch.setattr(several_gpus, "_START_S", PATIENCE_S)
     rates = measure_all_reduce(2, 2**14)
     assert [point.num_bytes for point in rates.points] == [2**power for power in range(10, 15)], rates.note
     assert rates.num_ranks == 2
@@ -23,7 +23,7 @@ def test_what_cannot_be_summed_says_why(monkeypatch):
     assert "two of them" in measure_all_reduce(1, small).note
     assert "need 800.0" in measure_all_reduce(2, small, free_bytes=512 * MIB).note
     failed = SimpleNamespace(stderr="a trace\nno such backend\n")
-    monkeypatch.setattr(all_reduce, "_launch", lambda *_: failed)
+    monkeypatch.setattr(several_gpus, "_launch", lambda *_: failed)
     assert measure_all_reduce(2, small).note == "torchrun: no such backend"
 
 
@@ -39,7 +39,7 @@ def test_ranks_that_do_not_answer_in_time_are_ended_by_torchrun(monkeypatch):
             sent.append(number)
             super().send_signal(number)
 
-    monkeypatch.setattr(all_reduce, "_START_S", 0.05)
-    monkeypatch.setattr(all_reduce.subprocess, "Popen", Silent)
+    monkeypatch.setattr(several_gpus, "_START_S", 0.05)
+    monkeypatch.setattr(several_gpus.subprocess, "Popen", Silent)
     assert "timed out" in measure_all_reduce(2, 2**14).note
     assert sent == [signal.SIGTERM]

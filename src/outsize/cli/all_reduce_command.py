@@ -69,7 +69,7 @@ def _bytes(text: str) -> int:
 def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduceRates":
     """Return the rates of ranks that torchrun has started, of which this is one, or of ranks started here."""
     from outsize.accelerators import count_of, kind_here
-    from outsize.probing.all_reduce import measure_all_reduce, ranks_and_backend, time_as_rank
+    from outsize.probing.several_gpus import measure_all_reduce, ranks_and_backend, time_as_rank
 
     kind = kind_here()
     num_devices = 0 if kind is None else count_of(kind)

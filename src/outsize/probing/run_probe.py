@@ -30,7 +30,6 @@ from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.probing.all_reduce import measure_all_reduce, ranks_and_backend
 from outsize.probing.compute import (
     dtypes_of,
     measure_attention,
@@ -43,7 +42,13 @@ from outsize.probing.effort import Effort, shared, within_memory
 from outsize.probing.feed import measure_feed
 from outsize.probing.host_probe import measure_adamw_beside, measure_host, measure_numa, measure_pinning
 from outsize.probing.link import measure_emulated, measure_links, measure_overlap
-from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
+from outsize.probing.several_gpus import (
+    measure_all_reduce,
+    measure_peers,
+    measure_together,
+    ranks_and_backend,
+    read_loaded_link,
+)
 
 Announce = Callable[[str, int, int], None]
 """Called before each part with its name, its index and the number of parts."""
