@@ -1,7 +1,7 @@
 """Does the all-reduce estimator predict measured sums, and what do the tables of the PCIe lesson really say?
 
 Sums over processes of this machine, started by torchrun: gloo, or NCCL where there are GPUs. The estimator is latency
-and bus bandwidth fitted on every other size (`outsize.hardware.collectives`); the sizes between judge it.
+and bus bandwidth fitted on every other size (`outsize.hardware.link_fit`); the sizes between judge it.
 Below that
 stand the lesson's own table, its own formula evaluated, and what that gives with the real rates of the links.
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import finish, machine, print_table
 
-from outsize.hardware.collectives import AllReduceRates, crossing_bytes
+from outsize.hardware.link_fit import AllReduceRates, crossing_bytes
 from outsize.probing.several_gpus import measure_all_reduce
 
 # The lesson's table, 8 GPUs, fp16 gradients: parameters in 1e9, milliseconds by the GB/s that it names.

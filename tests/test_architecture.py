@@ -76,7 +76,7 @@ ARROWS = {
         "codecs.codec_spec",
         "codecs.transport",
         "codecs.wire",
-        "hardware.collectives",
+        "hardware.link_fit",
         "hardware.machine_spec",
         "model.sizes",
         "optim.optimizer_spec",

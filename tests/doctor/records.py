@@ -4,9 +4,9 @@ import json
 
 from hardware.fake_machine import SERVER, build, link, measured, probed
 from outsize.doctor.run_record import read_run
-from outsize.hardware.collectives import summarize
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.inventory import Inventory
+from outsize.hardware.link_fit import summarize
 from outsize.hardware.machine_file import DeviceRates, MachineFile
 from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import NumaRates, Overlap, PinCost, TogetherRates

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.hardware.collectives import crossing_bytes, summarize
+from outsize.hardware.link_fit import crossing_bytes, summarize
 
 LATENCY_S, BUS = 40e-6, 5e9
 

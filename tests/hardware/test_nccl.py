@@ -1,4 +1,4 @@
-from outsize.hardware.collectives import misspelt_variables, overriding_variables, wrong_interfaces
+from outsize.hardware.link_fit import misspelt_variables, overriding_variables, wrong_interfaces
 
 
 def test_an_interface_that_is_not_there_is_told():

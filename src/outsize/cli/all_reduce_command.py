@@ -15,7 +15,7 @@ from outsize.errors import ConfigError, ExecutionError
 from outsize.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from outsize.hardware.collectives import AllReduceRates
+    from outsize.hardware.link_fit import AllReduceRates
 
 
 def all_reduce(

@@ -2,7 +2,7 @@
 
 What can be wrong with links and with what the GPUs hang on.
 
-What is wrong with the variables of NCCL that a machine has set; what they are is in `outsize.hardware.collectives`.
+What is wrong with the variables of NCCL that a machine has set; what they are is in `outsize.hardware.link_fit`.
 """
 
 from itertools import combinations
@@ -10,9 +10,9 @@ from os.path import basename, commonpath
 
 from outsize.doctor.facts import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
 from outsize.doctor.finding import Seen
-from outsize.hardware.collectives import misspelt_variables, overriding_variables
 from outsize.hardware.cpu import listed
 from outsize.hardware.gpus import GpuFacts
+from outsize.hardware.link_fit import misspelt_variables, overriding_variables
 from outsize.hardware.machine_file import DeviceRates
 from outsize.hardware.topology import SOUND_SHARE, theory_bytes_per_s
 from outsize.units import format_bytes, format_rate

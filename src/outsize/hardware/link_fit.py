@@ -1,19 +1,31 @@
-"""Latency and bandwidth of a link from the times of copies of many sizes. Arithmetic only.
+"""Fit the time of copies and of sums over a link.
+
+Latency and bandwidth of a link from the times of copies of many sizes. Arithmetic only.
 
 One line, ``latency + bytes / rate``, serves a bus whose every byte costs the same. Where sizes fall into regimes (one
 thread copies what is small and several what is large, a cache holds what is small) one line is off by a fifth in
 between, so a fit may be of several pieces, each a line over a range of sizes; neighbours share the size at which they
 meet. A further piece has to pay for its three numbers, by the criterion of Schwarz (1978) for errors whose absolute
 values are summed. Sizes that judge a fit have no say in it.
+
+All-reduce: arithmetic of its time, and the variables that NCCL and gloo listen to.
+
+The sum over all ranks: what it moves, how fast that was, and how long one of another size takes. Arithmetic only.
+
+Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md there): a ring moves 2 (n - 1) / n of the bytes over each link, and no
+other way does with less, so ``bytes / seconds * 2 (n - 1) / n`` can be held against the rate of a link for any n.
+
+Environment variables that NCCL, gloo and PyTorch's use of them listen to, and those that look as if. No torch.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import combinations, pairwise
 from math import exp, log
 from typing import NamedTuple
 
-from outsize.hardware.readings import Record
+from outsize.hardware.readings import Measurement, Record
 
 # A piece through two sizes has nothing to say of its own error.
 _LEAST_SIZES = 3
@@ -191,3 +203,185 @@ def _lines(times: Mapping[int, float]) -> Iterator[_Line]:
         s_per_byte = (later - seconds) / (larger - size)
         if s_per_byte > 0:
             yield _Line(seconds - size * s_per_byte, s_per_byte)
+
+
+class AllReducePoint(Record):
+    """Sums of one size.
+
+    Attributes:
+        num_bytes: on each rank.
+        held_out: whether the fit has not seen it.
+        seconds: of one sum, on the slowest rank.
+        bus_bytes_per_s: by nccl-tests' definition.
+    """
+
+    num_bytes: int
+    held_out: bool
+    seconds: Measurement
+    bus_bytes_per_s: Measurement
+
+
+class AllReduceRates(Record):
+    """Sums over the ranks of one machine.
+
+    Attributes:
+        backend: ``gloo``, or that of the devices: ``nccl``, ``xccl``, ``hccl``.
+        num_ranks: processes.
+        points: from the smallest size to the largest; none where it could not be measured.
+        fit: seconds by the bytes that cross each link, `crossing_bytes`; None where there are no points.
+        note: how it was measured, or why not.
+    """
+
+    backend: str
+    num_ranks: int
+    points: tuple[AllReducePoint, ...]
+    fit: LinkFit | None
+    note: str
+
+    def seconds(self, num_bytes: int, num_ranks: int | None = None) -> float:
+        """Return the predicted time of a sum of ``num_bytes`` on each rank.
+
+        The fixed cost is that of ``2 (n - 1)`` messages one after the other, so it grows with the ranks.
+
+        Raises:
+            ValueError: nothing was measured.
+        """
+        if self.fit is None:
+            raise ValueError(f"no sum over ranks was measured: {self.note}")
+        ranks = num_ranks or self.num_ranks
+        steps = (ranks - 1) / (self.num_ranks - 1)
+        return self.fit.latency_s * steps + crossing_bytes(num_bytes, ranks) / self.fit.bytes_per_s
+
+
+def crossing_bytes(num_bytes: int, num_ranks: int) -> float:
+    """Return the bytes that cross each link, one direction, where each of ``num_ranks`` has ``num_bytes``.
+
+    Raises:
+        ValueError: fewer than two ranks have nothing to exchange.
+    """
+    if num_ranks < 2:
+        raise ValueError(f"a sum over ranks needs two of them, not {num_ranks}")
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
+def summarize(
+    samples: Mapping[int, tuple[float, ...]], *, backend: str, num_ranks: int, note: str
+) -> AllReduceRates:
+    """Return the rates that ``samples``, seconds by bytes on each rank, stand for; every other size judges the fit.
+
+    Raises:
+        ValueError: fewer than two ranks, or times that are not above zero.
+    """
+    points = []
+    for index, (num_bytes, seconds) in enumerate(sorted(samples.items())):
+        crossing = crossing_bytes(num_bytes, num_ranks)
+        points.append(
+            AllReducePoint(
+                num_bytes=num_bytes,
+                held_out=index % 2 == 1,
+                seconds=Measurement.of(seconds, f"{backend}, {num_ranks} ranks, the slowest of them"),
+                bus_bytes_per_s=Measurement.of(
+                    (crossing / value for value in seconds), "bytes / seconds * 2 (n - 1) / n, as nccl-tests"
+                ),
+            )
+        )
+    times = {
+        held_out: {
+            int(crossing_bytes(point.num_bytes, num_ranks)): point.seconds.median or 0.0
+            for point in points
+            if point.held_out is held_out
+        }
+        for held_out in (False, True)
+    }
+    fit = fit_link(times[False], times[True]) if len(times[False]) > 1 else None
+    return AllReduceRates(backend=backend, num_ranks=num_ranks, points=tuple(points), fit=fit, note=note)
+
+
+# Names that NCCL reads, from the page "Environment Variables" of its guide, without the prefix. It may lack some, so
+# a name is only called misspelt where it is close to one of them.
+_TEXT = """
+ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_ENABLE COLLNET_NODE_THRESHOLD
+COMM_BLOCKING COMM_ID CONF_FILE CREATE_THREAD_CONTEXT CROSS_NIC CTA_POLICY CUMEM_ENABLE CUMEM_HOST_ENABLE
+DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS DMABUF_ENABLE GDR_FLUSH_DISABLE
+GRAPH_DUMP_FILE GRAPH_FILE GRAPH_MIXING_SUPPORT GRAPH_REGISTER HOSTID IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY
+IB_ADDR_RANGE IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DATA_DIRECT IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC
+IB_GDR_LEVEL IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_MERGE_VFS IB_OOO_RQ IB_PCI_RELAXED_ORDERING IB_PKEY
+IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS
+IB_TC IB_TIMEOUT IB_WARN_RAIL_LOCAL IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P L1_SHARED_MEMORY_CARVEOUT
+LAUNCH_MODE LAUNCH_ORDER_IMPLICIT LAUNCH_RACE_FATAL LL128_BUFFSIZE LL128_NTHREADS LL_BUFFSIZE LL_THRESHOLD
+LOCAL_REGISTER MAX_CTAS MAX_NCHANNELS MAX_NRINGS MAX_P2P_NCHANNELS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS
+MIN_NRINGS MIN_P2P_NCHANNELS MNNVL_CLIQUE_ID MNNVL_ENABLE MNNVL_UUID NCHANNELS NCHANNELS_PER_NET_PEER NET
+NET_DISABLE_INTRA NET_FORCE_MERGE NET_GDR_LEVEL NET_GDR_READ NET_MERGE_LEVEL NET_OVERHEAD NET_PLUGIN
+NET_SHARED_BUFFERS NET_SHARED_COMMS NSOCKS_PERTHREAD NTHREADS NVB_DISABLE NVLSTREE_MAX_CHUNKSIZE
+NVLS_CHUNKSIZE NVLS_ENABLE NVLS_NCHANNELS OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE
+P2P_LEVEL P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_NVL_CHUNKSIZE P2P_PCI_CHUNKSIZE P2P_PXN_LEVEL
+P2P_USE_CUDA_MEMCPY PROFILER_PLUGIN PROTO PXN_C2C PXN_DISABLE RAS_ADDR RAS_ENABLE RAS_TIMEOUT_FACTOR RINGS
+RUNTIME_CONNECT SET_STACK_SIZE SET_THREAD_NAME SHM_DISABLE SHM_LOCALITY SHM_USE_CUDA_MEMCPY
+SINGLE_PROC_MEM_REG_ENABLE SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS
+SOCKET_POLL_TIMEOUT_MSEC SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC THREAD_THRESHOLDS TOPO_DUMP_FILE TOPO_FILE
+TREE_THRESHOLD TUNER_CONFIG_FILE TUNER_PLUGIN WARN_ENABLE_DEBUG_INFO WIN_ENABLE WIN_STRIDE WORK_ARGS_BYTES
+WORK_FIFO_BYTES
+"""
+_NCCL = frozenset(_TEXT.split())
+# Read by PyTorch, which renamed them; the old names still work and warn (torch 2.2 and later).
+_RENAMED = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING")
+# Advice that goes round; PyTorch's time limit is an argument.
+_NEVER = ("TIMEOUT",)
+# Switching a path off or fixing what NCCL would choose by what it finds: name, values, what it costs.
+_COSTLY = (
+    ("P2P_DISABLE", ("1",), "no copies between GPUs without the host"),
+    ("P2P_LEVEL", ("LOC", "0"), "no copies between GPUs without the host"),
+    ("SHM_DISABLE", ("1",), "GPUs of one machine talk by network"),
+    ("IB_DISABLE", ("1",), "TCP instead of InfiniBand or RoCE"),
+    ("NET", ("Socket",), "TCP instead of InfiniBand or RoCE"),
+    ("CHECKS_DISABLE", ("0",), "arguments are checked in every call"),
+    ("ALGO", None, "one algorithm for all sizes"),
+    ("PROTO", None, "one protocol for all sizes"),
+    ("MAX_NCHANNELS", ("1", "2"), "one or two channels carry everything"),
+    ("DEBUG", ("TRACE",), "every call is logged"),
+)
+
+
+# What gloo and NCCL take an interface from. NCCL takes beginnings of names, exact ones after "=", others after "^".
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def overriding_variables(variables: Mapping[str, str]) -> list[str]:
+    """Return a line for each variable that switches a path off or fixes a choice of NCCL, with what it costs."""
+    return [
+        f"NCCL_{name}={variables[f'NCCL_{name}']}: {cost}"
+        for name, costly, cost in _COSTLY
+        if f"NCCL_{name}" in variables and (costly is None or variables[f"NCCL_{name}"] in costly)
+    ]
+
+
+def misspelt_variables(variables: Collection[str]) -> list[str]:
+    """Return a line for each variable that looks like one of NCCL's and is none: it has no effect."""
+    texts = []
+    for name in (name.removeprefix("NCCL_") for name in variables if name.startswith("NCCL_")):
+        if name in _RENAMED:
+            texts.append(f"NCCL_{name} is now called TORCH_NCCL_{name}")
+        elif name in _NEVER:
+            texts.append(f"NCCL_{name} is none of NCCL's")
+        elif name not in _NCCL and (near := get_close_matches(name, sorted(_NCCL), n=1, cutoff=0.85)):
+            texts.append(f"NCCL_{name} is none of NCCL's; NCCL_{near[0]} is")
+    return texts
+
+
+def wrong_interfaces(variables: Mapping[str, str], interfaces: Collection[str]) -> list[str]:
+    """Return a line for each variable that names network interfaces none of which this machine has.
+
+    Args:
+        variables: the environment.
+        interfaces: names of those that the machine has.
+    """
+    texts = []
+    for variable in _INTERFACES:
+        text = variables.get(variable, "")
+        named = [name for name in text.removeprefix("=").split(",") if name]
+        exact = text.startswith("=") or not variable.startswith("NCCL_")
+        if not named or text.startswith("^"):
+            continue
+        if not any(real == name if exact else real.startswith(name) for name in named for real in interfaces):
+            texts.append(f"{variable}={text}, but the interfaces are {', '.join(sorted(interfaces))}")
+    return texts

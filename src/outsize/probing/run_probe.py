@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from outsize.accelerators import CPU, Devices, count_of, kind_here, uuids_of
-from outsize.hardware.collectives import AllReduceRates
 from outsize.hardware.gpus import in_order_of
 from outsize.hardware.inventory import Inventory, take_inventory
+from outsize.hardware.link_fit import AllReduceRates
 from outsize.hardware.machine_file import (
     DataRates,
     DeviceRates,

@@ -38,7 +38,7 @@ from outsize.data.batch import Batch
 from outsize.errors import ConfigError
 from outsize.group.group import Group, SingleGroup
 from outsize.group.launched import Launched, open_group
-from outsize.hardware.collectives import misspelt_variables, overriding_variables, wrong_interfaces
+from outsize.hardware.link_fit import misspelt_variables, overriding_variables, wrong_interfaces
 from outsize.hardware.machine_spec import HOST_SHARE
 from outsize.session.decide.rates import measure_exchange
 from outsize.session.job.machine import CPU_DEVICE_SHARE, available_ram_bytes

@@ -22,7 +22,7 @@ from outsize.hardware.cards.presets import (
     machine_of,
     split_count,
 )
-from outsize.hardware.collectives import AllReduceRates
+from outsize.hardware.link_fit import AllReduceRates
 from outsize.hardware.machine_spec import Disk, Figure, Host, Machine
 from outsize.units import parse_bytes
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from outsize.hardware.collectives import crossing_bytes
+from outsize.hardware.link_fit import crossing_bytes
 from outsize.model.sizes.model_spec import Workload
 from outsize.planner.predict.question import Question
 from outsize.planner.simulate.gpu_times import unit_times
