@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec import Codec, open_codec
-from outsize.codecs.codec_figures import core_seconds, measure, measure_file
+from outsize.codecs.codec import Codec, core_seconds, measure, measure_file, open_codec
 from outsize.codecs.codec_spec import BLOCKWISE, SPECS
 from outsize.codecs.delta import difference
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from outsize.cli.plan.plan_compare import largest_models
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import Asked, ask
-from outsize.codecs.codec_figures import measure
+from outsize.codecs.codec import measure
 from outsize.codecs.transport import Transport
 from outsize.planner.predict.decision_search import planned_at
 from outsize.planner.predict.feasibility import fits_at_all

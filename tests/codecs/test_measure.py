@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outsize.codecs.codec_figures import NAMES, core_seconds, exponent_bound, kind_of, measure, measure_file
+from outsize.codecs.codec import NAMES, core_seconds, exponent_bound, kind_of, measure, measure_file
 from outsize.errors import CodecError
 from outsize.testing.codec_contract import normal
 
@@ -18,7 +18,7 @@ def test_every_codec_is_measured_on_every_kind(tmp_path):
 
 
 def test_no_more_is_held_of_a_file_than_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr("outsize.codecs.codec_figures.MOST_ELEMENTS", 1000)
+    monkeypatch.setattr("outsize.codecs.codec.MOST_ELEMENTS", 1000)
     save_file({f"{i}.weight": normal(600, torch.float32) for i in range(4)}, tmp_path / "some.safetensors")
     kept = []
     cat = torch.cat

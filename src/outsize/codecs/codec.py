@@ -1,12 +1,27 @@
-"""What every codec does, and codecs by name."""
+"""What a codec is, and the figures measured for each.
 
+What every codec does, and codecs by name.
+
+Tensors in host memory as NumPy arrays, lent for the length of a call.
+
+What codecs make of given tensors: ratio beside its bound, rates of one core, error.
+"""
+
+import ctypes
 import importlib
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from outsize.codecs.codec_spec import CodecSpec, codec_spec
+from outsize.codecs.codec_spec import SPECS, CodecSpec, codec_spec
 from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS
 from outsize.errors import CodecError
 
@@ -117,3 +132,184 @@ def open_codec(name: str) -> Codec:
     module, _, kind = spec.opens.rpartition(".")
     codec: Codec = getattr(importlib.import_module(module), kind)(spec, **spec.options)
     return codec
+
+
+Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+
+def host_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous ``tensor`` in host memory, uint8 [nbytes]; use it while the tensor lives.
+
+    `Tensor.numpy` would mark the storage as one that cannot be resized, which those of activations are.
+    """
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def host_words(tensor: Tensor, name: str) -> Words:
+    """The elements of ``tensor`` as unsigned words, see `host_bytes`.
+
+    Raises:
+        ValueError: it does not lie in host memory, where codec ``name`` works.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"codec {name} works in host memory, not on {tensor.device}")
+    kind = np.uint32 if tensor.dtype is torch.float32 else np.uint16
+    words: Words = host_bytes(tensor).view(kind)
+    return words
+
+
+# Of each kind no more than this is looked at: 64 MiB of bf16.
+MOST_ELEMENTS = 2**25
+REPEATS = 3
+# Deltas are of two versions of a tensor, not of one.
+NAMES = tuple(name for name in SPECS if name not in ("raw", "delta"))
+# Words in the names of tensors, and what such tensors are; weights otherwise.
+_KINDS = {
+    "exp_avg": "moments",
+    "moment": "moments",
+    "grad": "gradients",
+    "activation": "activations",
+    "hidden_states": "activations",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecFigures:
+    """One codec on one kind of tensors.
+
+    Attributes:
+        kind: weights, gradients, moments or activations.
+        codec: its name.
+        dtype: of the elements.
+        numel: elements.
+        ratio: encoded bytes by raw bytes.
+        bound: least ratio of any lossless code of single exponents.
+        encode_bytes_per_s: of raw bytes, for a second of one core.
+        decode_bytes_per_s: the same.
+        largest_error: of an element, as a share of the largest magnitude; 0 where lossless.
+        relative_error: 2-norm of the error by that of the elements.
+    """
+
+    kind: str
+    codec: str
+    dtype: str
+    numel: int
+    ratio: float
+    bound: float
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+    largest_error: float
+    relative_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all attributes, ready for JSON."""
+        return asdict(self)
+
+
+def measure_file(
+    path: Path, cast: torch.dtype | None = None, names: Sequence[str] = NAMES
+) -> tuple[CodecFigures, ...]:
+    """Measure codecs on the floating-point tensors of a safetensors file, by kind and dtype.
+
+    Raises:
+        CodecError: not a safetensors file, or nothing in it that codecs are for.
+    """
+    found: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    for name, tensor in _tensors(path):
+        if tensor.dtype in DTYPE_NAME and tensor.numel():
+            chosen = tensor.dtype if cast is None else cast
+            taken = found.setdefault((kind_of(name), chosen), [])
+            room = MOST_ELEMENTS - sum(part.numel() for part in taken)
+            if room > 0:  # a file may be larger than memory
+                taken.append(tensor.reshape(-1)[:room].to(chosen, copy=True))
+    if not found:
+        raise CodecError(f"{path}: no tensor of fp32, bf16 or fp16")
+    return tuple(
+        figures
+        for (kind, _), tensors in sorted(found.items(), key=lambda item: str(item[0]))
+        for figures in measure(kind, torch.cat(tensors), names)
+    )
+
+
+def kind_of(name: str) -> str:
+    """Return what a tensor called ``name`` is taken for."""
+    return next((kind for word, kind in _KINDS.items() if word in name), "weights")
+
+
+def measure(kind: str, source: Tensor, names: Iterable[str] = NAMES) -> tuple[CodecFigures, ...]:
+    """Measure codecs on ``source`` [n]; those that are not for its dtype are left out."""
+    dtype = DTYPE_NAME[source.dtype]
+    bound = exponent_bound(source)
+    return tuple(
+        _measured(kind, open_codec(name), source, bound) for name in names if dtype in SPECS[name].dtypes
+    )
+
+
+def _measured(kind: str, codec: Codec, source: Tensor, bound: float) -> CodecFigures:
+    dtype = DTYPE_NAME[source.dtype]
+    room = torch.empty(codec.spec.max_bytes(source.numel(), dtype), dtype=torch.uint8)
+    size = codec.encode(source, room)
+    encoded, decoded = room[:size], torch.empty_like(source)
+    encode_s = core_seconds(lambda: codec.encode(source, room))
+    decode_s = core_seconds(lambda: codec.decode(encoded, decoded))
+    finite = source.isfinite() & decoded.isfinite()
+    exact = torch.where(finite, source, 0).float()
+    error = torch.where(finite, decoded, 0).float() - exact
+    return CodecFigures(
+        kind=kind,
+        codec=codec.spec.name,
+        dtype=dtype,
+        numel=source.numel(),
+        ratio=size / source.nbytes,
+        bound=bound,
+        encode_bytes_per_s=source.nbytes / encode_s,
+        decode_bytes_per_s=source.nbytes / decode_s,
+        largest_error=float(error.abs().max() / exact.abs().max().clamp_min(1e-45)),
+        relative_error=float(error.norm() / exact.norm().clamp_min(1e-45)),
+    )
+
+
+def exponent_bound(tensor: Tensor) -> float:
+    """Return the least ratio of any code of single exponents: their entropy and the other bits, by all bits."""
+    words = host_words(tensor.reshape(-1), "exponent_bound")
+    mantissa_bits, exponent_bits = {
+        torch.float32: (23, 8),
+        torch.bfloat16: (7, 8),
+        torch.float16: (10, 5),
+    }[tensor.dtype]
+    exponents = (words >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    counts = np.bincount(exponents.astype(np.uint8), minlength=1 << exponent_bits)
+    shares = counts[counts > 0] / max(words.size, 1)
+    entropy = -float((shares * np.log2(shares)).sum())
+    return (1 + mantissa_bits + entropy) / (8 * words.itemsize)
+
+
+def core_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the least processor time of this thread that ``work`` took; what others do on the machine counts little.
+
+    torch computes with one thread meanwhile.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        work()
+        taken = []
+        for _ in range(repeats):
+            started = time.thread_time()
+            work()
+            taken.append(time.thread_time() - started)
+    finally:
+        torch.set_num_threads(num_threads)
+    return max(min(taken), 1e-9)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                yield name, opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CodecError(f"{path}: not a safetensors file that can be read: {error}") from error

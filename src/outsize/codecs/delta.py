@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outsize.codecs import huffman
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, host_bytes, host_words
 from outsize.codecs.codec_spec import CodecSpec
-from outsize.codecs.host_arrays import host_bytes, host_words
 from outsize.codecs.huffman import Bytes
 from outsize.errors import CodecError
 

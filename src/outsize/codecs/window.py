@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import Codec, host_bytes
 from outsize.codecs.codec_spec import CodecSpec
-from outsize.codecs.host_arrays import host_bytes
 from outsize.codecs.window_layout import MANTISSA_BITS, WindowLayout
 from outsize.codecs.window_native import decode_window, encode_window, join_halves, split_halves
 from outsize.codecs.window_numpy import Words

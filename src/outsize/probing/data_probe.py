@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec_figures import CodecFigures, measure_file
+from outsize.codecs.codec import CodecFigures, measure_file
 from outsize.data.opening import ModelLimits, open_data
 from outsize.errors import OutsizeError, StorageError
 from outsize.hardware.machine_file import DataRates, DepthRates, DiskRates, ProbedCodec
