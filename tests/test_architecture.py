@@ -40,7 +40,6 @@ ARROWS = {
     "planner.memory": GROUND
     | {
         "codecs.transport",
-        "codecs.wire",
         "model.sizes",
         "optim.optimizer_spec",
         "optim.shares",
@@ -50,7 +49,6 @@ ARROWS = {
     "planner.simulate": GROUND
     | {
         "codecs.transport",
-        "codecs.wire",
         "hardware.machine_spec",
         "model.sizes",
         "optim.optimizer_spec",
@@ -61,7 +59,6 @@ ARROWS = {
     | {
         "choices",
         "codecs.transport",
-        "codecs.wire",
         "model.sizes",
         "optim.optimizer_spec",
         "optim.shares",
@@ -75,7 +72,6 @@ ARROWS = {
         "choices",
         "codecs.codec_spec",
         "codecs.transport",
-        "codecs.wire",
         "hardware.link_fit",
         "hardware.machine_spec",
         "model.sizes",
@@ -293,7 +289,7 @@ ARROWS = {
         "choices",
         "cli.text",
         "codecs.codec_spec",
-        "codecs.wire",
+        "codecs.transport",
         "config",
         "hardware",
         "model.sizes",
@@ -309,7 +305,7 @@ ARROWS = {
         "choices",
         "cli.plan",
         "cli.text",
-        "codecs.wire",
+        "codecs.transport",
         "config",
         "doctor",
         "group",
@@ -351,7 +347,7 @@ TORCH_FREE = [
     "cli/text/doctor_text.py",
     "codecs/codec_spec.py",
     "codecs/transport.py",
-    "codecs/wire.py",
+    "codecs/transport.py",
     "optim/shares.py",
     "optim/optimizer_spec.py",
     "runtime/forward/unit_facts.py",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outsize.codecs.wire import Wire
+from outsize.codecs.transport import Wire
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.decision import NUM_STEPS
 from outsize.planner.predict.decision_search import planned_at

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from outsize.accelerators import Devices
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import EXACT, Wire
 from outsize.group.group import Group
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries

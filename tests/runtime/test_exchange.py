@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outsize.codecs.wire import Wire
+from outsize.codecs.transport import Wire
 from outsize.errors import NonFiniteError
 from outsize.model.split import split
 from outsize.optim.shares import shares

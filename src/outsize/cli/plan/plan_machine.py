@@ -12,7 +12,7 @@ from pathlib import Path
 
 from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import EXACT, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.cards.gpu_table import Card, Kernels, find_card
 from outsize.hardware.cards.presets import (

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from outsize.codecs.transport import PIECE_ALIGN, RESIDUAL_BYTES
-from outsize.codecs.wire import CHUNK_ELEMENTS, Wire
+from outsize.codecs.transport import CHUNK_ELEMENTS, PIECE_ALIGN, RESIDUAL_BYTES, Wire
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.optim.optimizer_spec import MASTER_LOW, MASTER_TIES, WEIGHTS, State, layout_of
 from outsize.optim.shares import shares

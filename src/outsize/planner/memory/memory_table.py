@@ -26,8 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import (
     GRADIENT,

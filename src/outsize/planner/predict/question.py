@@ -7,8 +7,7 @@ from math import inf
 from typing import Any, TypedDict
 
 from outsize.choices import Home
-from outsize.codecs.transport import CodecRates, Transport
-from outsize.codecs.wire import Wire
+from outsize.codecs.transport import CodecRates, Transport, Wire
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.optim.optimizer_spec import StateLayout

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 
 from outsize.choices import Activations, Handover
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.shares import largest_share, shares

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS, PIECE_ELEMENTS, CodecRates, Transport
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS, EXACT, PIECE_ELEMENTS, CodecRates, Transport, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec

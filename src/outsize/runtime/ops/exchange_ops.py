@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outsize.codecs.codec import open_codec
 from outsize.codecs.delta import apply_difference
-from outsize.codecs.wire import Wire
+from outsize.codecs.transport import Wire
 from outsize.group.group import Group
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec import open_codec
-from outsize.codecs.wire import Wire
+from outsize.codecs.transport import Wire
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.storage.arena import Arena

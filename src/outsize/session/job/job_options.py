@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.choices import Clip
 from outsize.codecs.codec_spec import RAW
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import EXACT, Wire
+from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.config import Config
 from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError

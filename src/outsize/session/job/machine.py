@@ -17,8 +17,7 @@ import torch
 from outsize.accelerators import Devices, check_here, count_of
 from outsize.choices import Home
 from outsize.codecs.codec_spec import CODECS
-from outsize.codecs.transport import Transport
-from outsize.codecs.wire import Wire
+from outsize.codecs.transport import Transport, Wire
 from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.cards.gpu_table import find_card, known_card

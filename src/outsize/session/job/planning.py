@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from outsize.codecs.wire import EXACT
+from outsize.codecs.transport import EXACT
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.group.group import Group
