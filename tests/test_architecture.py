@@ -133,7 +133,7 @@ ARROWS = {
         "storage",
     },
     "doctor": GROUND | {"accelerators", "hardware", "telemetry"},
-    "telemetry": GROUND | {"config.yaml_text", "hardware"},
+    "telemetry": GROUND | {"config.config_rules", "hardware"},
     "reporting": GROUND | {"doctor", "local_server", "planner.program", "planner.simulate", "telemetry"},
     "streamed": GROUND | {"accelerators", "choices", "config", "group"},
     "session.job": GROUND

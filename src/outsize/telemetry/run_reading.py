@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from outsize import files
-from outsize.config.yaml_text import parse_yaml
+from outsize.config.config_rules import parse_yaml
 from outsize.errors import ConfigError, OutsizeError
 
 _MOST_LINE = 2**26
