@@ -8,8 +8,8 @@ come from (flags, ``--set``, environment, file), and `messages` turns a failed c
 from outsize.config.data_section import DataConfig, EvalConfig, SourceConfig
 from outsize.config.load import dump_config, load_config, parse_config
 from outsize.config.memory_section import MemoryConfig, ParallelConfig, TransportConfig
+from outsize.config.messages import Config
 from outsize.config.model_section import ModelConfig, OptimizerConfig
-from outsize.config.schema import Config
 from outsize.config.section import Surroundings
 from outsize.config.train_section import LoraConfig, TelemetryConfig, TrainConfig
 

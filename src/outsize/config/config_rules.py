@@ -20,7 +20,7 @@ from outsize.errors import ConfigError
 from outsize.optim.optimizer_names import OWN, users_of_keys
 
 if TYPE_CHECKING:
-    from outsize.config.schema import Config
+    from outsize.config.messages import Config
 
 
 # What a trainer of another library does as by default.

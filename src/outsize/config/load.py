@@ -16,8 +16,7 @@ from pydantic.fields import FieldInfo
 
 from outsize import files
 from outsize.config.config_rules import dump_yaml, parse_yaml
-from outsize.config.messages import as_config_error, suggest
-from outsize.config.schema import Config
+from outsize.config.messages import Config, as_config_error, suggest
 from outsize.errors import ConfigError
 
 _PREFIX = "OUTSIZE_"

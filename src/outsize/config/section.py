@@ -20,7 +20,7 @@ from outsize.units import parse_bytes
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from outsize.config.schema import Config
+    from outsize.config.messages import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
