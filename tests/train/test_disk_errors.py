@@ -8,8 +8,8 @@ import pytest
 
 import outsize
 from outsize import files
+from outsize.checkpoint.begun_adapters import servable
 from outsize.checkpoint.checkpoint_dir import CHECKPOINTS
-from outsize.checkpoint.trained_model import servable
 from outsize.errors import CheckpointError, StorageError
 from outsize.storage.prealloc import preallocate, storage_errors
 from outsize.training.run import train

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outsize import files
 from outsize.checkpoint import feedback
-from outsize.checkpoint.adapter_writer import AdapterWriter
+from outsize.checkpoint.begun_adapters import AdapterWriter
 from outsize.checkpoint.checkpoint_dir import (
     CHECKPOINTS,
     STATE,

@@ -47,7 +47,7 @@ class TextWriter:
 
     def __init__(self, options: ModelOptions, head: Literal["auto", "none"] = "auto") -> None:
         import outsize
-        from outsize.checkpoint.trained_model import servable
+        from outsize.checkpoint.begun_adapters import servable
         from outsize.model.stored_adapters import find_adapters
         from outsize.wrapped.writing.text import check_model
 
