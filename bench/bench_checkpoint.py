@@ -32,8 +32,7 @@ DISTANCES = (1, 10, 100, 400)
 
 def cost(args: argparse.Namespace, directory: Path, home: str, dtype: str) -> dict[str, Any]:
     """Measure blocks of steps with and without a checkpoint."""
-    from outsize.checkpoint.checkpoint_dir import latest
-    from outsize.checkpoint.checkpoint_state import describe
+    from outsize.checkpoint.checkpoint_state import describe, latest
     from outsize.checkpoint.saver import DEFAULT_MINUTES, Saver
     from outsize.config import load_config
     from outsize.session.job.prepare import prepare

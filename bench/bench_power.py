@@ -42,7 +42,7 @@ from bench_kill import forked
 from power_states import POLICIES, Disk, keeping, resolve
 
 from crash.faults import Layer, Operation, layered
-from outsize.checkpoint.checkpoint_dir import STATE, latest
+from outsize.checkpoint.checkpoint_state import STATE, latest
 from outsize.checkpoint.saver import Saver
 from outsize.config import Config
 from outsize.errors import OutsizeError

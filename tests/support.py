@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 import zoo
-from outsize.checkpoint.checkpoint_dir import STATE, latest
-from outsize.checkpoint.checkpoint_state import describe
+from outsize.checkpoint.checkpoint_state import STATE, describe, latest
 from outsize.checkpoint.saver import Saver
 from outsize.config import Config
 from outsize.data.batch import Batch

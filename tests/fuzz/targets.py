@@ -17,7 +17,7 @@ from torch import nn
 from fuzz.damage import JUNK, documents, holes, texts
 from fuzz.guard import survives
 from hardware.fake_machine import CGROUP_V2, SERVER, build, probed
-from outsize.checkpoint import checkpoint_dir, checkpoint_state, run_checkpoint, trainer_checkpoint
+from outsize.checkpoint import checkpoint_state, run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.files.checkpoint_files import find_tensors
 from outsize.checkpoint.files.checkpoint_format import read_header, read_tensor, write_file
 from outsize.config.load import load_config
@@ -239,7 +239,7 @@ def read_latest(data: bytes) -> None:
     written(run / "checkpoints/latest", data)
 
     def read() -> None:
-        found = checkpoint_dir.latest(run)
+        found = checkpoint_state.latest(run)
         assert found == run / "checkpoints/step-00000002"
 
     survives(run, read)

@@ -15,7 +15,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import outsize
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.config import Config, load_config
 from outsize.data.chat import CHATML_TEMPLATE

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outsize.checkpoint.checkpoint_dir import STATE, latest
-from outsize.checkpoint.checkpoint_state import position_of
+from outsize.checkpoint.checkpoint_state import STATE, latest, position_of
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.session.job.prepare import prepare

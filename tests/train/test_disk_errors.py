@@ -9,7 +9,7 @@ import pytest
 import outsize
 from outsize import files
 from outsize.checkpoint.begun_adapters import servable
-from outsize.checkpoint.checkpoint_dir import CHECKPOINTS
+from outsize.checkpoint.checkpoint_state import CHECKPOINTS
 from outsize.errors import CheckpointError, StorageError
 from outsize.storage.prealloc import preallocate, storage_errors
 from outsize.training.run import train

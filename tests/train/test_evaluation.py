@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outsize.checkpoint.checkpoint_dir import best, latest
+from outsize.checkpoint.checkpoint_state import best, latest
 from outsize.config import Config
 from outsize.errors import ConfigError, DataError
 from outsize.session.job.prepare import prepare

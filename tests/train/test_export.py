@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outsize
 from cli.command_line import status_of
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.push import Hub, _is_on_the_hub

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.checkpoint_files import is_own_file
 from outsize.training.records import StepRecord

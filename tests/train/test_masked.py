@@ -17,7 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.config import Config
 from outsize.config.load import parse_config
 from outsize.data import open_data

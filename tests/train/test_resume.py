@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
 from outsize.storage.committed import CommittedHome

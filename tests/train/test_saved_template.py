@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.data.chat import CHATML_TEMPLATE, FALLBACK_TEMPLATE, ChatTemplate
 from outsize.errors import CheckpointError, DataError

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from outsize.checkpoint.checkpoint_dir import STATE, latest, remove_litter, remove_old
+from outsize.checkpoint.checkpoint_state import STATE, latest, remove_litter, remove_old
 from outsize.checkpoint.files import checkpoint_format, checkpoint_shards
 from outsize.checkpoint.run_checkpoint import check_files
 from outsize.checkpoint.saving import Saving

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outsize.checkpoint import saving_room
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.saving_room import checkpoint_bytes
 from outsize.errors import StorageError
 from outsize.session.job.prepare import prepare

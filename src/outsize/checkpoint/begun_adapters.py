@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 
 from outsize import files
-from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest
+from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest
 from outsize.checkpoint.files.beside_weights import Beside, write_beside
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, lone_template
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from outsize import files
 from outsize.checkpoint import merge as merging
-from outsize.checkpoint.checkpoint_dir import latest
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.files.beside_weights import copy_named_templates
 from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file
 from outsize.checkpoint.files.checkpoint_shards import join_shards

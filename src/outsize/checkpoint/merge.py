@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from outsize.checkpoint.checkpoint_dir import STATE
-from outsize.checkpoint.checkpoint_state import read_state
+from outsize.checkpoint.checkpoint_state import STATE, read_state
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_WEIGHTS, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint

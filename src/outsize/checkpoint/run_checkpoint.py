@@ -2,7 +2,7 @@
 
 ``checkpoints/step-00000100/`` holds what ``from_pretrained`` reads, ``optimizer/<unit>.<plane>.safetensors`` and
 ``trainer_state.json``. This is how one is found, checked and brought back; `outsize.checkpoint.saving` writes them,
-`outsize.checkpoint.checkpoint_dir` says what lies in their directory. Those of the Hugging Face ``Trainer`` are taken
+`outsize.checkpoint.checkpoint_state` says what lies in their directory. Those of the Hugging Face ``Trainer`` are taken
 too,
 see `outsize.checkpoint.trainer_checkpoint`.
 """
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint import checkpoint_state, trainer_checkpoint
-from outsize.checkpoint.checkpoint_dir import STATE, latest
 from outsize.checkpoint.checkpoint_state import (
     MASTER_EXCEPTED,
     MASTER_LOW,
+    STATE,
     file_of,
+    latest,
     plane_of,
     read_state,
     state_planes,

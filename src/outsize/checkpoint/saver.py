@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from outsize.checkpoint.checkpoint_dir import name_of
+from outsize.checkpoint.checkpoint_state import name_of
 from outsize.checkpoint.files.beside_weights import Beside, read_beside, read_generation_config
 from outsize.checkpoint.saving import Saving
 from outsize.config import TrainConfig

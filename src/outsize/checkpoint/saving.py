@@ -28,25 +28,23 @@ from torch import Tensor
 from outsize import files
 from outsize.checkpoint import feedback
 from outsize.checkpoint.begun_adapters import AdapterWriter
-from outsize.checkpoint.checkpoint_dir import (
-    CHECKPOINTS,
-    STATE,
-    make_durable,
-    name_of,
-    remove_litter,
-    remove_old,
-    set_latest,
-    take_place,
-)
 from outsize.checkpoint.checkpoint_state import (
+    CHECKPOINTS,
     MASTER_EXCEPTED,
     MASTER_LOW,
     OPTIMIZER,
+    STATE,
     file_of,
     known_files,
+    make_durable,
+    name_of,
     plane_of,
+    remove_litter,
+    remove_old,
     render_state,
+    set_latest,
     state_planes,
+    take_place,
 )
 from outsize.checkpoint.files.beside_weights import Beside
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, write_file

@@ -20,7 +20,7 @@ import torch
 from outsize import files
 from outsize.accelerators import Devices, module_of
 from outsize.checkpoint import run_checkpoint
-from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, best, latest, remove_litter
+from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.saving_room import check_saves, state_bytes, weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.compat.transformers_private import forget_metrics, on_device, use_one_device

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from outsize import files
-from outsize.checkpoint.checkpoint_dir import set_best, set_latest
+from outsize.checkpoint.checkpoint_state import set_best, set_latest
 from outsize.checkpoint.saver import DEFAULT_MINUTES, FIRST_MINUTES
 from outsize.compat.transformers_private import TrainerSteps
 from outsize.config import Config

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outsize import files
-from outsize.checkpoint.checkpoint_dir import name_of, set_best
+from outsize.checkpoint.checkpoint_state import name_of, set_best
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outsize.accelerators import Devices
-from outsize.checkpoint.checkpoint_dir import best, latest
+from outsize.checkpoint.checkpoint_state import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
 from outsize.checkpoint.saver import Saver, Stores
 from outsize.config import Config

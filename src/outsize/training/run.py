@@ -9,8 +9,14 @@ from pathlib import Path
 from outsize.accelerators import uuids_of
 from outsize.checkpoint import run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.begun_adapters import with_begun_adapters
-from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, latest, remove_litter
-from outsize.checkpoint.checkpoint_state import describe, position_of, read_state
+from outsize.checkpoint.checkpoint_state import (
+    CHECKPOINTS,
+    describe,
+    latest,
+    position_of,
+    read_state,
+    remove_litter,
+)
 from outsize.checkpoint.home_file import newest_home, start, tell_costs
 from outsize.checkpoint.saver import Saver
 from outsize.checkpoint.saving_room import check_room

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outsize import files
-from outsize.checkpoint.checkpoint_dir import CHECKPOINTS, LATEST
+from outsize.checkpoint.checkpoint_state import CHECKPOINTS, LATEST
 from outsize.config import Config, load_config
 from outsize.errors import ConfigError, StorageError
 from outsize.session.job.job_options import products_open

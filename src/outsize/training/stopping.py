@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from outsize.checkpoint.checkpoint_dir import latest
-from outsize.checkpoint.checkpoint_state import position_of
+from outsize.checkpoint.checkpoint_state import latest, position_of
 from outsize.config import Config
 from outsize.errors import OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
