@@ -36,7 +36,7 @@ from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.disk_file import DirectFile
 from outsize.telemetry.counters import HostSampler
-from outsize.telemetry.heartbeat_schema import HostSample
+from outsize.telemetry.run_reading import HostSample
 from outsize.training.run import train
 from tiny import tiny_model, tiny_run
 

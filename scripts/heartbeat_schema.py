@@ -4,11 +4,11 @@ import json
 import sys
 from pathlib import Path
 
-from outsize.telemetry.heartbeat_schema import GpuSample, HostSample, Line, Part, json_schema
+from outsize.telemetry.run_reading import GpuSample, HostSample, Line, Part, json_schema
 
 DOCS = Path(__file__).parent.parent / "docs"
 SCHEMA, PAGE = DOCS / "heartbeat.schema.json", DOCS / "run-directory.md"
-BEGIN, END = "<!-- Written by `make docs` from src/outsize/telemetry/heartbeat_schema.py. -->", "<!-- end -->"
+BEGIN, END = "<!-- Written by `make docs` from src/outsize/telemetry/run_reading.py. -->", "<!-- end -->"
 
 
 def table(model: type[Part]) -> str:

@@ -7,7 +7,7 @@ from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
 from outsize.telemetry.counters import HostSampler
-from outsize.telemetry.heartbeat_schema import HostSample
+from outsize.telemetry.run_reading import HostSample
 from outsize.training.run import train
 from tiny import tiny_run
 

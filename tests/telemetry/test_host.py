@@ -7,7 +7,7 @@ import pytest
 from hardware.fake_machine import build
 from outsize.telemetry import counters
 from outsize.telemetry.counters import HostSampler
-from outsize.telemetry.heartbeat_schema import HostSample
+from outsize.telemetry.run_reading import HostSample
 
 CPU = min(os.sched_getaffinity(0))
 HZ, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outsize.telemetry.heartbeat_schema import SCHEMA_VERSION, Line
+from outsize.telemetry.run_reading import SCHEMA_VERSION, Line
 from outsize.training.records import StepRecord
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,7 +11,7 @@ import pytest
 from outsize.accelerators import CPU
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.telemetry.heartbeat_schema import Line
+from outsize.telemetry.run_reading import Line
 from outsize.training import measures
 from outsize.training.measures import about
 from outsize.training.run import train

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from outsize.telemetry.heartbeat_schema import Line
+from outsize.telemetry.run_reading import Line
 from outsize.training.run import train
 from train.rank_runs import SAVED, STEPS, beats, config_of, losses, state, told
 

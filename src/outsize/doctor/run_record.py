@@ -26,8 +26,7 @@ from pydantic import ValidationError
 
 from outsize.errors import ConfigError
 from outsize.hardware.inventory import Inventory
-from outsize.telemetry.heartbeat_schema import READABLE
-from outsize.telemetry.run_reading import as_a_run, lines_of, read_mapping, step_of
+from outsize.telemetry.run_reading import READABLE, as_a_run, lines_of, read_mapping, step_of
 
 # The newest lines are judged: what the run is doing now.
 KEPT_LINES = 500

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from outsize.hardware import cgroup
 from outsize.hardware.gpus import clock_limits
-from outsize.telemetry.heartbeat_schema import GpuSample, HostSample
+from outsize.telemetry.run_reading import GpuSample, HostSample
 
 # From nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, NVML_FI_DEV_PCIE_COUNT_TX_BYTES and RX.
 _SM_CLOCK, _CHIP = 1, 0

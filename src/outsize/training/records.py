@@ -18,14 +18,14 @@ from typing import Any
 from outsize import files
 from outsize.errors import StorageError
 from outsize.storage.prealloc import explain
-from outsize.telemetry.heartbeat_schema import SCHEMA_VERSION
+from outsize.telemetry.run_reading import SCHEMA_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """Measurements of an optimizer step.
 
-    `outsize.telemetry.heartbeat_schema.Line` says what each field means, and its unit. A loss that is not finite is NaN
+    `outsize.telemetry.run_reading.Line` says what each field means, and its unit. A loss that is not finite is NaN
     here; bytes are those that the step's ops have moved so far.
     """
 
