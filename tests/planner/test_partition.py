@@ -13,9 +13,8 @@ from outsize.planner.program.stages import Stages, spans_down, spans_up
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.step_bound import StepBound
 from outsize.planner.simulate.discrete import Cost
-from outsize.planner.simulate.pipeline import bubble, makespan_s
+from outsize.planner.simulate.pipeline import StageSums, StageTimes, bubble, makespan_s
 from outsize.planner.simulate.simulator import CostModel, simulate
-from outsize.planner.simulate.stage_times import StageSums, StageTimes
 from planner.test_staged import staged
 
 

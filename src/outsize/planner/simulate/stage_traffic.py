@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot, inf
 
-from outsize.planner.simulate.stage_times import sums
+from outsize.planner.simulate.pipeline import sums
 
 
 def with_shared(alone_s: float, shared_s: float) -> float:
