@@ -211,7 +211,7 @@ class Rank:
 
     def _simulated(self, timeline: Any, rates: Any, rate: float) -> float:
         """Return what the simulator makes of a network of ``rate``, where all other ops take as long as they took."""
-        from outsize.planner.simulate.recalibrate import read_trace
+        from outsize.planner.simulate.gpu_times import read_trace
         from outsize.training.forecast import Forecast
 
         planned = Forecast(self.prepared, replace(rates, net_bytes_per_s=rate)).planned

@@ -15,7 +15,7 @@ from outsize.planner.search.step_plan import Budgets, PlanOptions, plan_step
 from outsize.planner.simulate.comparison import compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.simulate.discrete import Cost
-from outsize.planner.simulate.recalibrate import read_trace
+from outsize.planner.simulate.gpu_times import read_trace
 from outsize.planner.simulate.timeline import Timeline
 from planner.test_plan import make_demand, make_model
 

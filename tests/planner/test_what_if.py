@@ -16,7 +16,7 @@ from outsize.planner.predict.prediction import LINK_UP, fastest
 from outsize.planner.predict.what_if import estimated_outcome, outcome, usual_changes
 from outsize.planner.search import step_plan
 from outsize.planner.search.step_plan import Budgets
-from outsize.planner.simulate.stage_traffic import StageTraffic
+from outsize.planner.simulate.gpu_times import StageTraffic
 from planner.questions import CONFIG, GIB, ask
 
 TIGHT = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)

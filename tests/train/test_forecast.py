@@ -10,7 +10,7 @@ from outsize.group.group import Pace, SingleGroup
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Peer, from_json
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.planner.simulate.recalibrate import Trace
+from outsize.planner.simulate.gpu_times import Trace
 from outsize.session.decide import rates
 from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
 from outsize.session.job.planning import recompute_shares

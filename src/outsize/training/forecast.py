@@ -24,7 +24,7 @@ from outsize.planner.program.ops import COMPUTE_KINDS
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.simulate.crowding import crowded
-from outsize.planner.simulate.recalibrate import Trace, read_trace
+from outsize.planner.simulate.gpu_times import Trace, read_trace
 from outsize.planner.simulate.simulator import CostModel
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline

@@ -18,8 +18,7 @@ from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.sizing import PlanOptions, gradients_at_home
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.planner.simulate.gpu_times import unit_times
-from outsize.planner.simulate.stage_traffic import SharedRates
+from outsize.planner.simulate.gpu_times import SharedRates, unit_times
 
 NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "

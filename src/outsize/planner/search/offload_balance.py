@@ -27,7 +27,7 @@ from outsize.planner.program.activation_policy import OFFLOADED, Kept, bytes_of,
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.recompute_policy import Raise, keep_order, most_kept
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.planner.simulate.stage_traffic import SharedRates
+from outsize.planner.simulate.gpu_times import SharedRates
 
 # Multiples of it, without their whole parts, lie evenly between 0 and 1 however many are taken (Weyl's sequence).
 GOLDEN = (5**0.5 - 1) / 2

@@ -24,8 +24,8 @@ from outsize.planner.search.cuts import (
     without_first_unit,
 )
 from outsize.planner.search.step_bound import Least, StepBound
+from outsize.planner.simulate.gpu_times import StageTraffic, with_shared
 from outsize.planner.simulate.pipeline import StageSums, bubble, makespan_s
-from outsize.planner.simulate.stage_traffic import StageTraffic, with_shared
 
 # How many numbers of stages are drawn for each direction, and into how many parts the effort of climbing is cut: the
 # best start has one of them, and whatever it leaves goes on to the next.

@@ -14,7 +14,7 @@ from outsize.planner.search.stage_offload import Way, away_in, spared
 from outsize.planner.search.stage_room import state_of
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.costs import step_pace
-from outsize.planner.simulate.stage_traffic import StageTraffic
+from outsize.planner.simulate.gpu_times import StageTraffic
 
 
 def bottom_of(model: ModelSpec, demand: Demand) -> int:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outsize.planner.program.stages import spans_down, spans_up
 from outsize.planner.search.cuts import Sizes
+from outsize.planner.simulate.gpu_times import with_shared
 from outsize.planner.simulate.pipeline import StageTimes
-from outsize.planner.simulate.stage_traffic import with_shared
 
 if TYPE_CHECKING:
     from outsize.planner.search.partition import Pipeline
