@@ -252,8 +252,8 @@ class Phase:
 
     def __init__(self, trainer: Any, outcomes: Iterator[Any]) -> None:
         from outsize.planner.simulate.comparison import Steps
+        from outsize.planner.simulate.stalls import waits_by_cause
         from outsize.planner.simulate.timeline import Timeline
-        from outsize.planner.simulate.wait_cause import waits_by_cause
 
         trainer.take_timeline()
         before = _sent(trainer)

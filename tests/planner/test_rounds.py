@@ -16,7 +16,7 @@ from outsize.planner.program.ops import Kind
 from outsize.planner.search.microbatch_search import NEAR
 from outsize.planner.search.stage_layout import num_handed_over
 from outsize.planner.search.step_plan import Budgets
-from outsize.planner.simulate.wait_cause import waits_by_cause
+from outsize.planner.simulate.stalls import waits_by_cause
 from planner.questions import CONFIG, GIB, ask
 
 MODELS = {
