@@ -13,8 +13,7 @@ from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import RunRecord, record_of
 from outsize.errors import ConfigError
-from outsize.planner.simulate.timeline import Timeline
-from outsize.planner.simulate.unit_latency import round_starts, unit_latencies
+from outsize.planner.simulate.timeline import Timeline, round_starts, unit_latencies
 from outsize.reporting import series
 from outsize.reporting.history import COMPUTE, MOST_OPS, History, read_timeline
 from outsize.reporting.html_page import lane_order
