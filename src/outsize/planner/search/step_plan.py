@@ -29,7 +29,7 @@ from outsize.planner.memory.memory_table import (
     store_buffer_bytes,
 )
 from outsize.planner.memory.traffic import Traffic, count_traffic
-from outsize.planner.passes.cycle_liveness import cycle_peak
+from outsize.planner.passes.cycle import cycle_peak
 from outsize.planner.passes.step_schedule import build_step, successive_steps
 from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
