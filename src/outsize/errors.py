@@ -14,7 +14,7 @@ The tree, and whose mistake each branch is::
     ├── StalledError           the machine: no op of a step has ended for far too long
     ├── LostRankError          the machines: of the processes of a run, one is gone, and which
     ├── NonFiniteError         the numbers: loss or gradient norm is NaN or infinite
-    ├── ProgramError           ours: a program breaks a rule of `planner.passes.validate`
+    ├── ProgramError           ours: a program breaks a rule of `planner.passes.slots`
     └── ExecutionError         ours: an op failed, and on which lane; the cause is chained
 
 Commands print the message of an `OutsizeError` and exit with status 2; anything else is a bug of outsize and keeps

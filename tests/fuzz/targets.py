@@ -32,8 +32,8 @@ from outsize.model.build import load_hf_config
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.model.split import split
 from outsize.optim.optimizer_spec import commit_record_bytes, planes_for
+from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_schedule import build_step
-from outsize.planner.passes.validate import validate
 from outsize.planner.program.program import parse, render
 from outsize.planner.program.step_layout import StepLayout
 from outsize.reporting.collect import collect

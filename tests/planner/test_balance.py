@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Demand, offload_rooms
-from outsize.planner.passes.validate import MemoryLimits, validate
+from outsize.planner.passes.slots import MemoryLimits, validate
 from outsize.planner.predict.prediction import fastest
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.ops import Kind

@@ -12,9 +12,8 @@ from outsize.planner.passes.cycle import (
     insert_steps,
     v_cycle,
 )
+from outsize.planner.passes.slots import insert_disk, validate
 from outsize.planner.passes.step_schedule import build_step
-from outsize.planner.passes.tiles import insert_disk
-from outsize.planner.passes.validate import validate
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program, parse, render
 from planner.layouts import layouts, make_layout

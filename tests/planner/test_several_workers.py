@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.passes.validate import validate
+from outsize.planner.passes.slots import validate
 from outsize.planner.predict.decision_search import clocked_s, planned_at
 from outsize.planner.predict.prediction import fastest
 from outsize.planner.program.activation_policy import Choice

@@ -5,8 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
+from outsize.planner.passes.slots import MemoryLimits, validate
 from outsize.planner.passes.step_schedule import build_step
-from outsize.planner.passes.validate import MemoryLimits, validate
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program, parse, parse_op, render

@@ -13,7 +13,7 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
-from outsize.planner.passes.validate import validate
+from outsize.planner.passes.slots import validate
 from outsize.planner.program.activation_policy import OFFLOADED, Extent
 from outsize.planner.program.stages import Stages
 from outsize.planner.search.offload_balance import UnitRates

@@ -1,4 +1,6 @@
-"""Which unit lies in which slot when: an offline choice, since the order of visits is known.
+"""Give units slots and tiles, and check the result.
+
+Which unit lies in which slot when: an offline choice, since the order of visits is known.
 
 A *visit* is a run of compute ops of one unit: with N units there are N visits down and up to N-1 back up. A
 unit that still lies in a slot is used again without a LOAD; a unit is visited at most twice in a round, so it is loaded
@@ -7,14 +9,35 @@ at most twice in one.
 The slot of a missing unit is the one whose LOAD can start early enough for the prefetch depth, looking one
 depth ahead so that a unit with only one slot to go to finds it free; among these, the one whose occupant is
 needed again farthest in the future (Belady's rule, optimal in misses); then the smallest.
+
+Passes for what lies below the device: optimizer tiles through a ring, whole units through host buffers.
+
+They come last. What they insert lies between the disk and host memory; the device's side of the program stays
+as it is, except that gradients which pass through the ring leave in tiles.
+
+Whether a program obeys the rules; if not, which op breaks which rule.
+
+The rules themselves are in `planner.program.program_rules`. This is the part that walks the program, meters its
+bytes, and
+shows the program with an arrow at the op that is wrong.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
+
+from outsize.errors import ProgramError
+from outsize.planner.memory.activation_liveness import ActivationMeter
+from outsize.planner.program.activation_policy import KeptBytes
+from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Program, excerpt
+from outsize.planner.program.program_rules import Rules
+from outsize.planner.program.rules_home import BrokenRuleError
+from outsize.planner.program.step_layout import StepLayout
+from outsize.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +139,140 @@ def _choose(
         return late, taken_soon, -next_use, slot.size_bytes, index
 
     return min(fits(needed[visit]), key=cost)
+
+
+def insert_disk(program: Program, layout: StepLayout) -> Program:
+    """Stage units through host buffers where the layout says so, cut the optimizer's steps into tiles, and commit."""
+    if layout.staged:
+        program = _stage(program, layout)
+    if any(layout.tiles):
+        program = _tile(program, layout)
+    return Program((*program.ops, Op(kind=Kind.COMMIT))) if layout.commits else program
+
+
+def _stage(program: Program, layout: StepLayout) -> Program:
+    """Put a READ before every LOAD and a WRITE after every GRAD, with a host buffer between them.
+
+    With two buffers or more, weights and gradients have buffers of their own, so that a READ ahead of its
+    time does not wait for a gradient. Gradients that pass through a ring need none.
+    """
+    num_gradients = 0 if layout.ring else layout.num_host_buffers // 2
+    num_weights = layout.num_host_buffers - num_gradients
+    gradients = range(num_weights, layout.num_host_buffers) or range(1)
+    loads = grads = 0
+    ops: list[Op] = []
+    for op in program:
+        if op.kind is Kind.LOAD:
+            buffer = loads % num_weights
+            loads += 1
+            ops += (Op(kind=Kind.READ, unit=op.unit, buffer=buffer), replace(op, buffer=buffer))
+        elif op.kind is Kind.GRAD and not layout.ring:
+            buffer = gradients[grads % len(gradients)]
+            grads += 1
+            ops += (replace(op, buffer=buffer), Op(kind=Kind.WRITE, unit=op.unit, buffer=buffer))
+        else:
+            ops.append(op)
+    return Program(tuple(ops))
+
+
+def _tile(program: Program, layout: StepLayout) -> Program:
+    """Replace each run of STEPs of tiled units by their tiles, READs as far ahead as there are buffers.
+
+    Where gradients pass through the ring, the GRAD before a STEP goes with its tiles.
+    """
+    ops: list[Op] = []
+    pending: list[tuple[int, int]] = []
+    workers: dict[int, int | None] = {}
+    done = 0
+    for op in program:
+        if op.kind is Kind.GRAD and op.unit is not None and layout.ring:
+            workers[op.unit] = op.worker
+            continue
+        if op.kind is Kind.STEP and op.unit is not None and layout.tiles[op.unit]:
+            pending += [(op.unit, tile) for tile in range(layout.tiles[op.unit])]
+            continue
+        ops += _pipeline(pending, done, layout, workers)
+        done += len(pending)
+        pending = []
+        ops.append(op)
+    ops += _pipeline(pending, done, layout, workers)
+    return Program(tuple(ops))
+
+
+def _pipeline(
+    tiles: list[tuple[int, int]], done: int, layout: StepLayout, workers: Mapping[int, int | None]
+) -> list[Op]:
+    """Return READ, GRAD, STEP and WRITE of ``tiles``, each READ right after the WRITE that frees its buffer.
+
+    READs and WRITEs are those of a home on disk, GRADs those of gradients that pass through the ring; each GRAD then
+    comes right behind what fills or frees its buffer, so that it runs ahead of the STEPs.
+    """
+    num_buffers = layout.num_tile_buffers
+
+    def on_tile(kind: Kind, index: int) -> Op:
+        unit, tile = tiles[index]
+        return Op(kind=kind, unit=unit, tile=tile, buffer=(done + index) % num_buffers)
+
+    def fill(index: int) -> list[Op]:
+        read = [on_tile(Kind.READ, index)] if layout.tiles_on_disk else []
+        if not layout.ring:
+            return read
+        return [*read, replace(on_tile(Kind.GRAD, index), worker=workers[tiles[index][0]])]
+
+    ops = [op for index in range(min(num_buffers, len(tiles))) for op in fill(index)]
+    for index in range(len(tiles)):
+        ops.append(on_tile(Kind.STEP, index))
+        if layout.tiles_on_disk:
+            ops.append(on_tile(Kind.WRITE, index))
+        if index + num_buffers < len(tiles):
+            ops += fill(index + num_buffers)
+    return ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """What the tiers hold besides activations, and what they may hold.
+
+    Attributes:
+        boundary_bytes: bytes of the input of each streamed unit, for one microbatch.
+        kept_bytes: bytes that forwards of each extent keep.
+        below: tier that saved activations go to, ``host`` or ``disk``.
+        static_bytes: bytes by tier that are allocated for the whole step.
+        budget_bytes: most bytes by tier; a tier without an entry has no limit.
+    """
+
+    boundary_bytes: tuple[int, ...]
+    below: str
+    kept_bytes: KeptBytes = field(default_factory=dict)
+    static_bytes: Mapping[str, int] = field(default_factory=dict)
+    budget_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def validate(program: Program, layout: StepLayout, limits: MemoryLimits | None = None) -> None:
+    """Check ``program`` against `planner.program.program_rules`, and against ``limits`` where they are given.
+
+    Raises:
+        ProgramError: a rule is broken; the message names it and shows the program around the op.
+    """
+    rules = Rules(layout)
+    meter = ActivationMeter(layout, limits.boundary_bytes, limits.kept_bytes) if limits is not None else None
+    position = 0
+    try:
+        for position, op in enumerate(program):  # noqa: B007 - read where an error is caught
+            rules.check(op)
+            if meter is not None and limits is not None:
+                _check_bytes(*meter.add(op), limits)
+        position = len(program)
+        rules.check_end()
+    except BrokenRuleError as broken:
+        where = str(program.ops[position]) if position < len(program) else "end of the program"
+        shown = excerpt(program, position)
+        raise ProgramError(f"op {position}, {where}: {broken}\n{shown}") from None
+
+
+def _check_bytes(device_bytes: int, below_bytes: int, limits: MemoryLimits) -> None:
+    for tier, live_bytes in (("device", device_bytes), (limits.below, below_bytes)):
+        total = limits.static_bytes.get(tier, 0) + live_bytes
+        budget = limits.budget_bytes.get(tier, total)
+        if total > budget:
+            raise BrokenRuleError(f"{tier} holds {format_bytes(total)}, its budget is {format_bytes(budget)}")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, v_cycle
+from outsize.planner.passes.slots import insert_disk
 from outsize.planner.passes.stage_passes import staged_backward, staged_forward
-from outsize.planner.passes.tiles import insert_disk
 from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
 from outsize.planner.program.program import Program
 from outsize.planner.program.step_layout import StepLayout

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
 from outsize.planner.passes.exchange_pass import insert_exchange
+from outsize.planner.passes.slots import insert_disk
 from outsize.planner.passes.stage_passes import build_staged
-from outsize.planner.passes.tiles import insert_disk
 from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import Program
 from outsize.planner.program.stages import cursor_after

@@ -19,7 +19,7 @@ from outsize.model.split import Split
 from outsize.model.tiled_mlp import can_take_in_parts
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.passes.validate import validate
+from outsize.planner.passes.slots import validate
 from outsize.planner.predict.decision_search import plan_within
 from outsize.planner.predict.question import CodingRatesOf, MicrobatchCost, Question, in_seconds, unmeasured
 from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes

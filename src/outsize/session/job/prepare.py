@@ -30,7 +30,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
-from outsize.planner.passes.validate import validate
+from outsize.planner.passes.slots import validate
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
