@@ -17,8 +17,8 @@ from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.model.build import is_masked
+from outsize.objectives.objective_models import Row
 from outsize.objectives.objective_records import Classes, read_rows
-from outsize.objectives.preference_records import Row
 from outsize.objectives.recipes import RECIPES, Recipe
 from outsize.training.run_data import ModelFiles, files_of, load_tokenizer, open_dataset
 

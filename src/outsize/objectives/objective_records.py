@@ -15,7 +15,7 @@ from outsize.data.reading.formats import renamed, unread_fields
 from outsize.data.reading.json_records import Record
 from outsize.data.reading.record_reader import read_records
 from outsize.errors import ConfigError, DataError
-from outsize.objectives.preference_records import (
+from outsize.objectives.objective_models import (
     CONVERSATIONS,
     Row,
     asks_as_chat,
