@@ -14,9 +14,8 @@ For codecs and groups of ranks the checks are methods of a class to subclass, `C
 from outsize.testing.codec_contract import CodecContract
 from outsize.testing.device_contract import DEVICE_CONTRACT, MakeDevice
 from outsize.testing.group_contract import GroupContract, ThreadGroup, ThreadWorld, in_ranks
-from outsize.testing.home_contract import HOME_CONTRACT, MakeHome
+from outsize.testing.home_contract import HOME_CONTRACT, SCRATCH_CONTRACT, MakeHome, MakeScratch
 from outsize.testing.samples import pattern, raises, same_bits, small_model
-from outsize.testing.scratch_contract import SCRATCH_CONTRACT, MakeScratch
 
 __all__ = [
     "DEVICE_CONTRACT",
