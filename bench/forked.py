@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from outsize.testing.processes import free_port, rank_variables
+from outsize.testing.device_contract import free_port, rank_variables
 
 
 def fork_ranks(

@@ -19,7 +19,7 @@ from typing import Any
 import common
 
 from outsize.group.group import Group
-from outsize.testing.processes import free_port, rank_variables
+from outsize.testing.device_contract import free_port, rank_variables
 
 NETWORK, INTERFACE = "10.77.0", "net0"
 

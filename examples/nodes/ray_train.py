@@ -12,7 +12,7 @@ import sys
 
 def one_rank(settings):
     """Run one rank: Ray has told it who it is, and where rank 0 is."""
-    from outsize.testing.processes import free_port
+    from outsize.testing.device_contract import free_port
 
     import torch.distributed as dist
 

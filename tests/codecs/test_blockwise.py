@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.testing import CodecContract
-from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
+from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
 
 NAMES = [spec.name for spec in BLOCKWISE]
 

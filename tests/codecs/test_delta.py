@@ -5,7 +5,7 @@ from outsize.codecs.codec import open_codec
 from outsize.codecs.delta import apply_difference, difference
 from outsize.errors import CodecError
 from outsize.testing import CodecContract, same_bits
-from outsize.testing.codec_contract import encode, normal
+from outsize.testing.device_contract import encode, normal
 
 
 class TestDelta(CodecContract):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outsize.codecs import blockwise, blockwise_native, nf4, nf4_native
 from outsize.codecs.codec import open_codec
 from outsize.runtime.ops import gradient_ops
-from outsize.testing.codec_contract import encode, normal
+from outsize.testing.device_contract import encode, normal
 
 # Of one block of an 8B model, its largest matrix, and that of a 70B one.
 LARGEST = (4096 * 14336, 8192 * 28672)

@@ -7,7 +7,7 @@ from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import ROTATED, codec_spec
 from outsize.codecs.hadamard import rotate, rotate_back, signs
 from outsize.testing import CodecContract
-from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
+from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
 
 
 class TestInt8Hadamard(CodecContract):

@@ -6,7 +6,7 @@ import torch
 from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_spec import NF4_LEVELS, codec_spec
 from outsize.codecs.nf4 import NF4Codec
-from outsize.testing.codec_contract import CodecContract, encode, normal
+from outsize.testing.device_contract import CodecContract, encode, normal
 
 NAMES = ["nf4", "nf4-double"]
 

@@ -13,7 +13,7 @@ from outsize.codecs.window_numpy import decode_window, encode_window
 from outsize.codecs.window_torch import decode_window_torch
 from outsize.errors import CodecError
 from outsize.testing import CodecContract
-from outsize.testing.codec_contract import encode, normal
+from outsize.testing.device_contract import encode, normal
 from words import LAYOUTS, near
 
 

@@ -75,4 +75,4 @@ def test_the_ray_example_is_python_and_keeps_its_imports_to_where_ray_is():
     top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     assert top == {"argparse", "os", "subprocess", "sys"}
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names == {"outsize.testing.processes", "ray.train", "ray.train.torch"}
+    assert names == {"outsize.testing.device_contract", "ray.train", "ray.train.torch"}

@@ -12,7 +12,7 @@ from devices import DEVICE, TORCH_DEVICE, needs_accelerator
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.testing import CodecContract, same_bits
-from outsize.testing.codec_contract import TORCH_DTYPE, encode, normal
+from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
 from outsize.training.verify import verify
 from support import make_run
 

@@ -4,7 +4,7 @@ from torch.distributed import TCPStore
 from outsize.errors import ConfigError, LostRankError
 from outsize.group.group import SingleGroup
 from outsize.group.launched import launched, open_group
-from outsize.testing.processes import free_port, rank_variables
+from outsize.testing.device_contract import free_port, rank_variables
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from outsize.storage.arena import Arena
 from outsize.storage.encoded_planes import EncodedRoom, PackedPlane
 from outsize.storage.home import HostHome
 from outsize.testing import HOME_CONTRACT, same_bits, small_model
-from outsize.testing.codec_contract import normal
+from outsize.testing.device_contract import normal
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 400)), max_size=30))

@@ -10,7 +10,7 @@ from outsize.group.launched import launched
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
-from outsize.testing.processes import rank_variables
+from outsize.testing.device_contract import rank_variables
 from outsize.training import ranks
 from outsize.training.ddp import check_fits
 from outsize.training.ranks import check_same_start

@@ -11,11 +11,17 @@ For codecs and groups of ranks the checks are methods of a class to subclass, `C
 `in_ranks` runs the ranks of a group as threads of one process.
 """
 
-from outsize.testing.codec_contract import CodecContract
-from outsize.testing.device_contract import DEVICE_CONTRACT, MakeDevice
+from outsize.testing.device_contract import (
+    DEVICE_CONTRACT,
+    CodecContract,
+    MakeDevice,
+    pattern,
+    raises,
+    same_bits,
+    small_model,
+)
 from outsize.testing.group_contract import GroupContract, ThreadGroup, ThreadWorld, in_ranks
 from outsize.testing.home_contract import HOME_CONTRACT, SCRATCH_CONTRACT, MakeHome, MakeScratch
-from outsize.testing.samples import pattern, raises, same_bits, small_model
 
 __all__ = [
     "DEVICE_CONTRACT",

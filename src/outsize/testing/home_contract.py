@@ -18,7 +18,7 @@ from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import COMPUTE_DTYPE
 from outsize.storage.scratch import Scratch
-from outsize.testing.samples import pattern, raises, same_bits, small_model
+from outsize.testing.device_contract import pattern, raises, same_bits, small_model
 
 MakeHome = Callable[[ModelSpec], Home]
 
