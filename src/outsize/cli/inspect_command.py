@@ -36,7 +36,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show the units that a model is split into, and their bytes; reads no weights."""
-    from outsize.model import inspect as inspection
+    from outsize.model import walk as inspection
 
     output = Output(as_json=as_json)
     with output.guarded():

@@ -32,7 +32,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from outsize.compat import torch_private
 from outsize.errors import ModelError
-from outsize.model import recorded
+from outsize.model import walk
 from outsize.model.split import Split
 
 # What decoders of transformers call it.
@@ -125,8 +125,8 @@ class _InParts(nn.Module):
 
     def own(self, part: Tensor, keys: tuple[str, ...]) -> Any:
         """Run the module's own forward on ``part`` [1, tokens, width]; returns the outputs, and what it recorded."""
-        forward = recorded.recording(super().forward)
-        return forward(part, **{recorded.WANTED: keys}) if keys else (forward(part), {})
+        forward = walk.recording(super().forward)
+        return forward(part, **{walk.WANTED: keys}) if keys else (forward(part), {})
 
 
 class Call:
@@ -138,7 +138,7 @@ class Call:
 
     def __init__(self, module: _InParts) -> None:
         self._module = module
-        self._keys = recorded.wanted()
+        self._keys = walk.wanted()
         self._structure: Any = None
 
     def part(self, rows: Tensor) -> list[Tensor]:
@@ -190,7 +190,7 @@ class Call:
         tensors = [leaf.view(*places, -1) if leaf.ndim == 3 else leaf for leaf in leaves]
         outputs, rest = torch_private.unflatten(tensors, self._structure)
         if rest:
-            recorded.note(rest)
+            walk.note(rest)
         return outputs
 
 

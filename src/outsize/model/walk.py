@@ -1,14 +1,26 @@
-"""A model's own forward as a coroutine that pauses at every unit.
+"""Walk through a model's modules and say what was found.
+
+A model's own forward as a coroutine that pauses at every unit.
 
 `Walk` runs ``model(**inputs)``, unmodified, inside a greenlet. `Boundaries` has put a boundary in the place of each
 unit's forward; when the model's code calls a unit, the boundary hands the arguments out (`UnitCall`) and waits until
 somebody, who has run the unit in its own time on its own device, sends the outputs in. So units run in any order over
 microbatches, with no code per architecture: masks, rotary tables, caches and keyword arguments pass through as the
 model made them. Code between units ("glue": norms, scalings, the loss) runs inside the coroutine.
+
+What a model is made of, from its config alone: a table of units, ready for JSON. Reads no weights.
+
+What transformers records inside units (router logits, attention probabilities) travels with a unit's outputs.
+
+transformers hangs hooks on modules deep inside; they append to lists of the forward that is under way in their context.
+A unit of a walk runs in another context, and more than once. So the boundary asks which lists the forward wants; the
+unit's forward collects them for itself and returns them behind its outputs, cut and given gradients as those are; and
+the boundary appends them where the model's own code will look.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +29,112 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
+from outsize.compat.transformers_private import output_collector
 from outsize.errors import ModelError
+from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.modes import MODES, Modes, check_inference
-from outsize.model.recorded import WANTED, note, recording, wanted
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.model.split import split
+
+
+def inspect(
+    path: str | os.PathLike[str], dtype: str = "bf16", trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Return the units of a model and their bytes.
+
+    Args:
+        path: model directory, bare ``config.json`` or hub id.
+        dtype: compute dtype that weights are counted in, ``fp32``, ``bf16`` or ``fp16``.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        ``architecture``, ``dtype``, ``num_parameters`` and ``num_trainable`` (each counted once, without
+        padding), ``training_state_bytes`` (fp32 weights, gradients and two moments), ``largest_unit_bytes``
+        (weights in ``dtype``) and ``units``, each with ``index``, ``name``, ``kind``, ``num_parameters`` and
+        ``weight_bytes``.
+
+    Raises:
+        ModelError: no such model, or one that cannot be built or split.
+    """
+    config = load_hf_config(path, trust_remote_code)
+    model = build_skeleton(config, dtype, trust_remote_code=trust_remote_code, frozen=True)
+    spec = split(model, dtype).spec
+    return {
+        "architecture": type(model).__name__,
+        "dtype": dtype,
+        "num_parameters": spec.num_parameters,
+        "num_trainable": spec.num_trainable,
+        "training_state_bytes": spec.training_state_bytes,
+        "largest_unit_bytes": max(unit.weight_bytes(dtype) for unit in spec.units),
+        "units": [_row(unit, dtype) for unit in spec.units],
+    }
+
+
+def _row(unit: UnitSpec, dtype: str) -> dict[str, Any]:
+    return {
+        "index": unit.index,
+        "name": unit.name,
+        "kind": unit.kind,
+        "num_parameters": sum(tensor.numel for tensor in unit.tensors),
+        "weight_bytes": unit.weight_bytes(dtype),
+    }
+
+
+# The keyword argument that tells a unit's forward what to collect.
+WANTED = "_outsize_recorded"
+# These are recorded of the units themselves, outside of them.
+_OF_UNITS = frozenset({"hidden_states", "_hidden_states_layers"})
+Found = dict[str, list[Any]]
+
+
+def wanted() -> tuple[str, ...]:
+    """What the forward under way in this context wants recorded inside units; empty for nothing."""
+    collector = output_collector()
+    lists = collector.get() if collector is not None else None
+    return tuple(key for key in lists or () if key not in _OF_UNITS)
+
+
+def note(records: Found) -> None:
+    """Give the forward under way in this context what was recorded inside a unit."""
+    collector = output_collector()
+    assert collector is not None
+    for key, values in records.items():
+        collector.get()[key].extend(values)
+
+
+def recording(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a unit's forward that returns ``(outputs, recorded)`` where `WANTED` says what to record.
+
+    It runs in the modes that `MODES` says.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        modes = kwargs.pop(MODES, None)
+        if modes is not None:
+            with modes.around():
+                return forward(*args, **kwargs)
+        keys = kwargs.pop(WANTED, ())
+        if not keys:
+            return real(*args, **kwargs)
+        with _collecting(keys) as records:
+            outputs = real(*args, **kwargs)
+        return outputs, records
+
+    forward.__wrapped__ = real  # type: ignore[attr-defined]
+    return forward
+
+
+@contextlib.contextmanager
+def _collecting(keys: tuple[str, ...]) -> Iterator[Found]:
+    collector = output_collector()
+    assert collector is not None
+    records: Found = {key: [] for key in keys}
+    token = collector.set(records)
+    try:
+        yield records
+    finally:
+        collector.reset(token)
+
 
 Outside = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

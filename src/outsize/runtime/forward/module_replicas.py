@@ -15,9 +15,8 @@ from torch import nn
 
 from outsize.compat.torch_private import buffers_of
 from outsize.errors import ModelError
-from outsize.model.recorded import recording
 from outsize.model.split import Split
-from outsize.model.walk import Boundaries
+from outsize.model.walk import Boundaries, recording
 
 
 @dataclass(frozen=True, slots=True)
