@@ -6,7 +6,7 @@ from torch import nn
 
 import zoo
 from outsize.errors import ModelError
-from outsize.model.frozen_params import dtype_and_parts
+from outsize.model.compiled import dtype_and_parts
 from outsize.model.split import split
 
 

@@ -13,7 +13,7 @@ from outsize.accelerators import CPU, Devices
 from outsize.config import parse_config
 from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton
-from outsize.model.hub_kernels import take_kernels
+from outsize.model.compiled import take_kernels
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.session.job import prepare

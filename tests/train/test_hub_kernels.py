@@ -27,7 +27,7 @@ from outsize.accelerators import Devices
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
 from outsize.model import liger
-from outsize.model.hub_kernels import take_hub
+from outsize.model.compiled import take_hub
 from outsize.model.liger import take_plain
 from outsize.training.verify import verify
 from support import make_run

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.compat.torch_private import parameters_of, version_of
 from outsize.errors import CheckpointError, ConfigError
-from outsize.model.frozen_params import Apart, frozen_part, matrices_and_tables
+from outsize.model.compiled import Apart, frozen_part, matrices_and_tables
 from outsize.model.sizes.model_spec import PartKind
 
 # What PEFT calls an adapter that nobody named, and what it puts into the names of the modules that it wraps.

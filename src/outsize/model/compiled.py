@@ -1,4 +1,6 @@
-"""Blocks compiled by `torch.compile`: each kind of block once, whichever layer it is.
+"""Compiled units, kernels from the hub and frozen parameters.
+
+Blocks compiled by `torch.compile`: each kind of block once, whichever layer it is.
 
 Parameters and buffers are inputs of what is compiled. So one compiled forward serves all layers of a kind, and a unit
 whose weights lie in a slot, whose forward is run again, or whose saved tensors wait elsewhere, runs the very kernels of
@@ -15,21 +17,47 @@ The story of one kind:
    would see none of a compiled block.
 
 Compiling blocks rather than models is what PyTorch calls regional compilation.
+
+Kernels of the Hub in the layers of a model.
+
+Kernels of the Hugging Face hub in a model: transformers maps them to layers, and the package `kernels` loads them.
+
+Modules of a class that transformers maps get the forward of a kernel; functions that it maps, such as scans and
+convolutions, belong to a module of transformers, and so to every model of the process, and keep theirs. As Liger's
+kernels, see there, these run where tensors lie on the device that they were loaded for: elsewhere, as in the trial of a
+microbatch, the model's own code runs.
+
+Kernels in place of operations of a model's blocks, as `model.kernels` names them.
+
+What lies apart from what trains: the frozen parameters of a unit that trains little, and those of another dtype.
+
+A trained parameter costs weights, perhaps a master, two moments and a gradient, and all planes of a unit are as long.
+So where most of a unit is frozen (adapters beside a frozen layer), what is frozen gets a plane of its own, of weights
+alone.
 """
 
 import inspect
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from outsize.accelerators import Devices
+from outsize.choices import BlockKernels
+from outsize.codecs.codec_spec import codec_spec
 from outsize.compat.torch_private import allow_forms, compile_errors, compile_graph, is_watched
-from outsize.model.split import Split
+from outsize.errors import ConfigError, ModelError
+from outsize.model.build import DTYPES
+from outsize.model.liger import NORM, Either, check_plain, given_forward, saving_norm, take_liger
+from outsize.model.sizes.model_spec import PartKind
+from outsize.model.split import Split, end_of, split
 
 # What compiles: torch's name of it.
 BACKEND = "inductor"
@@ -142,3 +170,206 @@ def _reason(error: BaseException) -> str:
     stack: traceback.StackSummary | None = getattr(error, "real_stack", None)
     where = f", at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
     return f"{type(inner).__name__}: {first_line}{where}"
+
+
+def take_hub(model: nn.Module, devices: Devices) -> str:
+    """Have ``model`` compute with kernels of the hub; `take_plain` undoes it, but for functions.
+
+    A kernel that is not in the hub's cache is downloaded by the package, if that trusts who publishes it.
+
+    Args:
+        model: its parameters may lie anywhere.
+        devices: that it will compute on.
+
+    Returns:
+        For which layers kernels compute now, and how many times.
+
+    Raises:
+        ConfigError: the package is not there, or transformers does not take its version.
+        ModelError: there is no kernel for a layer of such a model on such a device, one cannot be loaded, or the model
+            has some already.
+    """
+    kernelize = _kernelize()
+    check_plain(model)
+    kind = devices.torch_device.type
+    kind = "rocm" if kind == "cuda" and torch.version.hip else kind
+    functions = (vars(module).get("_kernel_funcs", {}).values() for module in model.modules())
+    parts = dict.fromkeys(
+        [*model.modules(), *(each for layer_functions in functions for each in layer_functions)]
+    )
+    mapped = [part for part in parts if hasattr(type(part), "kernel_layer_name")]
+    try:
+        kernelize(model, device=kind)
+    except Exception as error:  # of the hub, of the network, and of code that comes from there
+        for part in mapped:
+            vars(part).pop("forward", None)
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"kernels: those of the hub for {type(model).__name__} on {kind} cannot be loaded: {why}; try again where "
+            "the hub can be asked, or set none"
+        ) from error
+    layer_functions = Counter(name for part in mapped for name in _take(part, not devices.own_processor))
+    if not layer_functions:
+        raise ModelError(
+            f"kernels: the hub has none that trains a layer of {type(model).__name__} on {kind}; set none"
+        )
+    return ", ".join(f"{name} × {count}" for name, count in sorted(layer_functions.items()))
+
+
+def _kernelize() -> Callable[..., Any]:
+    """Return what puts kernels into a model that trains, by transformers' mapping.
+
+    Raises:
+        ConfigError: the package is not there, or transformers does not take its version.
+    """
+    from transformers.integrations import hub_kernels
+
+    try:
+        from kernels import Mode, kernelize
+
+        hub_kernels.register_kernel_mapping_transformers()
+    except (ImportError, RuntimeError) as error:
+        why = error if isinstance(error, ImportError) else "another one is installed"
+        raise ConfigError(
+            f"kernels: hub needs the package kernels in a version that transformers takes ({why}): "
+            "pip install 'outsize[hub]'"
+        ) from error
+    return partial(kernelize, mode=Mode.TRAINING)
+
+
+def _take(part: Any, everywhere: bool) -> Iterator[str]:
+    """Have ``part``, a module or a function as one, run the kernel that it was given where its tensors lie.
+
+    Yields:
+        The name of its layer, if there was a kernel.
+    """
+    kernel, class_forward = given_forward(part), type(part).forward
+    if kernel is class_forward:
+        del part.forward
+    elif kernel is not None and not isinstance(kernel, Either):
+        saving = partial(saving_norm, class_forward) if kernel.__qualname__ == NORM else class_forward
+        part.forward = MethodType(Either(kernel, saving, everywhere), part)
+        yield type(part).kernel_layer_name
+
+
+def take_kernels(
+    model: nn.Module, whose: BlockKernels, devices: Devices, announce: Callable[[str], object]
+) -> None:
+    """Have ``model`` compute with such kernels on ``devices``, and say which they are; `take_plain` undoes it.
+
+    Raises:
+        ConfigError: the package of the kernels is not there, or they do not run on such a device.
+        ModelError: there are none for such a model, or it has some already.
+    """
+    if whose != "none":
+        announce(f"kernels: {(take_liger if whose == 'liger' else take_hub)(model, devices)}")
+
+
+DTYPE_NAME = {dtype: name for name, dtype in DTYPES.items()}
+Apart = Callable[[str], PartKind | None]
+
+
+# Modules whose weights no product with tokens reads.
+_TABLES = (
+    *(nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def frozen_part(dtype: str, codec: str = "raw") -> PartKind:
+    """The part of a unit that holds frozen weights of ``dtype``, written by a codec of fixed rate."""
+    if codec == "raw":
+        return PartKind(plane=f"frozen_{dtype}", dtype=dtype)
+    spec = codec_spec(codec)
+    return PartKind(
+        plane=f"frozen_{dtype}_{codec}",
+        dtype=dtype,
+        codec=codec,
+        encoded_bytes=lambda numel: spec.max_bytes(numel, dtype),
+    )
+
+
+def matrices_and_tables(model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of what is worth a codec: matrices of linear layers and experts in blocks, and tables.
+
+    Tables are the embedding and the head. Norms, biases, convolutions, adapters and what lies outside the blocks are
+    small, or count for more than they weigh.
+    """
+    ends = [end_of(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
+    adapters = _of_adapters(model)
+    named = {name: p for name, p in model.named_parameters() if id(p) not in adapters}
+    inside = {id(p) for module in ends if module is not None for p in module.parameters() if p.dim() == 2}
+    plain = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, _TABLES)
+        for p in module.parameters(recurse=False)
+    }
+    blocks = [unit for unit in split(model).spec.units if unit.kind == "block"]
+    in_blocks = {tensor.name for unit in blocks for tensor in unit.tensors if len(tensor.shape) > 1}
+    tables = frozenset(name for name, p in named.items() if id(p) in inside)
+    matrices = frozenset(name for name in in_blocks & named.keys() if id(named[name]) not in plain)
+    return matrices - tables, tables
+
+
+def _of_adapters(model: nn.Module) -> set[int]:
+    """Return the parameters of adapters, by identity: what PEFT's layers have beside those they stand around."""
+    ids: set[int] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            ids.update({id(p) for p in module.parameters()} - {id(p) for p in base.parameters()})
+    return ids
+
+
+def dtype_and_parts(model: nn.Module, base_codec: str = "raw", table_codec: str = "raw") -> tuple[str, Apart]:
+    """Return the dtype of what trains in ``model``, and in which frozen part the parameter of a name lies, if any.
+
+    Apart lies what is frozen and has another dtype, or shares a unit with something trained that is smaller than
+    what is frozen there, or is written by a codec. Where nothing trains the dtype is that of most parameters.
+
+    Args:
+        model: ``requires_grad`` says what trains.
+        base_codec: how frozen matrices of its blocks are written, see `matrices_and_tables`.
+        table_codec: how its embedding and head are.
+
+    Raises:
+        ModelError: what trains has several dtypes, or a parameter one that is not fp32, bf16 or fp16.
+    """
+    named = dict(model.named_parameters())
+    unknown = {p.dtype for p in named.values()} - DTYPE_NAME.keys()
+    trained = {p.dtype for p in named.values() if p.requires_grad}
+    if unknown or len(trained) > 1:
+        dtypes = ", ".join(sorted(map(str, unknown or trained)))
+        whose = "some parameters" if unknown else "the parameters that train"
+        raise ModelError(
+            f"{whose} are {dtypes}; outsize needs fp32, bf16 or fp16, one of them for all that train: convert the "
+            "model first, e.g. with model.to(torch.bfloat16), or freeze what need not train"
+        )
+    dtype = DTYPE_NAME[trained.pop() if trained else _most(named)]
+    small = _beside_adapters(model, dtype)
+    matrices, tables = matrices_and_tables(model)
+    kinds = {}
+    for name, p in named.items():
+        codec = base_codec if name in matrices else table_codec if name in tables else "raw"
+        if not p.requires_grad and (codec != "raw" or DTYPE_NAME[p.dtype] != dtype or name in small):
+            kinds[name] = frozen_part(DTYPE_NAME[p.dtype], codec)
+    return dtype, kinds.get
+
+
+def _most(named: dict[str, nn.Parameter]) -> torch.dtype:
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in named.values():
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0]
+
+
+def _beside_adapters(model: nn.Module, dtype: str) -> set[str]:
+    """Names of frozen parameters in units that train less than they keep."""
+    names: set[str] = set()
+    for unit in split(model, dtype).spec.units:
+        frozen = [tensor for tensor in unit.tensors if not tensor.trainable]
+        trained = sum(tensor.numel for tensor in unit.tensors if tensor.trainable)
+        if 0 < trained < sum(tensor.numel for tensor in frozen):
+            names.update(tensor.name for tensor in frozen)
+    return names

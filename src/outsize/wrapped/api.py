@@ -19,8 +19,7 @@ from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
-from outsize.model.compiled import compile_blocks, take_eager
-from outsize.model.hub_kernels import take_kernels
+from outsize.model.compiled import compile_blocks, take_eager, take_kernels
 from outsize.model.liger import check_plain, take_plain
 from outsize.model.products import error_of, take_native, take_products
 from outsize.model.sizes.model_spec import TensorSpec

@@ -18,8 +18,7 @@ from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.group.group import Group, SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.compiled import as_they_are, compile_blocks
-from outsize.model.hub_kernels import take_kernels
+from outsize.model.compiled import as_they_are, compile_blocks, take_kernels
 from outsize.model.products import error_of, take_products
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.model.sizes.model_spec import ModelSpec
