@@ -32,7 +32,7 @@ from outsize.compat import torch_private
 from outsize.compat.transformers_private import output_collector
 from outsize.errors import ModelError
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.modes import MODES, Modes, check_inference
+from outsize.model.products import MODES, Modes, check_inference
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
 

@@ -11,7 +11,7 @@ from outsize.compat import torch_private
 from outsize.compat.torch_private import forward_hooks_of, memory_key
 from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
-from outsize.model.modes import Modes
+from outsize.model.products import Modes
 from outsize.model.split import Split
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
