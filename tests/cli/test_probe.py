@@ -8,9 +8,9 @@ from cli.command_line import status_of
 from doctor.records import gpu_machine
 from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, probed
 from outsize.cli.text.probe_text import describe
+from outsize.hardware.cgroup import Fact
 from outsize.hardware.link_fit import Piece, fit_link, summarize
 from outsize.hardware.machine_file import DataRates, parse
-from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import FeedRates, ShapeRate, break_even_tokens, starved_share
 from tiny import tiny_model
 

@@ -19,9 +19,9 @@ from hardware.fake_machine import measured, no_nvml, probed
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.finding import Rule, Seen
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.inventory import take_inventory
 from outsize.hardware.machine_file import MachineFile, parse
-from outsize.hardware.readings import Measurement
 
 GIB = 2**30
 # What every composed machine has beside its fault: worth knowing, no trouble.

@@ -26,7 +26,7 @@ from outsize.doctor.advice import is_on_cpu_alone
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts, is_on_cpu
 from outsize.doctor.rules import RULES
-from outsize.hardware.readings import Fact
+from outsize.hardware.cgroup import Fact
 
 GIB = 2**30
 

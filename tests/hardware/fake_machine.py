@@ -1,5 +1,6 @@
 """Trees of files that stand for ``/proc`` and ``/sys`` of other machines."""
 
+from outsize.hardware.cgroup import Fact, Measurement
 from outsize.hardware.inventory import take_inventory
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import (
@@ -11,7 +12,6 @@ from outsize.hardware.machine_file import (
     LinkRates,
     MachineFile,
 )
-from outsize.hardware.readings import Fact, Measurement
 
 SERVER = {
     "proc/cpuinfo": "".join(

@@ -4,10 +4,10 @@ import pytest
 
 from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, probed
 from outsize.errors import ConfigError
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.from_probe import machine_of, read_machine
 from outsize.hardware.link_fit import Piece
 from outsize.hardware.machine_file import compare, parse, read, readings
-from outsize.hardware.readings import Measurement
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from doctor.records import gpu
 from hardware.fake_machine import measured
-from outsize.hardware.readings import Measurement
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.topology import kind_by_rate, kind_by_topology, theory_bytes_per_s
 
 GEN4, GEN5 = (4, 16), (5, 16)

@@ -10,8 +10,8 @@ import torch
 from doctor.records import gpu
 from hardware.fake_machine import measured
 from outsize.accelerators import CPU
+from outsize.hardware.cgroup import Fact
 from outsize.hardware.cpu import NumaNode
-from outsize.hardware.readings import Fact
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.probing import host_probe, several_gpus
 from outsize.probing.compute import measure_shapes, shapes_of

@@ -7,8 +7,8 @@ import torch
 from hardware.fake_machine import measured
 from outsize.accelerators import CPU
 from outsize.cli.text.probe_rows import streaming_rows
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.machine_file import parse, readings
-from outsize.hardware.readings import Measurement
 from outsize.hardware.streaming import FeedRates, Overlap
 from outsize.probing import run_probe
 from outsize.probing.compute import measure_attention, measure_matmul

@@ -14,8 +14,8 @@ import statistics
 from outsize.doctor.contention import cores_taken, throttled
 from outsize.doctor.facts import Facts, LackingError, lost_share, median, number, text
 from outsize.doctor.finding import Seen, worst
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.gpus import GpuFacts
-from outsize.hardware.readings import Measurement
 from outsize.hardware.streaming import NumaRates, slower_than_fp32
 from outsize.units import format_bytes, format_rate, format_seconds
 

@@ -4,10 +4,10 @@ import statistics
 from dataclasses import dataclass
 
 from outsize.doctor.run_record import RunRecord
+from outsize.hardware.cgroup import Fact, Measurement
 from outsize.hardware.inventory import Inventory
 from outsize.hardware.link_fit import LinkFit
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile
-from outsize.hardware.readings import Fact, Measurement
 
 # Fewer tell no trend.
 _LEAST_SAMPLES = 6

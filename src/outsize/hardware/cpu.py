@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from outsize.hardware import cgroup
+from outsize.hardware.cgroup import Fact, Record
 from outsize.hardware.machine_spec import HOST_SHARE
-from outsize.hardware.readings import Fact, Record
 from outsize.units import format_bytes
 
 # Instruction sets that decide what matrix products and AdamW reach, as /proc/cpuinfo spells them (x86, then Arm).

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from outsize import files
 from outsize.errors import ConfigError
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile, parse
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer, from_json
-from outsize.hardware.readings import Measurement
 
 # The planner multiplies peak by efficiency; a measured product already is what is reached.
 _REACHED = Figure(value=1.0, source="the rate beside it is what was reached", measured=True)

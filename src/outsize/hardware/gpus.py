@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from outsize.hardware.readings import Fact, Record, explain
+from outsize.hardware.cgroup import Fact, Record, explain
 
 # From nvml.h: nvmlClockType_t, nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t and nvmlClocksEventReasons. Idle clocks are no
 # limit, so that reason is left out.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from outsize.hardware import cgroup
-from outsize.hardware.readings import Fact, Record
+from outsize.hardware.cgroup import Fact, Record
 from outsize.native.library import available, level, reason
 from outsize.units import format_bytes
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outsize.hardware.cgroup import Fact, Record
 from outsize.hardware.cpu import Cpu, read_cpu
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_gpus
 from outsize.hardware.host_memory import (
@@ -19,7 +20,6 @@ from outsize.hardware.host_memory import (
     read_environment,
     read_host_memory,
 )
-from outsize.hardware.readings import Fact, Record
 
 
 class Inventory(Record):

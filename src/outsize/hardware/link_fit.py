@@ -25,7 +25,7 @@ from itertools import combinations, pairwise
 from math import exp, log
 from typing import NamedTuple
 
-from outsize.hardware.readings import Measurement, Record
+from outsize.hardware.cgroup import Measurement, Record
 
 # A piece through two sizes has nothing to say of its own error.
 _LEAST_SIZES = 3

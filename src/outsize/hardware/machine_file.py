@@ -1,7 +1,7 @@
 """``machine.json``: what a probe found, in a form that is checked when it is read back.
 
 Every field that is a number of its own says its unit in its name, and every fact and measurement where it comes
-from (`outsize.hardware.readings`). A change that an older reader would misread raises `SCHEMA_VERSION`.
+from (`outsize.hardware.cgroup`). A change that an older reader would misread raises `SCHEMA_VERSION`.
 
 Two probes of a machine, measurement by measurement.
 """
@@ -16,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
+from outsize.hardware.cgroup import Fact, Measurement, Record
 from outsize.hardware.inventory import Inventory
 from outsize.hardware.link_fit import AllReducePoint, AllReduceRates, LinkFit
-from outsize.hardware.readings import Fact, Measurement, Record
 from outsize.hardware.streaming import FeedRates, NumaRates, Overlap, PinCost, ShapeRate, TogetherRates
 from outsize.hardware.topology import PeerLink
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from outsize.hardware.readings import Fact, Measurement, Record
+from outsize.hardware.cgroup import Fact, Measurement, Record
 
 # Ways to feed a device chunk after chunk, from the one without any plan to VELOCITY's four buffers.
 Way = Literal["demand-paged", "waited for", "two buffers", "four buffers"]

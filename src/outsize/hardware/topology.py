@@ -9,8 +9,8 @@ PCIe in numbers: what one lane carries by generation, and what is left of it in 
 
 from typing import Final, Literal
 
+from outsize.hardware.cgroup import Fact, Measurement, Record
 from outsize.hardware.gpus import GpuFacts
-from outsize.hardware.readings import Fact, Measurement, Record
 
 # Transfers per second of one lane by generation, and the share that line coding leaves of the bits: 8 of 10 for
 # generations 1 and 2, 128 of 130 for 3 to 5; 6 sends flits with 236 bytes of payload in 256.

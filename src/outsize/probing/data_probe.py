@@ -25,8 +25,8 @@ from torch import Tensor
 from outsize.codecs.codec import CodecFigures, measure_file
 from outsize.data.opening import ModelLimits, open_data
 from outsize.errors import OutsizeError, StorageError
+from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.machine_file import DataRates, DepthRates, DiskRates, ProbedCodec
-from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.probing.effort import Effort
 from outsize.storage.arena import Arena
 from outsize.storage.directory import temporary_directory

@@ -18,9 +18,9 @@ import torch
 
 from outsize.accelerators import Devices, vendor_of
 from outsize.errors import StorageError
+from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.cpu import NumaNode, listed
 from outsize.hardware.machine_file import HostRates
-from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import NumaRates, PinCost
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.probing.compute import finisher, measure_adamw

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, module_of, title_of, vendor_of
 from outsize.errors import StorageError
+from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.host_memory import refused_pin
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import DeviceRates, Direction, LinkPoint, LinkRates
-from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import Overlap
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort, sample

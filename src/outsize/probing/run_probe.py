@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outsize.accelerators import CPU, Devices, count_of, kind_here, uuids_of
+from outsize.hardware.cgroup import Fact
 from outsize.hardware.gpus import in_order_of
 from outsize.hardware.inventory import Inventory, take_inventory
 from outsize.hardware.link_fit import AllReduceRates
@@ -26,7 +27,6 @@ from outsize.hardware.machine_file import (
     MachineFile,
     ProbedCodec,
 )
-from outsize.hardware.readings import Fact
 from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
 from outsize.hardware.topology import PeerLink
 from outsize.model.sizes.model_spec import ModelSpec

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from outsize.accelerators import CPU, VENDORS, Devices, kind_here, synchronize, uuids_of, vendor_of
 from outsize.errors import StorageError
+from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_link_under_load
 from outsize.hardware.link_fit import AllReduceRates, summarize
 from outsize.hardware.machine_file import DeviceRates
-from outsize.hardware.readings import Fact, Measurement, explain
 from outsize.hardware.streaming import TogetherRates
 from outsize.hardware.topology import PeerLink, kind_by_rate, kind_by_topology
 from outsize.probing.compute import finisher

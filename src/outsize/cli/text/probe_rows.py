@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.machine_file import DeviceRates, MachineFile
-from outsize.hardware.readings import Measurement
 from outsize.hardware.streaming import break_even_tokens, starved_share
 from outsize.units import format_bytes, format_rate, format_seconds
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outsize.cli.text.columns import columns
 from outsize.cli.text.probe_rows import ratio_rows, several_rows, streaming_rows
+from outsize.hardware.cgroup import Fact, Measurement
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import Change, DeviceRates, DiskRates, MachineFile, readings
-from outsize.hardware.readings import Fact, Measurement
 from outsize.hardware.topology import theory_bytes_per_s
 from outsize.units import format_bytes, format_rate, format_seconds
 

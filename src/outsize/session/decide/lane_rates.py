@@ -24,9 +24,9 @@ from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.group.group import Pace
 from outsize.hardware.cards.presets import COPY_LATENCY_S, NVME
+from outsize.hardware.cgroup import Measurement
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine
-from outsize.hardware.readings import Measurement
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.link_bytes import encoded_planes
