@@ -244,12 +244,10 @@ def measure_disk(directory: Path, effort: Effort) -> DiskRates:
 def _measure_depth(file: DirectFile, buffer: Tensor, depth: int, effort: Effort) -> DepthRates:
     how = f"{depth} x {DEFAULT_REQUEST_BYTES // 2**20} MiB in flight"
     # Blocks that were never written read as zeros without a disk, and their first write costs more than a later one.
-    once = _rates_of_disk_probe(
-        file.write_from, buffer, depth, file.num_bytes, seconds=effort.disk_s, passes=1
-    )
+    once = _disk_rates(file.write_from, buffer, depth, file.num_bytes, seconds=effort.disk_s, passes=1)
     region = len(once) * buffer.nbytes
-    writes = _rates_of_disk_probe(file.write_from, buffer, depth, region, seconds=effort.disk_s)
-    reads = _rates_of_disk_probe(file.read_into, buffer, depth, region, seconds=effort.disk_s)
+    writes = _disk_rates(file.write_from, buffer, depth, region, seconds=effort.disk_s)
+    reads = _disk_rates(file.read_into, buffer, depth, region, seconds=effort.disk_s)
     return DepthRates(
         queue_depth=depth,
         write_bytes_per_s=Measurement.of(writes, f"sequential writes, {how}"),
@@ -259,7 +257,7 @@ def _measure_depth(file: DirectFile, buffer: Tensor, depth: int, effort: Effort)
 
 def _sustained(file: DirectFile, buffer: Tensor, effort: Effort) -> Measurement:
     """Write without a pause; each sample is a good part of a second, so that what drives buffer does not show."""
-    rates = _rates_of_disk_probe(file.write_from, buffer, 0, file.num_bytes, seconds=effort.sustained_s)
+    rates = _disk_rates(file.write_from, buffer, 0, file.num_bytes, seconds=effort.sustained_s)
     together = max(1, len(rates) // _NUM_SUSTAINED)
     samples = [
         statistics.harmonic_mean(rates[start : start + together])
@@ -270,7 +268,7 @@ def _sustained(file: DirectFile, buffer: Tensor, effort: Effort) -> Measurement:
     return Measurement.of(samples, how)
 
 
-def _rates_of_disk_probe(
+def _disk_rates(
     move: Callable[[Tensor, int], None],
     buffer: Tensor,
     depth: int,

@@ -225,7 +225,7 @@ def _nested(booked: Mapping[tuple[str, str], float]) -> Booked:
 
 
 # What compute waits for, by what is carried.
-_CONTENTS_of_wait_cause: Mapping[str | None, str] = {
+_CARRIED: Mapping[str | None, str] = {
     "weights": "weights",
     "sum": "gradient sums",
     "gradient": "gradients",
@@ -262,7 +262,7 @@ def _waits(stalls: Iterable[Stall], index: "_Index") -> dict[str, float]:
                 totals[HANDED_OUT] += end_s - ready_s
             end_s = ready_s
             start_s = max(event.start_s, stall.start_s)
-            totals[_cause_of_of_wait_cause(event)] += max(0.0, end_s - start_s)
+            totals[_carried_by(event)] += max(0.0, end_s - start_s)
             end_s = min(end_s, start_s)
             event = index.cause(event)
         totals[STEP_BEFORE] += max(0.0, end_s - stall.start_s)
@@ -270,15 +270,15 @@ def _waits(stalls: Iterable[Stall], index: "_Index") -> dict[str, float]:
     return {cause: seconds for cause, seconds in ordered if seconds > 0}
 
 
-def _cause_of_of_wait_cause(event: Event) -> str:
+def _carried_by(event: Event) -> str:
     """Return in words what waiting for an op is waiting for."""
     row = event.row
     if row is None:
         return COMPUTE
     if row.lane in ("up", "peer", "down"):
-        return f"{_CONTENTS_of_wait_cause[row.carries]} to {'leave' if row.lane == 'down' else 'arrive'}"
+        return f"{_CARRIED[row.carries]} to {'leave' if row.lane == 'down' else 'arrive'}"
     if row.is_net:
-        return f"{_CONTENTS_of_wait_cause[row.carries]} of other nodes"
+        return f"{_CARRIED[row.carries]} of other nodes"
     if row.price == "disk":
         return "disk reads" if row.lane in ("read", "read:units") else "disk writes"
     return "the optimizer on the host" if row.price == "step" else COMPUTE
