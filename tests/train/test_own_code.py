@@ -1,6 +1,7 @@
 """Models whose own code takes values past the layers by way of the model itself train as they do resident, or not."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from outsize.config import Config
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import plan, train
 from outsize.training.verify import verify
 from support import make_run
@@ -29,6 +32,7 @@ class OwnForCausalLM(LlamaForCausalLM):
         super().__init__(config)
         self.seen, self.named, self.skip = [], {{}}, None
         self.register_buffer("mean", torch.zeros(config.hidden_size))
+        self.standard = torch.nn.BatchNorm1d(config.hidden_size, affine=False)
         self.post_init()
 
     def forward(self, input_ids=None, labels=None, attention_mask=None, position_ids=None, **others):
@@ -57,7 +61,21 @@ CROSSING = {
     "buffer": ("self.mean.copy_(hidden.detach().mean((0, 1)))", "hidden = hidden + self.mean.clone()"),
     "object": ("self.config.skip = hidden", "hidden = hidden + self.config.skip; del self.config.skip"),
 }
-LOCAL = {"local": ("skip = hidden", "hidden = hidden + skip")}
+TURNED = "hidden = hidden.transpose(1, 2).contiguous().transpose(1, 2)"
+NORMED = "hidden = self.standard(hidden.transpose(1, 2)).transpose(1, 2)"
+NAMES = {
+    "list": r"OwnForCausalLM\.seen",
+    "dict": r"OwnForCausalLM\.named",
+    "buffer": r"OwnForCausalLM\.mean",
+    "object": r"OwnForCausalLM\.config",
+}
+LOCAL = {
+    "local": ("skip = hidden", "hidden = hidden + skip"),
+    "turned before": (TURNED, ""),
+    "turned behind": ("", TURNED),
+    "normed before": (NORMED, ""),
+    "normed behind": ("", NORMED),
+}
 
 
 @pytest.fixture
@@ -86,17 +104,32 @@ def own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("member", CROSSING)
 def test_what_crosses_layers_goes_whole_or_is_refused(member: str, own_run: Any) -> None:
-    cut = own_run(member)
+    cut, crossing = own_run(member), NAMES.get(member, r"OwnForCausalLM\.skip")
     for refused in (train, plan, verify):
-        with pytest.raises(ConfigError, match=r"OwnForCausalLM.*train\.microbatches=1"):
+        with pytest.raises(ConfigError, match=rf"OwnForCausalLM sets {crossing} .*train\.microbatches=1"):
             refused(cut)
     free = own_run(member, train={"microbatches": None}, memory={"activations": "recompute", "slots": 1})
+    said: list[str] = []
     assert plan(free).layout.num_microbatches == 1
-    assert verify(free).equal
+    assert verify(free, announce=said.append).equal
+    assert len([line for line in said if re.search(f"not cut into microbatches: .*{crossing}", line)]) == 1
 
 
-@pytest.mark.parametrize("rounds", [None, 1])
-def test_what_crosses_nothing_is_cut(rounds: int | None, own_run: Any) -> None:
-    run = own_run("local", train={"round_microbatches": rounds})
+def test_what_does_not_fit_whole_is_told_why_it_was_not_cut(own_run: Any) -> None:
+    tight = own_run("attribute", train={"microbatches": None}, memory={"device_memory": "100KiB"})
+    with pytest.raises(
+        InfeasiblePlanError, match=r"not cut into microbatches: .*OwnForCausalLM\.skip .*short"
+    ):
+        plan(tight)
+
+
+def test_replicas_take_microbatches_one_by_one(own_run: Any, tmp_path: Path) -> None:
+    prepared = prepare(RunSpec.of(own_run("attribute"), tmp_path), print, replica=True)
+    assert prepared.plan.layout.num_microbatches == 2
+
+
+@pytest.mark.parametrize(("member", "rounds"), [("local", 1), *((member, None) for member in LOCAL)])
+def test_what_crosses_nothing_is_cut(member: str, rounds: int | None, own_run: Any) -> None:
+    run = own_run(member, train={"round_microbatches": rounds})
     assert plan(run).layout.num_microbatches == 2
     assert verify(run).equal

@@ -194,7 +194,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         run = replace(run, weights_from=resumed)
     rates = None
     if replicated:
-        prepared = prepare(run, announce, adapters_from=begun)
+        prepared = prepare(run, announce, adapters_from=begun, replica=True)
         check_fits(prepared)
     else:
         prepared, rates = plan_run(run, announce, adapters_from=begun)

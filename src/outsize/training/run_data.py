@@ -21,6 +21,7 @@ from outsize.hardware.cpu import read_cpu
 from outsize.model.build import is_masked, load_hf_config
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.session.data_files import list_files
+from outsize.session.job.planning import why_whole
 from outsize.session.job.prepare import Job
 from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.units import format_bytes
@@ -240,7 +241,8 @@ def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
 def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]:
     """Return a line for every setting of ``config``, as the user gave it, without effect on the run that it came to.
 
-    And one of what of the optimizer's state is kept in fewer bits than a plain fp32 run has.
+    And one of what of the optimizer's state is kept in fewer bits than a plain fp32 run has, and one of steps that
+    cannot be cut.
     """
     container = None
     with contextlib.suppress(DataError):  # which says so itself where it is opened
@@ -258,4 +260,9 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
     )
     lossy = prepared.plan.state.lossy
     rounded = [f"not bit-exact, since rounded by chance: {' and '.join(lossy)}"] if lossy else []
-    return [f"note: {note}" for note in (*config.notes(around), *rounded)]
+    reason = why_whole(prepared.split, prepared.measured)
+    is_one = (
+        config.train.microbatches is None and prepared.config.microbatches == 1 < config.sequences_per_step
+    )
+    whole = [f"steps are not cut into microbatches: {reason}"] if reason and is_one else []
+    return [f"note: {note}" for note in (*config.notes(around), *rounded, *whole)]

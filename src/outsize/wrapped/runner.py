@@ -90,7 +90,7 @@ class Runner(Inferring):
             inside = {id(each) for unit in self.split.modules for each in unit.modules()}
             known = self._leaves_nothing == sign
             modules = [each for each in model.modules() if not known or id(each) not in inside]
-            return LeftState(model, modules, self._device, moves=moves)
+            return LeftState(modules, self._device, moves=moves)
 
         before = state = state_of_now()
         for _ in range(2):
@@ -193,9 +193,10 @@ class Runner(Inferring):
             return ready(1)
         try:
             found = ready(self.microbatches)
-            if self._measured is None or not self._measured.effects.crosses or len(main) == 1:
+            crossing = "" if self._measured is None else self._measured.effects.crosses
+            if not crossing or len(main) == 1:
                 return found
-            self._leave_state("what its code goes on with behind a layer")
+            self._leave_state(f"{crossing}, with which its code goes on behind a layer")
             return ready(1)
         except ModelError:
             found = ready(1)  # images of several rows lie in one tensor, say

@@ -5,7 +5,7 @@ them, and when a backward pass reaches them their gradients are kept in a `Gradi
 The box holds no activation: what the surrounding code does not need is free at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,13 +105,24 @@ def hand_out(outputs: Any, box: Gradients) -> Any:
 
     Autograd sums gradients of one tensor on the stream that is current now: that of the lane which reads the sum.
     """
-    leaves, structure = torch_private.flatten(cut(outputs))
+    leaves, structure = torch_private.flatten(outputs)
+    positions = [at for at, leaf in enumerate(leaves) if is_differentiable(leaf)]
+    return torch_private.unflatten(cut_at(leaves, positions, box), structure)
+
+
+def cut_at(leaves: Sequence[Any], positions: Iterable[int], box: Gradients) -> list[Any]:
+    """Return ``leaves``, those at ``positions`` cut from their history; their gradients end in ``box``.
+
+    There they arrive as they come. A leaf of a graph would give its gradient the strides that it has itself, and sums
+    over a tensor that lies in another order are rounded otherwise.
+    """
+    cut_off = list(leaves)
     anchor = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
-        for position, leaf in enumerate(leaves):
-            if is_differentiable(leaf):
-                leaves[position] = _Boundary.apply(anchor, box, position, (leaf,))  # type: ignore[no-untyped-call]
-    return torch_private.unflatten(leaves, structure)
+        for position in positions:
+            hidden = (cut_off[position].detach(),)
+            cut_off[position] = _Boundary.apply(anchor, box, position, hidden)  # type: ignore[no-untyped-call]
+    return cut_off
 
 
 def roots_of(leaves: Sequence[Tensor]) -> Roots:

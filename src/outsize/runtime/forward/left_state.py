@@ -4,7 +4,7 @@ Microbatches take turns between units, so that what the code of one leaves there
 batch has to go whole. What is made once and stays (a table, a cached mask) does no harm.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,32 +16,26 @@ from outsize.runtime.forward.unit_state import UnitState
 
 
 class LeftState:
-    """The state of a model, and of generators, before a call.
+    """The state of modules of a model, and of generators, before a call.
 
     Args:
-        model: that is called.
-        modules: of it, which are looked at, with what their code and hooks name.
+        modules: which are looked at, with what their code and hooks name.
         device: that computes.
         moves: whether buffers are exchanged for copies on other devices meanwhile.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: Iterable[nn.Module], device: torch.device, *, moves: bool
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, moves: bool) -> None:
         self._device, self._random = device, random_states(device)
-        self._names = {id(module): name for name, module in model.named_modules()}
         state = UnitState(modules)
         self._leaves, self._outline = outline_of((), state.modules, state.others)
         buffers = {id(buffers_of(module)) for module in state.modules} if moves else set()
-        self._places = [place for place in self._outline.places if id(place.target) not in buffers]
+        self._moving = {n for n, place in enumerate(self._outline.places) if id(place.target) in buffers}
         self._values = [leaf.detach().clone() for leaf in self._leaves]
 
     def changed(self) -> str | None:
         """Return the name of something that is another by now; None where nothing is. Changes in place do not count."""
-        self._outline.note_written(self._leaves)
-        return next(
-            (name for place in self._places if place.written for name in self._name(place.target)), None
-        )
+        written = self._outline.written(self._leaves)
+        return next((self._outline.name_of(*key) for key in written if key[0] not in self._moving), None)
 
     def undo(self) -> None:
         """Have everything be as it was."""
@@ -55,12 +49,6 @@ class LeftState:
             for leaf, value in zip(self._leaves, self._values, strict=True):
                 if not torch.equal(leaf, value):
                     leaf.copy_(value)
-
-    def _name(self, target: object) -> Iterator[str]:
-        if isinstance(target, nn.Module):
-            yield f"attributes of {self._names.get(id(target)) or 'the model'} ({type(target).__name__})"
-        else:
-            yield f"a {type(target).__name__} that the model's code or its hooks write into"
 
 
 def watching(model: nn.Module) -> int:

@@ -409,9 +409,10 @@ class MicrobatchRun:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         del pairs
         for position, source in visit.sources.items():
-            if (arrived := visit.leaves[position].grad) is not None:
+            if (arrived := visit.arrived.values[position]) is not None:
                 self._outer.defer(get_gradient_edge(source), arrived, source.device)
         visit.leaves.clear()
+        visit.arrived.values.clear()
         self._enter(unit)
 
     def _enter(self, unit: int) -> None:

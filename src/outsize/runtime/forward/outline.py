@@ -127,6 +127,30 @@ class Outline:
                         written[number, key] = present.get(key)
         return written
 
+    def name_of(self, number: int, key: Any) -> str:
+        """Return how a user would call what lies under ``key`` in the place ``number``: ``Class.attribute``, say."""
+        place, attribute = self.places[number], str(key)
+        for _ in self.places:  # each at most once
+            if isinstance(place.target, nn.Module):
+                return f"{type(place.target).__name__}.{attribute}"
+            above = ((one, name) for one in self.places for name, node in one.items if node is place)
+            place, name = next(above, (place, ""))
+            if not name:
+                break
+            attribute = attribute if name == "_buffers" else str(name)
+        return f"a {type(place.target).__name__} that the model's code or its hooks write into"
+
+    def name_of_leaf(self, at: int) -> str:
+        """Return the same of a leaf, by its position."""
+        where = (
+            (number, key)
+            for number, one in enumerate(self.places)
+            for key, node in one.items
+            if isinstance(node, _Leaf) and node.at == at
+        )
+        number, key = next(where, (None, ""))
+        return "a tensor that its code or its hooks hold" if number is None else self.name_of(number, key)
+
     def settle(self, constants: Mapping[int, Tensor], num_leaves: int) -> list[int]:
         """Have some leaves, by their index, be constants; returns the indices of those that are leaves still."""
         others = [index for index in range(num_leaves) if index not in constants]

@@ -27,13 +27,14 @@ class SideEffects:
         outlets: those of them that leave tensors with a history there.
         stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
             while other weights come to lie in their place.
-        crosses: whether code between units takes values from one to another by way of the model, see `CrossedState`.
+        crosses: the name of something by which code between units takes values past a unit, see `CrossedState`;
+            empty for nothing.
     """
 
     state: frozenset[int] = frozenset()
     outlets: frozenset[int] = frozenset()
     stashes: frozenset[int] = frozenset()
-    crosses: bool = False
+    crosses: str = ""
 
     def __or__(self, other: "SideEffects") -> "SideEffects":
         """Return what either says."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from outsize.compat.torch_private import memory_key, version_of
 from outsize.errors import ModelError
 from outsize.model.walk import UnitCall
-from outsize.runtime.forward.boundary import Forward, Gradients, Roots, is_differentiable
+from outsize.runtime.forward.boundary import Forward, Gradients, Roots, cut_at, is_differentiable
 from outsize.runtime.forward.outline import Outline, outline_of
 from outsize.runtime.forward.saved_tensors import SavedTensors
 from outsize.runtime.forward.selective_recompute import Selected
@@ -62,6 +62,7 @@ class UnitVisit:
         arguments: how the arguments hang together.
         sources: position in ``leaves`` → the same tensor with its history, where it has one.
         box: gradients of the outputs, filled as later units and glue run backward.
+        arrived: gradients of ``leaves``, by position there, once the unit has run backward.
         num_arguments: leaves that are not of its state.
         where: its state; None of a unit that changes none.
         state: what it held.
@@ -82,6 +83,7 @@ class UnitVisit:
     where: UnitState | None = None
     state: Outline | None = None
     outlet: bool = False
+    arrived: Gradients = field(default_factory=lambda: Gradients(()))
     roots: Roots | None = None
     held: SavedTensors | None = None
     selected: Selected | None = None
@@ -186,9 +188,9 @@ class UnitVisit:
             )
 
     def track_inputs(self) -> None:
-        """Make the arguments that carry gradients leaves of a graph."""
-        for position in self.sources:
-            self.leaves[position] = self.leaves[position].detach().requires_grad_()
+        """Begin a graph at the arguments that carry gradients, which arrive in ``arrived``."""
+        self.arrived = Gradients(self.leaves)
+        self.leaves = cut_at(self.leaves, self.sources, self.arrived)
 
 
 def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = False) -> UnitVisit:

@@ -33,22 +33,27 @@ class CrossedState:
             if type(module).__module__.startswith("torch.nn.")
             for buffer in module.buffers(recurse=False)
         }
-        self._versions = [(leaf, _version(leaf)) for leaf in self._leaves if id(leaf) not in counting]
+        self._versions = {
+            at: _version(leaf) for at, leaf in enumerate(self._leaves) if id(leaf) not in counting
+        }
         self._at_units: set[tuple[int, Any]] = set()
-        self._has_crossed = False
+        self._crossed: tuple[int, Any] | None = None
 
     def reach_unit(self) -> None:
         """Note what is another where a unit is called."""
         written = self._outline.written(self._leaves)
         self._at_units |= written.keys()
-        self._has_crossed |= any(isinstance(one, Tensor) and one.requires_grad for one in written.values())
+        with_history = (key for key, one in written.items() if isinstance(one, Tensor) and one.requires_grad)
+        self._crossed = self._crossed or next(with_history, None)
 
-    def crosses(self) -> bool:
-        """Whether anything has crossed a unit; to be asked when the forward has returned."""
-        changed = any(_version(leaf) != former for leaf, former in self._versions)
-        return (
-            changed or self._has_crossed or bool(self._at_units - self._outline.written(self._leaves).keys())
-        )
+    def crossing(self) -> str:
+        """Return the name of something that has crossed a unit, once the forward has returned; empty for nothing."""
+        for at, former in self._versions.items():
+            if _version(self._leaves[at]) != former:
+                return self._outline.name_of_leaf(at)
+        gone = self._at_units - self._outline.written(self._leaves).keys()
+        crossed = self._crossed or next(iter(sorted(gone, key=str)), None)
+        return "" if crossed is None else self._outline.name_of(*crossed)
 
 
 def _version(tensor: Tensor) -> int:

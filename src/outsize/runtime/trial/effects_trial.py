@@ -20,7 +20,7 @@ from outsize.compat.torch_private import memory_key
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.unit_state import UnitState, untouched
-from outsize.runtime.forward.unit_visit import visit_of
+from outsize.runtime.forward.unit_visit import UnitVisit, visit_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,8 @@ def effects_of(module: nn.Module, forward: Callable[..., Any], call: UnitCall) -
             outlet=returned.left,
             objects=bool(visit.arguments.places) or returned.has_objects,
         )
-        inputs = [visit.leaves[position] for position in visit.sources]
         ends = [leaf for leaf in returned.leaves if is_differentiable(leaf) and leaf.requires_grad]
-        stashes = bool(ends) and saving.reads_memory(ends, inputs)
+        stashes = bool(ends) and saving.reads_memory(ends, visit)
     torch.set_rng_state(generator)
     return UnitEffects(found.state, found.outlet, stashes, found.objects)
 
@@ -81,15 +80,18 @@ class _Saving:
         """A context in which the forward runs."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def reads_memory(self, ends: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-        """Whether a backward from ``ends`` to ``inputs`` and weights reads the weights where they lie."""
-        wanted = [*inputs, *(one for one in self._weights if one.requires_grad)]
-        if not wanted:
+    def reads_memory(self, ends: Sequence[Tensor], visit: UnitVisit) -> bool:
+        """Whether a backward from ``ends`` to what was given and to weights reads the weights where they lie."""
+        wanted = [one for one in self._weights if one.requires_grad]
+        if not wanted and not visit.sources:
             return False
         ones = [torch.ones_like(end) for end in ends]
 
         def gradients() -> list[Tensor]:
-            return _leaf_gradients(ends, wanted, ones)
+            arrived = visit.arrived.values
+            arrived[:] = [None] * len(arrived)
+            of_weights = _leaf_gradients(ends, wanted, ones)
+            return [*of_weights, *(one for one in arrived if one is not None)]
 
         with self._poison():
             poisoned = gradients()

@@ -149,7 +149,7 @@ class TrialPass:
         if isinstance(call, UnitCall):
             self._crossed.reach_unit()
         else:
-            self._row.effects |= SideEffects(crosses=self._crossed.crosses())
+            self._row.effects |= SideEffects(crosses=self._crossed.crossing())
         return call
 
     def _note_random(self, before: Tensor) -> None:

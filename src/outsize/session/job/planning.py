@@ -164,6 +164,8 @@ def question_of(
     group: Group,
     rates: Timed | None = None,
     coding_rates: CodingRatesOf = unmeasured,
+    *,
+    replica: bool = False,
 ) -> Question:
     """Return the question that a run asks the planner.
 
@@ -177,12 +179,14 @@ def question_of(
             nothing is decided that only rates of this machine can tell: what leaves the device, and codecs that shorten
             a step.
         coding_rates: of codecs, likewise.
+        replica: whether it trains as a plain replica, where each microbatch ends before the next begins.
 
     Raises:
         ConfigError: settings that do not go with the model, the machine, or each other.
     """
     spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
-    config = _uncut(config, parts, machine, tried, group)
+    if not replica:
+        config = _uncut(config, parts, machine, tried, group)
     options = _options_of(config, parts, machine, tried, group)
     figures = _assumed(config, machine) if rates is None else rates.machine
 
@@ -221,14 +225,25 @@ def _uncut(config: Config, parts: Split, machine: RunMachine, tried: Tried, grou
         ConfigError: it asks for microbatches.
     """
     count = min(config.sequences_per_step, config.train.microbatches or config.sequences_per_step)
-    if count == 1 or not tried(_first_cut(config, machine, group)).measured.effects.crosses:
+    if count == 1:
+        return config
+    measured = tried(_first_cut(config, machine, group)).measured
+    if not measured.effects.crosses:
         return config
     if config.train.microbatches is None:
         return config.in_microbatches(1)
     raise ConfigError(
-        f"train.microbatches: the code of {type(parts.model).__name__} leaves values on the model before its layers "
-        f"and reads them behind, so that {count} microbatches, which take turns at layers, would read one another's; "
-        "set train.microbatches=1, or hand such values on in local variables"
+        f"train.microbatches: {why_whole(parts, measured)}; set train.microbatches=1, or hand such values on in local "
+        "variables"
+    )
+
+
+def why_whole(parts: Split, measured: Measured) -> str:
+    """Return why steps cannot be cut into microbatches; empty where they can."""
+    crossing = measured.effects.crosses
+    return crossing and (
+        f"the code of {type(parts.model).__name__} sets {crossing} before layers and reads it behind, so that "
+        "microbatches, which take turns at layers, would read one another's"
     )
 
 

@@ -14,7 +14,7 @@ from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_chec
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.compat.transformers_private import attention_of
 from outsize.config import Config
-from outsize.errors import CheckpointError, ConfigError, ModelError
+from outsize.errors import CheckpointError, ConfigError, InfeasiblePlanError, ModelError
 from outsize.group.group import Group, SingleGroup
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
@@ -50,7 +50,7 @@ from outsize.session.job.machine import (
 )
 from outsize.session.job.model_inputs import check_loss, made_up_inputs, take_loss
 from outsize.session.job.optimizer_layout import layout_for, with_masters_of
-from outsize.session.job.planning import DemandTrial, Tried, question_of
+from outsize.session.job.planning import DemandTrial, Tried, question_of, why_whole
 from outsize.streamed.spec import RunSpec, dtype_chosen
 from outsize.units import format_bytes, format_count
 
@@ -122,7 +122,12 @@ class Job:
 
 
 def prepare(
-    run: RunSpec, announce: Announce, source: WeightSource | None = None, adapters_from: Path | None = None
+    run: RunSpec,
+    announce: Announce,
+    source: WeightSource | None = None,
+    adapters_from: Path | None = None,
+    *,
+    replica: bool = False,
 ) -> Job:
     """Read the model's config, split it, measure it, and plan a step.
 
@@ -131,6 +136,7 @@ def prepare(
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
         adapters_from: directory that adapters come from, a checkpoint's, say; None for fresh ones.
+        replica: whether it trains as a plain replica, see `question_of`.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
@@ -152,7 +158,7 @@ def prepare(
     machine = describe_machine(run.memory, run.devices, state_bytes, home)
     announce(_described(model, spec, adapters, run.dtype))
     tried = _tried(config, hf_config, parts, announce, group.size)
-    plan = decide(question_of(config, parts, machine, tried, group)).plan
+    plan = _planned(config, parts, machine, tried, group, replica=replica)
     _check_packing(config, hf_config, parts)
     for line in _told(config, plan, machine, state_bytes, group.size):
         announce(line)
@@ -175,6 +181,27 @@ def prepare(
         group=group,
     )
     return planned_so(prepared, plan)
+
+
+def _planned(
+    config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group, *, replica: bool = False
+) -> Plan:
+    """Ask for the plan of a run.
+
+    Raises:
+        InfeasiblePlanError: none fits; says why steps were not cut, where they cannot be.
+    """
+    question = question_of(config, parts, machine, tried, group, replica=replica)
+    try:
+        return decide(question).plan
+    except InfeasiblePlanError as error:
+        is_open = config.train.microbatches is None and config.sequences_per_step > 1 and not replica
+        reason = why_whole(parts, tried(1).measured) if is_open else ""
+        if not reason:
+            raise
+        raise InfeasiblePlanError(
+            f"{error.message}; steps are not cut into microbatches: {reason}", error.short_by
+        ) from None
 
 
 def _check_packing(config: Config, hf_config: Any, parts: Split) -> None:
@@ -231,7 +258,7 @@ def compiled_so(prepared: Job, announce: Announce) -> Job:
     config, parts, group = prepared.config.compiling("blocks"), prepared.split, prepared.group
     compile_blocks(parts, announce)
     tried = _tried(config, prepared.hf_config, parts, lambda _: None, group.size)
-    plan = decide(question_of(config, parts, prepared.machine, tried, group)).plan
+    plan = _planned(config, parts, prepared.machine, tried, group)
     return planned_so(replace(prepared, config=config, tried=tried), plan)
 
 
