@@ -5,8 +5,8 @@ Every operation of each (calls to the file system and ops of lanes) gets everyth
 time, each in a run of its own; see `crash.campaign` for what is checked. A worker that hangs is ended and
 counted. Then whole commands whose words do not arrive, or that are told to end: see `crash.tellers`.
 
-    python bench/bench_faults.py                  # a sample spread over all operations, some 4 minutes
-    python bench/bench_faults.py --all --late     # every point, the better part of an hour on two cores
+    python bench/bench_faults.py                  # four points of every kind, the same ones each time, some 4 minutes
+    python bench/bench_faults.py --all --late     # every point, two hours on two cores
     python bench/bench_faults.py --all --late --shard 1/4 --journal faults    # a quarter; and so on to 4/4
 
 Every verdict goes to a journal as soon as it is known. With ``--journal`` the same command goes on where it was cut
@@ -34,7 +34,7 @@ import common
 
 SCENARIOS = ("host", "disk", "resume", "home")
 OUTCOMES = ("equal", "refused", "missed", "hung", "broken")
-SAMPLE = 130
+EACH = 4
 HANG_S = 300.0
 
 
@@ -58,8 +58,7 @@ def work(args: argparse.Namespace, name: str, share: int, num_shares: int, journ
         if not args.late:
             harmful = {f"{' '.join(map(str, key))} {fault}" for key, fault in campaign.points(does_harm)}
             points = {text: point for text, point in points.items() if text in harmful}
-        # By their names, not their order: threads come by in another one in every process.
-        drawn = sorted(points, key=place_of)[: args.sample or None]
+        drawn = draw(points, args.each)
         ours = [text for text in drawn if place_of(text) % num_shares == share]
         head = {"points": ours, "operations": len(campaign.operations)}
         write(out, {**head, "commit": common.machine()["commit"]})
@@ -76,6 +75,21 @@ def work(args: argparse.Namespace, name: str, share: int, num_shares: int, journ
                 found = {"outcome": "broken", "problems": [f"{type(error).__name__}: {error}"]}
             write(out, {"point": text, "kind": f"{key.kind} {fault}", **found})
             faulthandler.cancel_dump_traceback_later()
+
+
+def draw(points: dict[str, Any], each: int) -> list[str]:
+    """Return ``each`` points of every kind of operation and fault, all for 0.
+
+    By their names, not their order: threads come by in another one in every process.
+    """
+    num_drawn: Counter[tuple[str, str]] = Counter()
+    drawn = []
+    for text in sorted(points, key=place_of):
+        key, fault = points[text]
+        num_drawn[key.kind, fault] += 1
+        if not each or num_drawn[key.kind, fault] <= each:
+            drawn.append(text)
+    return drawn
 
 
 def place_of(point: str) -> int:
@@ -107,7 +121,7 @@ def run(args: argparse.Namespace, name: str, directory: Path) -> None:
     def start(share: int) -> tuple[subprocess.Popen[bytes], IO[bytes], Path]:
         journal = directory / f"{name}-{share + 1}-of-{num_shares}.jsonl"
         command = [sys.executable, __file__, "--worker", name, str(share), str(num_shares), str(journal)]
-        command += ["--sample", str(args.sample)] + (["--late"] if args.late else [])
+        command += ["--each", str(args.each)] + (["--late"] if args.late else [])
         out = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has ended
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT), out, journal
 
@@ -176,7 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="every point, not a sample")
     parser.add_argument("--late", action="store_true", help="late calls and lost syncs too")
-    parser.add_argument("--sample", type=int, default=SAMPLE, help="points per scenario; 0 is all")
+    parser.add_argument("--each", type=int, default=EACH, help="points of each kind and scenario; 0 is all")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--shard", default="1/1", help="which part of how many, e.g. 2/4")
     parser.add_argument("--journal", type=Path, help="directory of the journals; a temporary one by default")
@@ -186,7 +200,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    args.sample = 0 if args.all else args.sample
+    args.each = 0 if args.all else args.each
     if args.worker:
         name, share, num_shares, journal = args.worker
         work(args, name, int(share), int(num_shares), Path(journal))
@@ -219,7 +233,7 @@ def main() -> None:
         {
             "bench": "faults",
             "machine": common.machine(),
-            "exhaustive": not args.sample and not left,
+            "exhaustive": not args.each and not left,
             "late_and_lost": args.late,
             "ok": not bad_tellers and not any(result["bad"] for result in results.values()),
             "kinds": len({kind for result in results.values() for kind in result["by_kind"]}),

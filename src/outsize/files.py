@@ -10,12 +10,13 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -226,6 +227,30 @@ def read_bytes(path: Path, most: int = _MOST_AT_ONCE) -> bytes:
 def read_text(path: Path, encoding: str = "utf-8", most: int = _MOST_AT_ONCE) -> str:
     """Return the text of a file as `read_bytes` reads it, its ends of lines as line feeds."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding=encoding).read()
+
+
+def read_json(path: Path, error: Callable[[str], Exception], remedy: str) -> dict[str, Any]:
+    """Return the fields of a file that holds a JSON object, whoever wrote it, read as by `read_bytes`.
+
+    Raises:
+        Exception: what ``error`` makes of the file, what is wrong with it, and ``remedy``.
+    """
+    try:
+        fields = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+        raise error(f"{path} cannot be read as JSON: {reason}; {remedy}") from cause
+    if not isinstance(fields, dict):
+        raise error(f"{path} cannot be read as JSON: it holds no object; {remedy}")
+    return fields
+
+
+def json_or_empty(path: Path) -> dict[str, Any]:
+    """Return what `read_json` does; nothing where there is no such file, or it is something else."""
+    try:
+        return read_json(path, ValueError, "")
+    except ValueError:
+        return {}
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:

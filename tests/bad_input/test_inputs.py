@@ -164,12 +164,19 @@ def test_tokens_outside_the_embedding_are_refused(world: World) -> None:
     )
 
 
-def test_text_without_a_tokenizer_is_refused(world: World) -> None:
+@pytest.mark.parametrize(
+    "content", [None, '{"model":' + "[" * 100_000 + "]" * 100_000 + "}"], ids=["none", "deep"]
+)
+def test_text_without_a_tokenizer_is_refused(world: World, content: str | None) -> None:
+    model = world.own_model()
+    if content is not None:
+        (model / "tokenizer.json").write_text(content)
     (world.root / "text.txt").write_text("some words " * 100)
     world.fails(
         DataError,
         "no tokenizer in .*; copy the tokenizer files of the model there, or use pre-tokenised data",
         data={"path": str(world.root / "text.txt")},
+        model={"path": str(model)},
     )
 
 

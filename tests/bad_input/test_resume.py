@@ -1,14 +1,18 @@
 """Going on with a run: the same run, to the same end; anything else is refused and changes nothing."""
 
 import json
+import math
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bad_input.world import World, make_model, names_below, run_well
+from outsize.checkpoint.checkpoint_state import render_state
 from outsize.errors import CheckpointError, ConfigError
 from outsize.training.run import train
 
@@ -117,6 +121,33 @@ def forget_key(checkpoint: Path) -> None:
     (checkpoint / "trainer_state.json").write_text(json.dumps(state))
 
 
+def hostile_moment(value: float, plane: str) -> Callable[[Path], None]:
+    """A file that is whole, and as its checksum says: who made it meant it so."""
+
+    def damage(checkpoint: Path) -> None:
+        path = next((checkpoint / "optimizer").glob(f"*layers.1.{plane}.*"))
+        tensors = load_file(path)
+        next(iter(tensors.values())).view(-1)[0] = value
+        save_file(tensors, path)
+        seal(checkpoint)
+
+    return damage
+
+
+def hostile_count(checkpoint: Path) -> None:
+    seal(checkpoint, updates={"lm_head.weight": 10**400})
+
+
+def seal(checkpoint: Path, **changes: Any) -> None:
+    """Make a checkpoint's checksums right."""
+    state = {**json.loads((checkpoint / "trainer_state.json").read_text()), **changes}
+    del state["crc32"]
+    for name, known in state["files"].items():
+        content = (checkpoint / name).read_bytes()
+        known.update(num_bytes=len(content), crc32=zlib.crc32(content))
+    (checkpoint / "trainer_state.json").write_text(render_state(state))
+
+
 def remove_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
@@ -127,11 +158,14 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (cut_shard, "model-00002-of-00006.safetensors is truncated"),
     (spoil_state, "trainer_state.json cannot be read"),
     (forget_key, "trainer_state.json cannot be read: updates: missing"),
+    (hostile_moment(math.nan, "exp_avg"), "exp_avg of .*layers.1 holds what is no number"),
+    (hostile_moment(-1.0, "exp_avg_sq"), "exp_avg_sq of .*layers.1 holds what is no number"),
+    (hostile_count, "trainer_state.json cannot be read: updates: missing"),
     (remove_checkpoint, "latest names 'step-00000003', which is not a checkpoint; correct or remove it"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "match"), DAMAGES, ids=[d[0].__name__ for d in DAMAGES])
+@pytest.mark.parametrize(("damage", "match"), DAMAGES, ids=[d[1][:24] for d in DAMAGES])
 def test_a_damaged_checkpoint_is_refused(world: World, damage: Callable[[Path], None], match: str) -> None:
     run_well(world)
     damage(world.root / "run/checkpoints/step-00000003")

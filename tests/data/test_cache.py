@@ -51,13 +51,14 @@ def test_what_a_killed_run_left_is_removed_but_not_what_a_live_one_writes(tmp_pa
     finished = subprocess.Popen([sys.executable, "-c", ""])
     finished.wait()
     host = socket.gethostname()
-    dead, alive = (tmp_path / f".writing-{host}-{pid}-abc" for pid in (finished.pid, os.getppid()))
+    pids = (finished.pid, os.getppid(), f"{os.getpid()}-former")
+    dead, alive, as_ours = (tmp_path / f".writing-{host}-{pid}-abc" for pid in pids)
     elsewhere = tmp_path / f".writing-elsewhere-{finished.pid}-abc"
-    for directory in (dead, alive, elsewhere):
+    for directory in (dead, alive, as_ours, elsewhere):
         directory.mkdir()
-    with new_entry(tmp_path / "new"):
+    with new_entry(tmp_path / "new"), new_entry(tmp_path / "beside"):
         pass
-    assert {path.name for path in tmp_path.iterdir()} == {"new", alive.name, elsewhere.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"beside", "new", alive.name, elsewhere.name}
 
 
 def test_a_cache_that_cannot_be_written_says_so(tmp_path):

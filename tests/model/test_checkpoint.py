@@ -245,9 +245,10 @@ class TestShards:
             self.open(sharded)
 
     def test_an_index_may_not_lead_elsewhere(self, sharded: Path):
-        self.change_index(sharded, lambda weight_map: weight_map.update(x="../../etc/passwd"))
-        with pytest.raises(CheckpointError, match="is not a file beside it"):
-            self.open(sharded)
+        for named in ("../../etc/passwd", "a\0b", 7, ""):
+            self.change_index(sharded, lambda weight_map, named=named: weight_map.update(x=named))
+            with pytest.raises(CheckpointError, match="is no file beside it"):
+                self.open(sharded)
 
     def test_an_index_that_is_none_is_an_error(self, sharded: Path):
         (sharded / "model.safetensors.index.json").write_text("{}")

@@ -36,7 +36,12 @@ def test_a_look_that_fails_or_a_clean_up_after_a_full_disk_is_a_clear_error(tmp_
     campaign = scenario("home", tmp_path)
     looks = [point for point in campaign.points() if point[0].kind == "look" and "run/" in point[0].path]
     wrecks = [point for point in campaign.points() if point[1] is Fault.WRECK and "home.bin" in point[0].path]
-    chosen = [*random.Random(7).sample(looks, 3), *random.Random(7).sample(wrecks, 2)]
+    heartbeat = Key("pwrite", "run/heartbeat.jsonl", 0, 0, 0)
+    chosen = [
+        *random.Random(7).sample(looks, 3),
+        *random.Random(7).sample(wrecks, 2),
+        (heartbeat, Fault.WRECK),
+    ]
     assert {point: found for point in chosen if (found := campaign.judge(*point).problems)} == {}
 
 

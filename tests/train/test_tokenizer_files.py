@@ -99,6 +99,14 @@ def test_a_copy_is_the_tokenizer_and_links_are_all_else(directory: Path):
     assert tokenizer.model_max_length == 77
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_directory_in_the_place_of_a_file_is_refused_by_name(directory: Path, name: str):
+    (directory / name).unlink()
+    (directory / name).mkdir()
+    with pytest.raises(StorageError, match=f"{name} is a directory"):
+        load_tokenizer(directory, trust_remote_code=False)
+
+
 def test_what_transformers_says_names_the_model(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

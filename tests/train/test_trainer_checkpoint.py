@@ -238,6 +238,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         changed_state(lambda s: each(s, lambda e: e.update(exp_avg=torch.zeros(3, 5)))),
         r"exp_avg of .* is \(3, 5\), not .*model\.freeze",
     ),
+    "NaN": (
+        changed_state(lambda s: each(s, lambda e: e["exp_avg"].fill_(float("nan")))),
+        "exp_avg of .* holds what is no number",
+    ),
+    "negative squares": (
+        changed_state(lambda s: each(s, lambda e: e["exp_avg_sq"].fill_(-1.0))),
+        "exp_avg_sq of .* holds what is no number",
+    ),
     "one too few": (
         changed_state(lambda s: s["param_groups"][1].update(params=s["param_groups"][1]["params"][1:])),
         r"is of \d+ trained parameters",

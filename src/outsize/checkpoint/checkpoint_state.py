@@ -184,11 +184,7 @@ def _made_by(run: str, path: Path) -> bool:
     """Whether a directory is a checkpoint that ``run`` has made."""
     if _step(path) < 0 or path.is_symlink():
         return False
-    try:
-        state = json.loads(files.read_text(path / STATE))
-    except (OSError, ValueError):
-        return False
-    return isinstance(state, dict) and state.get("run") == run
+    return bool(files.json_or_empty(path / STATE).get("run") == run)
 
 
 OPTIMIZER = "optimizer"
@@ -238,15 +234,10 @@ def read_state(directory: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is not as it was written.
     """
     path = directory / STATE
-    try:
-        found = json.loads(files.read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-    state = dict(run_state.checked(found, path))
+    remedy = "resume from another checkpoint with --resume PATH"
+    state = dict(run_state.checked(files.read_json(path, CheckpointError, remedy), path))
     if state.pop("crc32", None) != _crc32(state) or not _files_in(state):
-        raise CheckpointError(
-            f"{path} is not as it was written; resume from another checkpoint with --resume PATH"
-        )
+        raise CheckpointError(f"{path} is not as it was written; {remedy}")
     return state
 
 

@@ -24,7 +24,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import find_record, find_records
 from outsize.storage.layout_digest import is_laid_out
-from outsize.storage.prealloc import explain, sync_directory
+from outsize.storage.prealloc import sync_directory
 from outsize.storage.record import CommitRecord, has_commit
 from outsize.storage.zram import zram_below
 from outsize.units import format_bytes
@@ -198,20 +198,17 @@ def tell_costs(prepared: Job, run_dir: Path, announce: Announce) -> None:
 
 
 def remove_home(memory: MemoryConfig, run_dir: Path, saved: Path, announce: Announce) -> None:
-    """Remove the home of a run that has come to its end and is ``saved``, in its last checkpoint, durably.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Remove the home of a run that has come to its end and is ``saved``; one that cannot be removed is told of."""
     path = home_file(memory, run_dir)
     if not path.is_file():
         return
     try:
         size = path.stat().st_size
         files.system().unlink(path)
-    except OSError as error:
-        raise explain(error, f"remove {path}") from error
-    sync_directory(path.parent)
+        sync_directory(path.parent)
+    except (OSError, StorageError) as error:
+        announce(f"warning: {path} cannot be removed, and {saved.name} holds the end of the run: {error}")
+        return
     announce(f"removed {path} ({format_bytes(size)}): {saved.name} holds the end of the run")
     if memory.store_dir is None:
         with contextlib.suppress(OSError):  # something else lies there

@@ -259,6 +259,7 @@ def _fill_plane(
         for name, first, piece in pieces(unit.tensors, start, chunk):
             if name in tensors:
                 piece.copy_(tensors[name][first : first + piece.numel()])
+                _require_numbers(piece, plane, f"{plane} of {name}")
         trainer.home.write(unit.index, plane, start, chunk)
 
 
@@ -277,7 +278,18 @@ def _restore_plane(
         length = min(size, last - start)
         chunk = values[: align_up(length, made.sector_items)].zero_()
         read_plane(stored, seen, start, chunk[:length])
+        _require_numbers(chunk[:length], plane, f"{plane} of {seen.name}")
         trainer.home.write(seen.index, plane, start * made.group, chunk)
+
+
+def _require_numbers(values: Tensor, plane: str, what: str) -> None:
+    """Refuse what no step leaves, and the next one would bring to the weights: NaN, or squares below zero."""
+    if not values.dtype.is_floating_point:
+        return
+    if values.isnan().any() or (plane == EXP_AVG_SQ and (values < 0).any()):
+        raise CheckpointError(
+            f"{what} holds what is no number, or squares below zero; resume from another checkpoint with --resume PATH"
+        )
 
 
 def _restore_masters(

@@ -10,6 +10,7 @@ import errno
 import itertools
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from outsize.storage.prealloc import explain
 # Linked and not copied: weights, and what is too large to belong to a tokenizer.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LARGEST_BYTES = 2**27
+# What libraries pass over where it is no file, and load another tokenizer without a word.
+_ITS_FILE = re.compile(
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt|chat_template\..*|.*\.model"
+)
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -93,6 +98,8 @@ def _contents(directory: Path) -> Iterator[tuple[Path, bytes | None]]:
                 raise
         if path.name == NAMED_TEMPLATES and stat.S_ISDIR(status.st_mode):
             yield from _contents(path)
+        elif stat.S_ISDIR(status.st_mode) and _ITS_FILE.fullmatch(path.name):
+            raise StorageError(f"{path} is a directory, where a tokenizer has a file; remove it")
         elif (
             stat.S_ISREG(status.st_mode)
             and status.st_size <= _LARGEST_BYTES

@@ -12,7 +12,6 @@ What the ``Trainer`` keeps of random numbers and of its data loader stays behind
 step.
 """
 
-import json
 import pickle
 import re
 import zipfile
@@ -53,11 +52,8 @@ def find(path: Path) -> Path | None:
 
 def is_trainers(path: Path) -> bool:
     """Whether a directory holds the state of a ``Trainer``: it counts global steps and lists no files."""
-    try:
-        state = json.loads(files.read_text(path / STATE))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(state, dict) and "global_step" in state and "files" not in state
+    state = files.json_or_empty(path / STATE)
+    return "global_step" in state and "files" not in state
 
 
 def position_of(directory: Path) -> Position:
@@ -67,14 +63,14 @@ def position_of(directory: Path) -> Position:
         CheckpointError: its state cannot be read.
     """
     path = directory / STATE
+    state = files.read_json(path, CheckpointError, "take another checkpoint")
     try:
-        state = json.loads(files.read_text(path))
         step, tokens = state["global_step"], state.get("num_input_tokens_seen", 0)
         logged = [line["loss"] for line in state.get("log_history", ()) if "loss" in line]
         if type(step) is not int or step < 1 or type(tokens) is not int or tokens < 0:
             raise ValueError("global_step and num_input_tokens_seen are to be whole numbers")
         loss = float(logged[-1]) if logged else float("nan")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     return Position(step, tokens, 0, loss)
 

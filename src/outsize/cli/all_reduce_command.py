@@ -98,13 +98,12 @@ def _checked(backend: str, best: str, ranks: int, num_devices: int) -> str:
 def _write(path: Path, rates: "AllReduceRates") -> None:
     """Write ``rates`` to a file of their own, or into the machine that `outsize probe` wrote there."""
     text = rates.model_dump_json(indent=1) + "\n"
+    fields = files.read_json(path, ConfigError, "choose another --output") if path.is_file() else {}
+    if "schema_version" in fields:
+        text = json.dumps({**fields, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
     try:
-        if path.is_file():
-            fields = json.loads(files.read_text(path))
-            if "schema_version" in fields:
-                text = json.dumps({**fields, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
         path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--output {path}: {error}; choose another file") from error
 
 

@@ -105,14 +105,6 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             yield writer.scored_text(read_prompt(record, where), None)
 
 
-def _read_note(note: Path) -> Any:
-    """Return what a file of results was made with, as the file beside it tells."""
-    try:
-        return json.loads(files.read_text(note))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{note} cannot be read: {error}; choose another --out") from error
-
-
 class _Results:
     """What is written of a scoring: a line or a file for each text, and how far a former one came.
 
@@ -132,7 +124,7 @@ class _Results:
         }
         made["data_bytes"] = str(options.data.stat().st_size) if options.data.exists() else "0"
         note = options.out.with_name(options.out.name + ".made-with.json")
-        if note.exists() and _read_note(note) != made:
+        if note.exists() and files.read_json(note, ConfigError, "choose another --out") != made:
             raise ConfigError(f"{options.out} was made with other settings, see {note}; choose another --out")
         if not note.exists() and options.out.exists():
             raise ConfigError(f"{options.out} exists, and no scoring made it; choose another --out")

@@ -12,7 +12,7 @@ An entry is a directory named by its fingerprint::
 
 It is written in a temporary directory beside it and renamed when complete and on the disk, so an entry is whole or
 absent; one that is broken all the same is made anew. A run that is killed leaves its temporary directory; the next one
-on the same host removes it.
+on the same host removes it, one of the same process number too, as processes in containers have.
 """
 
 import hashlib
@@ -104,6 +104,7 @@ _log = logging.getLogger(__name__)
 _LAYOUT = 5  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _NUMBERS = itertools.count()
+_being_written: set[Path] = set()
 _REMEDY = "remove that directory, and the data is tokenised again"
 
 
@@ -188,6 +189,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
     temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{own}-{entry.name}"
     try:
         files.make_directories(entry.parent)
+        _being_written.add(temporary)
         _remove_abandoned(entry.parent)
         files.system().remove_tree(temporary)
         files.system().mkdir(temporary)
@@ -200,6 +202,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
         ) from error
     finally:
         files.system().remove_tree(temporary)
+        _being_written.discard(temporary)
 
 
 def write_index(directory: Path, detected: Detected) -> None:
@@ -219,5 +222,6 @@ def _remove_abandoned(cache_dir: Path) -> None:
     mine = f"{_TEMPORARY}-{socket.gethostname()}-"
     for path in cache_dir.glob(f"{mine}*"):
         pid = path.name.removeprefix(mine).split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        is_ours = pid == str(os.getpid()) and path not in _being_written
+        if is_ours or (pid.isdigit() and not psutil.pid_exists(int(pid))):
             files.system().remove_tree(path)

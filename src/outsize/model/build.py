@@ -7,7 +7,6 @@ that is left to do.
 """
 
 import copy
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -211,10 +210,7 @@ def _require_config(path: Path) -> Any:
                 "take them as they are"
             )
         raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
-    try:
-        fields = json.loads(files.read_text(path))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}; download it again") from error
+    fields = files.read_json(path, CheckpointError, "download it again")
     check_sizes(fields, path)
     return fields
 

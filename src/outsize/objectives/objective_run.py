@@ -37,7 +37,7 @@ from outsize.session.run_state import changed_settings, settings_of
 from outsize.storage.directory import temporary_directory
 from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import devices_of
-from outsize.telemetry.run_reading import step_of
+from outsize.telemetry.run_reading import lines_of, step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.loop import Progress
 from outsize.training.measures import peak_rss_bytes, stall_share
@@ -361,10 +361,12 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None, announce
 
 def _result(run_dir: Path, first: int, figures: dict[str, Any]) -> TrainResult:
     """Return what the steps after ``first`` came to, from their lines in the heartbeat."""
-    path = run_dir / HEARTBEAT
-    lines = [step_of(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
-    told_steps = {line["step"]: line for line in lines if line is not None}
-    steps = [line for line in told_steps.values() if line["step"] > first]
+    by_number = {}
+    with contextlib.suppress(ConfigError):  # what is trained and saved does not fail for want of its records
+        for line in map(step_of, lines_of(run_dir / HEARTBEAT)):
+            if line is not None and line["step"] > first:
+                by_number[line["step"]] = line
+    steps = list(by_number.values())
     seconds = sum(step["seconds"] for step in steps)
     stalled: dict[str, float] = {}
     for step in steps:

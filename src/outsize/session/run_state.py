@@ -17,6 +17,8 @@ from outsize.runtime.ops.context import StepContext
 from outsize.session.data_files import changed_files
 from outsize.session.steps import LossScale
 
+# A seed has 64 bits, and nothing is counted so far.
+_MOST_COUNTED = 2**64
 # Of these, states of older versions say nothing; whether the first is there tells them apart.
 _NEWER = ("train.microbatches", "model.attention", "transport.")
 
@@ -317,7 +319,7 @@ def check_kinds(state: Any) -> None:
     """Check the entries that a resume needs.
 
     Raises:
-        ValueError: one is missing, of another kind, or below zero; says which.
+        ValueError: one is missing, of another kind, or a number that nothing is counted to; says which.
     """
     if not isinstance(state, dict):
         raise ValueError("not an object")
@@ -338,7 +340,7 @@ def check_kinds(state: Any) -> None:
 
 
 def _counts(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < _MOST_COUNTED
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ from outsize.data.loader_sweep import enough_workers, sweep_loader
 from outsize.data.masking import Masker
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
-from outsize.errors import DataError
+from outsize.errors import DataError, StorageError
 from outsize.hardware.cpu import read_cpu
 from outsize.model.build import is_masked, load_hf_config
 from outsize.model.sizes.config_sizes import num_positions
@@ -170,7 +170,9 @@ def load_tokenizer(model: ModelFiles, trust_remote_code: bool) -> Any:
     """
     try:
         return tokenizer_files.load_tokenizer(model.directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except StorageError:
+        raise
+    except Exception as error:  # transformers and its tokenizers raise a dozen kinds
         first_line = str(error).strip().partition("\n")[0]
         raise DataError(
             f"no tokenizer in {model.directory}: {first_line}; copy the tokenizer files of the model there, or use "

@@ -6,7 +6,6 @@ Another number of microbatches sums gradients in another order, and compiled blo
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import re
 import time
@@ -200,11 +199,8 @@ def _numbers_of(
     run: Path, before: Config | None, rank_dir: str, num_ranks: int
 ) -> tuple[int | None, int | None]:
     """Return the microbatches of a rank in a run so far, and those of a round; None where nothing tells them."""
-    planned: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # there is none, or not a whole one
-        read = json.loads(files.read_text(run / rank_dir / PLAN_FILE))
-        numbers = read.items() if isinstance(read, dict) else ()
-        planned = {name: number for name, number in numbers if type(number) is int and number > 0}
+    read = files.json_or_empty(run / rank_dir / PLAN_FILE)
+    planned = {name: number for name, number in read.items() if type(number) is int and number > 0}
     if "microbatches" in planned and (rank_dir or before is None):
         return planned["microbatches"], planned.get("round_microbatches")
     if before is None:

@@ -4,7 +4,6 @@ They are read once, when a run begins, and every checkpoint of the run holds wha
 hours later, when the directory that they came from has been edited, cleaned up or unmounted.
 """
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,7 +114,4 @@ def _read(origin: Path, patterns: Sequence[str]) -> dict[str, bytes]:
 
 def _brings_code(directory: Path) -> bool:
     """Whether the tokenizer in ``directory`` is one of its own code."""
-    try:
-        return "auto_map" in json.loads(files.read_text(directory / "tokenizer_config.json"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
+    return "auto_map" in files.json_or_empty(directory / "tokenizer_config.json")

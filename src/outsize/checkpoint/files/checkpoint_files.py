@@ -1,6 +1,5 @@
 """The files of a checkpoint directory: which there are, and which tensors they hold."""
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -111,8 +110,6 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     files_of = _read_index(directory / INDEX)
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(files_of.values())):
-        if Path(file).name != file:
-            raise CheckpointError(f"{directory / INDEX} names {file!r}, which is not a file beside it")
         stored.update(read_header(directory / file))
     for name, file in files_of.items():
         if name not in stored or stored[name].path.name != file:
@@ -124,13 +121,13 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Read the index of a sharded checkpoint: tensor name to file name."""
-    try:
-        weight_map = json.loads(files.read_text(path))["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not an index of safetensors files ({error}); download it again"
-        ) from error
+    weight_map = files.read_json(path, CheckpointError, "download it again").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path} is not an index of safetensors files; download it again")
+    for file in weight_map.values():
+        if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
+            raise CheckpointError(f"{path} names {file!r}, which is no file beside it; download it again")
+    return weight_map
 
 
 def _no_weights(directory: Path) -> str:

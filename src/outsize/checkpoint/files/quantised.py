@@ -119,13 +119,7 @@ def _is_known(quantisation: Quantisation) -> bool:
 
 
 def _read_quantisation(directory: Path) -> Quantisation:
-    try:
-        config = json.loads(files.read_text(directory / "config.json"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{directory / 'config.json'} cannot be read: {error}; download it again"
-        ) from error
-    found = quantisation_of(config)
+    found = quantisation_of(files.read_json(directory / "config.json", CheckpointError, "download it again"))
     if found is None:
         raise CheckpointError(
             f"{directory} holds quantised matrices, and its config.json has no quantization_config; download it again"

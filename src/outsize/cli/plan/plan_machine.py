@@ -3,7 +3,6 @@
 What several nodes ask of a plan: an even share each, a network, and what is written on it.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -278,13 +277,12 @@ def net_of(options: PlanFlags) -> Figure | None:
 
 def _summed(path: Path) -> Figure:
     """Return what each rank sends while all sum, by a file of ``outsize all-reduce`` or of ``outsize probe``."""
+    remedy = "write them with outsize all-reduce --output FILE"
+    fields = files.read_json(path, ConfigError, remedy)
     try:
-        fields = json.loads(files.read_text(path))
         rates = AllReduceRates.model_validate(fields.get("all_reduce") or fields)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"--net {path}: no rates in it; write them with outsize all-reduce --output FILE"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--net {path}: no rates in it; {remedy}") from error
     if rates.fit is None:
         raise ConfigError(f"--net {path}: nothing was measured: {rates.note}")
     source = f"sums over {rates.num_ranks} ranks by {rates.backend}, in {path.name}"

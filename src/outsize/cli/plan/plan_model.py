@@ -3,7 +3,6 @@
 The config of a model that a command was given: a directory, a bare ``config.json``, or a hub id.
 """
 
-import json
 import os
 import re
 import socket
@@ -184,22 +183,13 @@ def _is_there(endpoint: str) -> bool:
 
 
 def _parsed(model: str, file: Path) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(files.read_text(file))
-    except FileNotFoundError as error:
+    if not os.path.lexists(file):
         raise CheckpointError(
             f"{model} has no config.json; give a model directory, its config.json, or a hub id"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        remedy = "fetch it again, or give another"
-        if file.suffix in (".yaml", ".yml"):
-            remedy = (
-                f"outsize plan takes a model; the plan of a run is that of outsize train {file} --dry-run"
-            )
-        raise CheckpointError(f"cannot read {file} as JSON: {error}; {remedy}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(
-            f"{file} is not the config of a model; give the config.json that lies beside its weights"
         )
+    remedy = "give the config.json that lies beside the weights of a model"
+    if file.suffix in (".yaml", ".yml"):
+        remedy = f"outsize plan takes a model; the plan of a run is that of outsize train {file} --dry-run"
+    fields = files.read_json(file, CheckpointError, remedy)
     check_sizes(fields, file)
     return fields
