@@ -1,5 +1,7 @@
 """Counted without weights, held to what a run measures on the model itself."""
 
+from pathlib import Path
+
 import pytest
 
 import zoo
@@ -8,6 +10,8 @@ from outsize.config import parse_config
 from outsize.model.build import build_skeleton
 from outsize.model.walk import Boundaries
 from outsize.session.job import prepare
+from outsize.session.job.model_setup import split_model
+from outsize.streamed.spec import RunSpec
 
 SEQUENCES, SEQ_LEN = 2, 512
 WITHIN = 0.1
@@ -44,9 +48,9 @@ def test_bytes_are_those_that_a_run_measures(name):
     config, run = config_of(name), run_of("bf16")
     counts = counted(config.to_dict(), seq_len=SEQ_LEN)
     work = counts.workload(SEQUENCES, SEQ_LEN)
-    parts = prepare.split_model(build_skeleton(config, "bf16"), "bf16", run)
+    parts = split_model(build_skeleton(config, "bf16"), "bf16", run)
     with Boundaries(parts.modules) as boundaries:
-        measured = prepare._measure(run, config, parts, boundaries, lambda _: None, num_ranks=1)[0]
+        measured = prepare._measure(RunSpec.of(run, Path()), 1, config, parts, boundaries, lambda _: None)[0]
     assert counts.spec == parts.spec
     assert work.boundary_bytes[1:] == measured.boundary_bytes[1:]
     assert work.saved_bytes[1:-1] == pytest.approx(measured.saved_bytes[1:-1], rel=WITHIN)

@@ -17,6 +17,8 @@ from outsize.model.compiled import take_kernels
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.session.job import prepare
+from outsize.session.job.model_setup import lora_of, split_model
+from outsize.streamed.spec import RunSpec
 
 SIZES = {
     "hidden_size": 192,
@@ -73,11 +75,11 @@ def measure(config, dtype, mlp_parts=1, lora=None, kernels="none"):
     )
     model = build_skeleton(config, dtype, frozen=lora is not None)
     take_kernels(model, kernels, CPU, lambda _: None)
-    adapters = None if lora is None else put_in(model, prepare.lora_of(run, model), 0)
-    parts = prepare.split_model(model, dtype, run, adapters)
+    adapters = None if lora is None else put_in(model, lora_of(run, model), 0)
+    parts = split_model(model, dtype, run, adapters)
     take_in_parts(parts, mlp_parts)
     with Boundaries(parts.modules) as boundaries:
-        return prepare._measure(run, config, parts, boundaries, lambda _: None, num_ranks=1)[0]
+        return prepare._measure(RunSpec.of(run, Path()), 1, config, parts, boundaries, lambda _: None)[0]
 
 
 @pytest.mark.parametrize(

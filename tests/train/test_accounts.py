@@ -118,7 +118,7 @@ def test_a_rank_says_what_its_own_microbatches_hold(tmp_path: Path):
     nobody = measures.Peak(flops_per_s=None, source="nobody")
 
     def tokens(size: int) -> int:
-        prepared = replace(alone, group=SimpleNamespace(rank=0, size=size))
+        prepared = replace(alone, run=replace(alone.run, group=SimpleNamespace(rank=0, size=size)))
         return int(about(prepared, None, nobody)["tokens_per_microbatch"])
 
     assert (tokens(1), tokens(2)) == (config.tokens_per_step // 2, config.tokens_per_step // 4)

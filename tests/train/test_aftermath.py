@@ -159,7 +159,7 @@ def test_a_resume_is_foretold_by_the_newest_record_wherever_a_layout_has_it(tmp_
         for step in (1, 2):
             home.commit({"step": step})
     said: list[str] = []
-    aftermath = Aftermath(config, tmp_path / "run", spec, said.append, planes)
+    aftermath = Aftermath(config.memory, tmp_path / "run", spec, said.append, planes)
     aftermath.begun = True
     with pytest.raises(StorageError), aftermath:
         raise StorageError("planted")

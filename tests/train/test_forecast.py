@@ -13,7 +13,7 @@ from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.gpu_times import Trace
 from outsize.session.decide import rates
 from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lane_rates
-from outsize.session.job.planning import recompute_shares
+from outsize.session.job.demand import recompute_shares
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks

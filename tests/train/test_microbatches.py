@@ -153,7 +153,7 @@ def test_files_of_other_people_say_nothing_of_microbatches(tmp_path):
 def test_stages_are_cut_by_times_of_the_same_microbatch(tmp_path):
     """A recompute takes no longer than the forward, and neither is of another number of tokens."""
     found = prepared(tmp_path, memory=TWO)
-    question = question_of(found.config, found.split, found.machine, found.tried, found.group)
+    question = question_of(found)
     one, two = (question.microbatch(count).times for count in (SEQUENCES, SEQUENCES // 2))
     pairs = zip(one.recompute_s, one.forward_s, strict=True)
     assert all(0.5 * forward < again <= forward for again, forward in pairs if again)

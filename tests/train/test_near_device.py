@@ -90,11 +90,12 @@ def test_a_run_of_two_nodes_goes_to_that_of_its_gpu_by_what_the_machine_says(tmp
         (tmp_path / name).write_text(text + "\n")
     monkeypatch.setattr(process_settings.torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda task: {own, 4000})
-    config = make_run(tmp_path)
+    settings = SimpleNamespace(memory=make_run(tmp_path).memory)
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
     machine = SimpleNamespace(devices=SimpleNamespace(properties=[gpu]))
-    prepared = SimpleNamespace(machine=machine, plan=SimpleNamespace(memory={"host": {"home": 10**9}}))
-    found = process_settings.placement_of(config, prepared, 1, tmp_path)
+    plan = SimpleNamespace(memory={"host": {"home": 10**9}})
+    prepared = SimpleNamespace(config=settings, machine=machine, plan=plan)
+    found = process_settings.placement_of(prepared, 1, tmp_path)
     assert (found.node, found.cpus) == (0, {own})
 
 

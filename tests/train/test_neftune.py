@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zoo
-from outsize.session.job.prepare import _add_noise
+from outsize.session.job.model_setup import _add_noise
 from outsize.training.verify import verify
 from support import make_run
 

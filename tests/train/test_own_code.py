@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def test_what_does_not_fit_whole_is_told_why_it_was_not_cut(own_run: Any) -> Non
 
 
 def test_replicas_take_microbatches_one_by_one(own_run: Any, tmp_path: Path) -> None:
-    prepared = prepare(RunSpec.of(own_run("attribute"), tmp_path), print, replica=True)
+    config = own_run("attribute")
+    prepared = prepare(replace(RunSpec.of(config, tmp_path), overall=config), print)
     assert prepared.plan.layout.num_microbatches == 2
 
 

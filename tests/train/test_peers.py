@@ -9,7 +9,7 @@ from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.decide.rates import measure_rates
 from outsize.session.job import machine as module
-from outsize.session.job.machine import RunMachine, measured_peers, peers_of
+from outsize.session.job.machine import measured_peers, peers_of
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from support import make_run
@@ -21,19 +21,19 @@ def configured(**sections: dict[str, Any]) -> Config:
     return Config(model={"path": "m"}, data={"path": "d"}, train={"run_dir": "r"}, **sections)
 
 
-def machine(device: str) -> RunMachine:
-    sizes = dict.fromkeys(("device_bytes", "host_bytes", "disk_bytes"), 2**40)
-    return RunMachine(devices=Devices.parse(device), home="host", below="host", **sizes)
+def pairs_of(config: Config, device: str) -> Any:
+    rate, activations = config.memory.peer_gb_per_s, config.transport.activations
+    return peers_of(config.parallel.handover, activations, rate, Devices.parse(device))
 
 
 def test_emulated_devices_copy_where_a_rate_says_how_fast():
     with_rate = configured(memory={"peer_gb_per_s": 2.0})
-    assert peers_of(configured(), machine("emulated:3")) == frozenset()
-    assert peers_of(with_rate, machine("emulated:3")) == RING
-    assert peers_of(with_rate, machine("emulated:1")) == frozenset()
+    assert pairs_of(configured(), "emulated:3") == frozenset()
+    assert pairs_of(with_rate, "emulated:3") == RING
+    assert pairs_of(with_rate, "emulated:1") == frozenset()
     host = configured(memory={"peer_gb_per_s": 2.0}, parallel={"handover": "host"})
-    assert peers_of(host, machine("emulated:3")) == frozenset()
-    rates = measured_peers(with_rate, machine("emulated:3"), RING)
+    assert pairs_of(host, "emulated:3") == frozenset()
+    rates = measured_peers(2.0, Devices.parse("emulated:3"), RING)
     assert [(peer.source, peer.target, peer.bytes_per_s.value) for peer in rates] == [
         (0, 1, 2e9),
         (1, 2, 2e9),
@@ -45,22 +45,22 @@ def test_gpus_copy_where_they_can(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         module, "can_copy", lambda source, target: {str(source), str(target)} != {"cuda:1", "cuda:4"}
     )
-    assert peers_of(configured(), machine("cuda:0,1,4")) == RING - {(1, 2)}
+    assert pairs_of(configured(), "cuda:0,1,4") == RING - {(1, 2)}
     with pytest.raises(ConfigError, match="cuda:1 does not copy to cuda:4 by itself; see outsize doctor"):
-        peers_of(configured(parallel={"handover": "peer"}), machine("cuda:0,1,4"))
+        pairs_of(configured(parallel={"handover": "peer"}), "cuda:0,1,4")
 
 
 def test_handing_over_between_devices_that_cannot_is_refused():
     asked = {"handover": "peer"}
     with pytest.raises(ConfigError, match=r"set memory\.peer_gb_per_s, or use parallel\.handover=auto"):
-        peers_of(configured(parallel=asked), machine("emulated:2"))
+        pairs_of(configured(parallel=asked), "emulated:2")
 
 
 def test_inputs_that_are_rounded_on_their_way_below_go_that_way():
     sections = {"memory": {"peer_gb_per_s": 1.0}, "transport": {"activations": "int8"}}
-    assert peers_of(configured(**sections), machine("emulated:2")) == frozenset()
+    assert pairs_of(configured(**sections), "emulated:2") == frozenset()
     with pytest.raises(ConfigError, match="int8 has rounded"):
-        peers_of(configured(**sections, parallel={"handover": "peer"}), machine("emulated:2"))
+        pairs_of(configured(**sections, parallel={"handover": "peer"}), "emulated:2")
 
 
 def test_what_arrives_has_to_have_room_or_goes_by_way_of_host_memory(tmp_path):

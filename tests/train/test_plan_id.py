@@ -81,9 +81,7 @@ def _same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def predicted_id(prepared: Job, rates: Rates | None) -> str:
     """The plan of `outsize plan` for the configuration, of which a trial and a clock have told demand and rates."""
-    told = question_of(
-        prepared.config, prepared.split, prepared.machine, prepared.tried, prepared.group, rates
-    )
+    told = question_of(prepared, rates)
     config, spec = prepared.config, prepared.split.spec
     question = question_for(
         config,
@@ -107,7 +105,7 @@ def test_what_is_predicted_is_what_is_foreseen(
     prepared = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
     decided, rates = module.choose_plan(prepared, lambda _: None)
     plan, _ = foresee(config, predict=False)
-    assert plan.plan_id == decided.plan.plan_id == predicted_id(replace(prepared, config=config), rates)
+    assert plan.plan_id == decided.plan.plan_id == predicted_id(prepared.following(config), rates)
 
 
 def test_there_are_cases_enough() -> None:

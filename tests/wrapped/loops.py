@@ -31,13 +31,13 @@ def wrapped(model: nn.Module, **settings: Any) -> Iterator[nn.Module]:
 @contextmanager
 def planned_in(size: int) -> Iterator[None]:
     """Have calls planned in rounds of ``size`` microbatches, whatever fits."""
-    make = wrap_planning.plan_with_heap
+    make = wrap_planning.plan_wrapped
 
     def made(split: Any, machine: Any, measured: Any, options: Any, held: int) -> Any:
         return make(split, machine, measured, replace(options, round_microbatches=size), held)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrap_planning, "plan_with_heap", made)
+        patch.setattr(wrap_planning, "plan_wrapped", made)
         yield
 
 

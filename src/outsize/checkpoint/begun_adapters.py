@@ -134,7 +134,8 @@ def with_begun_adapters(
         ConfigError: there are none where ``lora.from`` says, the user has said other settings, or they are more than
             ``train.method=lora`` trains.
     """
-    stored = _find(config, resumed)
+    lora, path = config.lora, config.model.path
+    stored = _find(lora, path, resumed) if config.train.method == "lora" else None
     if stored is None:
         return config, resumed
     line = _of_another_model(stored, config)
@@ -143,15 +144,15 @@ def with_begun_adapters(
     return _with_template_of(stored, _with_settings_of(stored, config)), stored.directory
 
 
-def _find(config: Config, resumed: Path | None) -> StoredAdapters | None:
+def _find(lora: LoraConfig, path: str, resumed: Path | None) -> StoredAdapters | None:
     """Return the adapters that say what a run trains; None where the section ``lora`` does."""
-    given = config.lora.begins_with
-    if config.train.method != "lora" or (resumed is None and given is None):
+    given = lora.begins_with
+    if resumed is None and given is None:
         return None
     if resumed is not None and given is None and not is_trainers(resumed):
         return None  # a run of ours, whose section is checked against the checkpoint
     place = str(resumed) if resumed is not None else servable(str(given))
-    stored = find_adapters(place, config.model.path)
+    stored = find_adapters(place, path)
     if stored is None:
         raise ConfigError(
             f"lora.from: {given} holds no adapters; give a directory with an adapter_config.json"

@@ -49,7 +49,7 @@ def read_rows(
     if any(source.weight != 1 for source in config.data.more):
         raise ConfigError(f"data.more: weight: with train.objective={objective} all sources count once")
     rows: list[Row] = []
-    for corpus in corpora_of(config, measured=measured):
+    for corpus in corpora_of(config.data, config.eval, measured=measured):
         rows += _of_source(corpus, objective, recipe, config.train.seed, announce)
     for name, nothing in (("tools", None), ("chat_template_kwargs", {})):
         if any(name in row for row in rows):

@@ -31,7 +31,7 @@ from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data
 from outsize.objectives.objective_models import Models, open_models, store_of, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of
 from outsize.planner.search.step_plan import Plan
-from outsize.session.job.prepare import check_length
+from outsize.session.job.model_setup import check_length
 from outsize.session.process_settings import borrowed_torch
 from outsize.session.run_state import changed_settings, settings_of
 from outsize.storage.directory import temporary_directory
@@ -156,7 +156,7 @@ def _opened(
     for note in config.notes(Surroundings(device=str(devices), by_trainer=True)):
         announce(f"note: {note}")
     model = files_of(config)
-    check_length(config, model.hf_config)
+    check_length(config.data.seq_len, model.hf_config)
     own_dir = run_dir if known_run else stack.enter_context(temporary_directory())
     data = prepare_data(config, objective, recipe, model, (stack, own_dir), announce)
     torch.manual_seed(config.train.seed)

@@ -11,7 +11,6 @@ import torch
 from torch.utils import deterministic as uninitialised
 
 from outsize.accelerators import CPU, Devices, count_of, kind_here, module_of
-from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.hardware.cpu import Placement, left_alone, node_of_pci, place, read_cpu
 from outsize.session.job.prepare import Job
@@ -76,9 +75,9 @@ ROOT = Path("/")
 _TASKS = Path("/proc/self/task")
 
 
-def placement_of(config: Config, prepared: Job, local_processes: int, root: Path = ROOT) -> Placement:
+def placement_of(prepared: Job, local_processes: int, root: Path = ROOT) -> Placement:
     """Return where the threads of a run go that is about to take its memory."""
-    if config.memory.numa == "off":
+    if prepared.config.memory.numa == "off":
         return left_alone("memory.numa is off")
     return place(
         read_cpu(root).numa_nodes,

@@ -2,13 +2,14 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
 from outsize.config.data_section import packing_of
+from outsize.config.model_section import OptimizerConfig
 from outsize.config.section import Mark, marked
 from outsize.errors import CheckpointError, ConfigError
 from outsize.optim.optimizer_names import ADAMW, FORMER_NAMES, named
@@ -69,7 +70,7 @@ def state_of(
         "seed": config.train.seed,
         "dtype": dtype,
         **({"lora": _lora(config)} if config.train.method == "lora" else {}),
-        **_optimizer(config),
+        **_optimizer(config.optimizer),
         "data": {
             "seq_len": config.data.seq_len,
             "pack": config.data.pack,
@@ -119,8 +120,12 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
         ("model.dtype", state["dtype"], dtype),
-        ("optimizer.name", state.get("optimizer", ADAMW), _optimizer(config).get("optimizer", ADAMW)),
-        ("the state that optimizer.args want", *map(_kept, (state, _optimizer(config)))),
+        (
+            "optimizer.name",
+            state.get("optimizer", ADAMW),
+            _optimizer(config.optimizer).get("optimizer", ADAMW),
+        ),
+        ("the state that optimizer.args want", *map(_kept, (state, _optimizer(config.optimizer)))),
         ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
         ("optimizer.masters", *_rounded_masters(state, config.optimizer.masters)),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
@@ -215,9 +220,8 @@ def _default(key: str) -> Any:
     return "nothing" if found in (None, ()) else found
 
 
-def _optimizer(config: Config) -> dict[str, Any]:
+def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
     """What a state says of an optimizer, where that is not AdamW with moments and masters in fp32."""
-    optimizer = config.optimizer
     found: dict[str, Any] = {}
     if named(optimizer.name) is None:
         about = torch_class(optimizer.name, optimizer.args)
@@ -281,9 +285,7 @@ class Standing:
         position: before the first step that is committed.
         loss_scale: for that step; a copy is kept.
         updates: how often each parameter has been stepped; stands still while a step is committed.
-        config: of the run.
-        dtype: compute dtype.
-        data: what tells the sequences of the run from others.
+        state_at: makes the state of a position, by what is said of updates and the loss scale; see `state_of`.
     """
 
     def __init__(
@@ -291,17 +293,13 @@ class Standing:
         position: Position,
         loss_scale: LossScale,
         updates: Mapping[str, int],
-        config: Config,
-        dtype: str,
-        data: Mapping[str, Any] | None = None,
+        state_at: Callable[[Position, Mapping[str, int], LossScale], dict[str, Any]],
     ) -> None:
         self._position = position
-        self._data = data
         self._loss_scale = LossScale(loss_scale.enabled)
         self._loss_scale.restore(loss_scale.state())
         self._updates = updates
-        self._config = config
-        self._dtype = dtype
+        self._state_at = state_at
 
     def after(self, context: StepContext) -> Mapping[str, Any]:
         """Return the state after the step of ``context``, which is the next one."""
@@ -310,9 +308,7 @@ class Standing:
             former.step + 1, former.tokens + context.tokens, former.skipped + context.skipped, context.loss()
         )
         self._loss_scale.update(context.skipped)
-        return state_of(
-            self._position, self._updates, self._loss_scale, self._config, self._dtype, self._data
-        )
+        return self._state_at(self._position, self._updates, self._loss_scale)
 
 
 def check_kinds(state: Any) -> None:

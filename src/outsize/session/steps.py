@@ -10,7 +10,7 @@ from outsize.optim.learning_rates import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.ops.context import Microbatch
-from outsize.session.job.model_inputs import num_targets
+from outsize.session.job.model_setup import num_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

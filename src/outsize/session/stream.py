@@ -25,10 +25,10 @@ from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.gradient_ops import GradientObserver
 from outsize.session.fill import FILL_ELEMENTS, fill
-from outsize.session.job.model_inputs import num_targets
+from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of, rule_of
 from outsize.session.job.prepare import Job
-from outsize.session.run_state import Position, Standing, position_in
+from outsize.session.run_state import Position, Standing, position_in, state_of
 from outsize.session.session import Session, Store
 from outsize.session.steps import LossScale, Measure, StepOutcome, microbatches_of, schedule_of
 from outsize.storage.arena import Arena
@@ -115,8 +115,9 @@ class StreamedTrainer:
         """
         schedule = schedule_of(self.prepared.config)
         self.position = replace(self.position, step=first)
-        going_on = self.engine.optimizer.updates, self.prepared.config, self.prepared.dtype, self._data
-        self._standing[:] = [Standing(self.position, self.loss_scale, *going_on)]
+        updates, dtype = self.engine.optimizer.updates, self.prepared.dtype
+        state_at = partial(state_of, config=self.prepared.config, dtype=dtype, data=self._data)
+        self._standing[:] = [Standing(self.position, self.loss_scale, updates, state_at)]
         began = asked = time.perf_counter()
         left = iter(batches)
         for number in itertools.count(first):
@@ -274,7 +275,7 @@ class StreamedTrainer:
         config = self.prepared.config
         return EngineSettings(
             optimizer=rule_of(config.optimizer),
-            max_grad_norm=max_norm_of(config),
+            max_grad_norm=max_norm_of(config.optimizer),
             skip_nonfinite=self.loss_scale.enabled or config.train.on_nonfinite == "skip",
             chunk_tokens=self.prepared.chunk_tokens,
             seed=config.train.seed,

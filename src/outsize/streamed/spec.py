@@ -5,13 +5,14 @@ or ranks up again. `outsize.wrap`, which has arguments instead of a configuratio
 here, too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from outsize.accelerators import Devices, choose_device
 from outsize.choices import ComputeDtype
 from outsize.config import Config, MemoryConfig
+from outsize.errors import ConfigError
 from outsize.group.group import Group, SingleGroup
 
 
@@ -27,6 +28,7 @@ class RunSpec:
         dtype: in which the model computes; adapters are fp32 in any case.
         group: the ranks that share each step; of one, where none do.
         weights_from: checkpoint that a run goes on from, where it holds the model; None for ``model.path``.
+        overall: configuration of the steps of all ranks, where ``config`` is that of one replica's share; else None.
     """
 
     config: Config
@@ -36,6 +38,29 @@ class RunSpec:
     dtype: ComputeDtype
     group: Group = field(default_factory=SingleGroup)
     weights_from: Path | None = None
+    overall: Config | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Devices that compute."""
+        return len(self.devices.each)
+
+    def in_microbatches(self, count: int) -> "RunSpec":
+        """Return the same run with steps cut into ``count`` microbatches."""
+        overall = self.overall and self.overall.in_microbatches(count)
+        return replace(self, overall=overall, config=self.config.in_microbatches(count))
+
+    def over(self, num_sequences: int) -> "RunSpec":
+        """Return the same run with the steps that ``train.epochs`` come to over so many sequences.
+
+        Raises:
+            ConfigError: the warm-up is longer than that.
+        """
+        if self.overall is None:
+            return replace(self, config=self.config.over(num_sequences))
+        overall = self.overall.over(num_sequences)  # of whose steps this one's share has as many
+        train = self.config.train.model_copy(update={"steps": overall.train.steps})
+        return replace(self, overall=overall, config=self.config.model_copy(update={"train": train}))
 
     @property
     def model_path(self) -> str:
@@ -72,6 +97,21 @@ class RunSpec:
             memory=memory,
             dtype=choose_dtype(config.model.dtype, devices),
             group=group or SingleGroup(),
+        )
+
+
+def check_shares(config: Config, num_ranks: int) -> None:
+    """Check that every rank has something to do in every microbatch.
+
+    Raises:
+        ConfigError: there are fewer sequences.
+    """
+    least = num_ranks * config.microbatches
+    if num_ranks > 1 and config.sequences_per_step < least:
+        raise ConfigError(
+            f"train.tokens_per_step: {config.sequences_per_step} sequences per step are fewer than {num_ranks} ranks "
+            f"of {config.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
+            "train.microbatches"
         )
 
 

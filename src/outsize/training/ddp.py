@@ -41,12 +41,13 @@ from outsize.planner.program.ops import Kind
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.head_loss import loss_of
-from outsize.session.job.model_inputs import num_targets
+from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of
-from outsize.session.job.prepare import Job, check_shares
+from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome, schedule_of
 from outsize.storage.ledger import Ledger
+from outsize.streamed.spec import check_shares
 from outsize.training.replica import Replica, opened
 from outsize.training.replica_engine import NET, Hook, ReplicaEngine
 from outsize.training.resident import seeding
@@ -372,7 +373,7 @@ class DataParallelTrainer:
             )
         if finite:
             with self.engine.op(Kind.STEP):
-                limit = max_norm_of(config)
+                limit = max_norm_of(config.optimizer)
                 if math.isfinite(limit):
                     nn.utils.clip_grads_with_norm_(trained.values(), limit, norm)
                 for entry in self._optimizer.param_groups:

@@ -45,13 +45,13 @@ class EvaluationRecord:
     seconds: float
 
 
-def check_evaluates(config: Config, prepared: Job) -> None:
+def check_evaluates(prepared: Job) -> None:
     """Check that what trains can be measured.
 
     Raises:
         ConfigError: several devices or processes train.
     """
-    if config.eval.on and (prepared.group.size > 1 or prepared.plan.layout.stages is not None):
+    if prepared.config.eval.on and (prepared.group.size > 1 or prepared.plan.layout.stages is not None):
         raise ConfigError(
             "eval: one device of one process measures, and here several train; leave section eval out, and measure the "
             "checkpoints afterwards"

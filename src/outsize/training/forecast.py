@@ -31,7 +31,7 @@ from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.heap import trim
 from outsize.session.decide.lane_rates import MACHINE_FILE, codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_exchange, measure_rates, of_slowest
-from outsize.session.job.planning import kept_bytes
+from outsize.session.job.demand import kept_bytes
 from outsize.session.job.prepare import Job
 from outsize.training.records import write_json, write_whole
 from outsize.units import format_seconds

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from outsize.accelerators import Devices
 from outsize.checkpoint.checkpoint_state import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
 from outsize.checkpoint.saver import Saver, Stores
@@ -100,7 +99,6 @@ TIMELINE_STEP = 2
 class Run:
     """The loop over steps, and what it keeps count of."""
 
-    config: Config
     prepared: Job
     ranks: Ranks
     trainer: Trainer
@@ -124,6 +122,11 @@ class Run:
     _known_s: float = field(default_factory=time.monotonic)
     _unwritten: tuple[StepRecord, StepOutcome] | None = None
 
+    @property
+    def config(self) -> Config:
+        """Of the steps of all ranks."""
+        return self.prepared.overall
+
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
         interrupt.finish = self._awaited
@@ -133,8 +136,7 @@ class Run:
         self.watchdog.saved = lambda done: saver.has_saved or first > 0 or (commits and done > 0)
         self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
-            devices = self.prepared.machine.devices
-            with _batches(dataset, self.config, self.ranks.group, devices, self.position.step) as batches:
+            with _batches(dataset, self.prepared, self.ranks.group, self.position.step) as batches:
                 self._train(batches, interrupt)
         except BaseException:
             with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
@@ -307,9 +309,8 @@ class Run:
 
 
 @contextlib.contextmanager
-def _batches(
-    dataset: PackedDataset, config: Config, group: Group, devices: Devices, first: int
-) -> Iterator[Iterator[Batch]]:
+def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) -> Iterator[Iterator[Batch]]:
+    config = prepared.overall
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
     with Prefetcher(
         source,
@@ -317,7 +318,7 @@ def _batches(
         first,
         depth=config.data.prefetch,
         num_workers=config.data.workers,
-        finish=Batch.pinned if devices.accelerated else lambda batch: batch,
+        finish=Batch.pinned if prepared.machine.devices.accelerated else lambda batch: batch,
     ) as prefetcher:
         try:
             yield (prefetcher.next() for _ in range(first, config.train.steps))

@@ -34,8 +34,8 @@ from outsize.runtime.forward.head_loss import chunked_head_loss, loss_of, shift_
 from outsize.runtime.forward.random_states import seed_generators
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.fill import Decoded
-from outsize.session.job.job_options import clip_of
-from outsize.session.job.model_inputs import num_targets
+from outsize.session.job.job_options import clip_of, may_skip
+from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import layout_for, max_norm_of, rule_of
 from outsize.session.job.prepare import Job
 from outsize.session.steps import LossScale, schedule_of
@@ -167,7 +167,7 @@ class ResidentTrainer:
         self._add_late()
         names = [name for name in self._parameters if name in self._sums]
         gradients = [self._sums.pop(name).div_(self._scale.value) for name in names]
-        limit = max_norm_of(self._config)
+        limit = max_norm_of(self._config.optimizer)
         finite = True
         for group in self._clipped_together(names):
             of_group = [gradients[names.index(name)] for name in group]
@@ -221,7 +221,8 @@ class ResidentTrainer:
 
     def _clipped_together(self, names: list[str]) -> list[list[str]]:
         """The parameters of which one norm is taken: all, or those of each unit."""
-        if clip_of(self._config, self._split.spec) != "unit":
+        skips = may_skip(self._config.train, self._split.spec)
+        if clip_of(self._config.optimizer, may_skip=skips) != "unit":
             return [names]
         units = [{tensor.name for tensor in unit.tensors} for unit in self._split.spec.units]
         groups = [[name for name in names if name in unit] for unit in units]

@@ -145,35 +145,35 @@ def _train(
     resumed = run_checkpoint.find(config.train.resume, run_dir)
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-    config, prepared, rates = _prepared(config, ranks, resumed)
-    replicated = _is_replicated(config, ranks)
+    prepared, rates = _prepared(config, ranks, resumed)
+    replicated = prepared.run.overall is not None
     record = None if replicated else newest_home(prepared, own_dir, resumed, announce)
-    if config.train.epochs is None and (done := _done(config, resumed, announce)) is not None:
+    if prepared.config.train.epochs is None and (done := _done(prepared, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
-    check_evaluates(config, prepared)
-    dataset = _dataset(stack, config, prepared, ranks, resumed)
-    config, prepared = _over_epochs(config, replace(prepared, template=dataset.template), dataset, announce)
-    if (done := _done(config, resumed, announce)) is not None:
+    check_evaluates(prepared)
+    dataset = _dataset(stack, prepared, ranks, resumed)
+    prepared = _over_epochs(replace(prepared, template=dataset.template), dataset, announce)
+    if (done := _done(prepared, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
-    _check_goes_on(config, dataset, resumed, record, ranks)
+    _check_goes_on(prepared, dataset, resumed, record, ranks)
     check_room(
         prepared,
-        config.train,
+        prepared.overall.train,
         run_dir,
-        home_file(config.memory, own_dir),
+        home_file(prepared.config.memory, own_dir),
         announce,
         saves=ranks.is_first,
         gather=ranks.group.gather_objects,
     )
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
-    run = _open(stack, config, ranks, prepared, dataset, (resumed, record), expected, progress)
+    run = _open(stack, ranks, prepared, dataset, (resumed, record), expected, progress)
     return run.go(dataset, interrupt)
 
 
-def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Config, Job, Rates | None]:
-    """Prepare the model, fresh or ``resumed``; returns as many microbatches as the plan has, and rates of lanes."""
+def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Job, Rates | None]:
+    """Prepare and plan the run, fresh or ``resumed``; returns rates of lanes as well, where the plan needed any."""
     own_dir, announce = ranks.own_dir, ranks.announce
     if resumed is not None:
         run_checkpoint.check_holds(resumed, config)
@@ -182,7 +182,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
     config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size, announce)
-    replicated = _is_replicated(config, ranks)
+    replicated = ranks.group.size > 1 and config.parallel.mode == "ddp"
     run = RunSpec.of(
         one_share(config, ranks.group.size) if replicated else config,
         own_dir,
@@ -194,28 +194,21 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Confi
         run = replace(run, weights_from=resumed)
     rates = None
     if replicated:
-        prepared = prepare(run, announce, adapters_from=begun, replica=True)
+        prepared = prepare(replace(run, overall=config), announce, adapters_from=begun)
         check_fits(prepared)
     else:
         prepared, rates = plan_run(run, announce, adapters_from=begun)
     if ranks.is_first:
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)
-    config = config.in_microbatches(prepared.config.microbatches) if replicated else prepared.config
     if resumed is not None:
-        prepared = _with_tokenizer(prepared, config)
-        run_checkpoint.check_same_run(resumed, config, prepared)
-    return config, prepared, rates
-
-
-def _is_replicated(config: Config, ranks: Ranks) -> bool:
-    """Whether each rank holds the whole model, and torch's DDP sums its gradients."""
-    return ranks.group.size > 1 and config.parallel.mode == "ddp"
+        prepared = _with_tokenizer(prepared)
+        run_checkpoint.check_same_run(resumed, prepared.overall, prepared)
+    return prepared, rates
 
 
 def _open(
     stack: contextlib.ExitStack,
-    config: Config,
     ranks: Ranks,
     prepared: Job,
     dataset: PackedDataset,
@@ -229,30 +222,30 @@ def _open(
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.
     begin_run(heap=prepared.heap)
     place = launched()
-    placement = placement_of(config, prepared, place.local_size if place is not None else 1)
+    placement = placement_of(prepared, place.local_size if place is not None else 1)
     stack.enter_context(bound(placement))
     # Entered first, so that it still watches while everything else is given back.
     watchdog = stack.enter_context(_watchdog(prepared, ranks, expected))
     # Entered before what it speaks of, so that it speaks when every lane has ended.
-    planes = prepared.plan.state.planes
-    aftermath = stack.enter_context(
-        Aftermath(config, own_dir, prepared.split.spec, announce, planes, prepared.own, prepared.whole)
-    )
+    aftermath = stack.enter_context(_aftermath(prepared, own_dir, announce))
     trainer: Trainer
-    if _is_replicated(config, ranks):
+    if prepared.run.overall is not None:
         trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
     else:
-        trainer = start(stack, prepared, own_dir, record, resumed, announce, data_of(dataset, config))
+        trainer = start(
+            stack, prepared, own_dir, record, resumed, announce, data_of(dataset, prepared.config.data)
+        )
         tell_costs(prepared, own_dir, announce)
         _write_plan(ranks, prepared, trainer.errors)
-    _write_facts(ranks, config, prepared, (flops, peak), placement)
+    _write_facts(ranks, prepared, (flops, peak), placement)
     heartbeat = stack.enter_context(Heartbeat(own_dir, announce))
-    writers = stack.enter_context(_writers(config, ranks))
-    profiler = stack.enter_context(StepProfiler(own_dir, config.train.profile_steps, trainer.engine.ranges))
+    writers = stack.enter_context(_writers(prepared, ranks))
+    profiler = stack.enter_context(
+        StepProfiler(own_dir, prepared.config.train.profile_steps, trainer.engine.ranges)
+    )
     sampler = stack.enter_context(GpuSampler(uuids_of(prepared.machine.devices), import_nvml))
-    saver = stack.enter_context(_saver(config, trainer, ranks, dataset))
+    saver = stack.enter_context(_saver(trainer, ranks, dataset))
     run = Run(
-        config,
         prepared,
         ranks,
         trainer,
@@ -266,12 +259,17 @@ def _open(
         progress if ranks.is_first else None,
         trainer.position,
         expected,
-        _evaluations(stack, config, trainer, ranks, heartbeat.telling),
+        _evaluations(stack, trainer, ranks, heartbeat.telling),
     )
     aftermath.begun = True
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run
+
+
+def _aftermath(prepared: Job, own_dir: Path, announce: Announce) -> Aftermath:
+    memory, spec, planes = prepared.config.memory, prepared.split.spec, prepared.plan.state.planes
+    return Aftermath(memory, own_dir, spec, announce, planes, prepared.own, prepared.whole)
 
 
 def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:
@@ -282,8 +280,9 @@ def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:
     return peak, step_flops(prepared)
 
 
-def _writers(config: Config, ranks: Ranks) -> Writers:
+def _writers(prepared: Job, ranks: Ranks) -> Writers:
     """Open the trackers of a run; of several ranks the first one has them."""
+    config = prepared.overall
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
         ranks.run_dir,
@@ -294,9 +293,10 @@ def _writers(config: Config, ranks: Ranks) -> Writers:
 
 
 def _evaluations(
-    stack: contextlib.ExitStack, config: Config, trainer: Trainer, ranks: Ranks, telling: Telling
+    stack: contextlib.ExitStack, trainer: Trainer, ranks: Ranks, telling: Telling
 ) -> Evaluations | None:
     """Open what the model is measured on; None where it is not."""
+    config = trainer.prepared.config
     if not config.eval.on or not isinstance(trainer, StreamedTrainer):
         return None
     dataset = stack.enter_context(
@@ -327,14 +327,13 @@ def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: 
 
 def _write_facts(
     ranks: Ranks,
-    config: Config,
     prepared: Job,
     computing: tuple[float | None, Peak],
     placement: Placement,
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:
-        write_whole(ranks.run_dir / "config.yaml", dump_config(config))
+        write_whole(ranks.run_dir / "config.yaml", dump_config(prepared.overall))
     facts = about(prepared, *computing)
     write_json(
         ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
@@ -349,10 +348,9 @@ def _write_plan(ranks: Ranks, prepared: Job, errors: dict[str, float]) -> None:
         write_json(ranks.own_dir / QUANTISATION, errors)
 
 
-def _dataset(
-    stack: contextlib.ExitStack, config: Config, prepared: Job, ranks: Ranks, resumed: Path | None
-) -> PackedDataset:
+def _dataset(stack: contextlib.ExitStack, prepared: Job, ranks: Ranks, resumed: Path | None) -> PackedDataset:
     """Open the data of whole batches; of several ranks, check that all have read the same."""
+    config = prepared.overall
     with ranks.first_goes_first():
         dataset = stack.enter_context(open_dataset(config, prepared, ranks.run_dir, ranks.announce))
     if ranks.group.size > 1:
@@ -361,40 +359,41 @@ def _dataset(
     return dataset
 
 
-def _done(config: Config, resumed: Path | None, announce: Announce) -> Position | None:
+def _done(prepared: Job, resumed: Path | None, announce: Announce) -> Position | None:
     """Return where the run stands that is ``resumed``, if that is its end; said."""
+    steps = prepared.overall.train.steps
     done = None if resumed is None else run_checkpoint.position_of(resumed)
-    if done is None or done.step < config.train.steps:
+    if done is None or done.step < steps:
         return None
-    announce(f"{resumed} has {done.step} of {config.train.steps} steps: nothing is left to do")
+    announce(f"{resumed} has {done.step} of {steps} steps: nothing is left to do")
     return done
 
 
-def _over_epochs(
-    config: Config, prepared: Job, dataset: PackedDataset, announce: Announce
-) -> tuple[Config, Job]:
+def _over_epochs(prepared: Job, dataset: PackedDataset, announce: Announce) -> Job:
     """Return the run with its steps, where their number follows from the data."""
-    if config.train.epochs is None:
-        return config, prepared
-    config = config.over(dataset.num_sequences)
+    if prepared.config.train.epochs is None:
+        return prepared
+    prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
+    config = prepared.overall
     announce(
         f"{config.train.epochs:g} epochs of {dataset.num_sequences:,} sequences are {config.train.steps:,} steps of "
         f"{config.sequences_per_step}"
     )
-    return config, replace(prepared, config=prepared.config.over(dataset.num_sequences))
+    return prepared
 
 
 def _check_goes_on(
-    config: Config, dataset: PackedDataset, resumed: Path | None, record: CommitRecord | None, ranks: Ranks
+    prepared: Job, dataset: PackedDataset, resumed: Path | None, record: CommitRecord | None, ranks: Ranks
 ) -> None:
     """Check that a run goes on with the sequences that it had, and say which settings it goes on with otherwise."""
+    config = prepared.overall
     if record is not None:
         state, where = record.state, home_file(config.memory, ranks.own_dir)
     elif resumed is not None and not trainer_checkpoint.is_trainers(resumed):
         state, where = read_state(resumed), resumed
     else:
         return
-    changed = check_same_data(state, where, data_of(dataset, config))
+    changed = check_same_data(state, where, data_of(dataset, config.data))
     if ranks.is_first:
         if changed:
             ranks.announce(
@@ -421,17 +420,18 @@ def _nothing_done(prepared: Job, run_dir: Path, position: Position) -> TrainResu
     )
 
 
-def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
+def _saver(trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
-    run_dir = ranks.run_dir
+    run_dir, prepared = ranks.run_dir, trainer.prepared
+    config = prepared.overall
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
-    scale, dtype, data = trainer.loss_scale, trainer.prepared.dtype, data_of(dataset, config)
+    scale, dtype, data = trainer.loss_scale, prepared.dtype, data_of(dataset, config.data)
     return Saver(
         trainer,
         run_dir,
         config.train,
-        commits=trainer.prepared.plan.layout.commits and not _is_replicated(config, ranks),
+        commits=prepared.plan.layout.commits and prepared.run.overall is None,
         state_of=lambda position: describe(position, config, dtype, scale, data, run),
         announce=ranks.announce,
         decide=ranks.first_decides if ranks.group.size > 1 else None,
@@ -440,14 +440,15 @@ def _saver(config: Config, trainer: Trainer, ranks: Ranks, dataset: PackedDatase
     )
 
 
-def _with_tokenizer(prepared: Job, config: Config) -> Job:
+def _with_tokenizer(prepared: Job) -> Job:
     """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
 
     The Hugging Face ``Trainer`` saves one only if it was given one.
     """
-    if any(prepared.directory.glob("tokenizer*")) or not Path(config.model.path).is_dir():
+    named = Path(prepared.config.model.path)
+    if any(prepared.directory.glob("tokenizer*")) or not named.is_dir():
         return prepared
-    return replace(prepared, directory=Path(config.model.path))
+    return replace(prepared, directory=named)
 
 
 def _resuming(config: Config) -> Config:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from outsize.checkpoint import tokenizer_files
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
-from outsize.config import Config, SourceConfig, Surroundings
+from outsize.config import Config, DataConfig, EvalConfig, SourceConfig, Surroundings
 from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.loader_sweep import enough_workers, sweep_loader
 from outsize.data.masking import Masker
@@ -96,7 +96,7 @@ def _tokenising(announce: Callable[[str], None]) -> Callable[[int, int], None]:
 def _open(
     config: Config, model: ModelFiles, run_dir: Path, measured: bool, announce: Callable[[str], None]
 ) -> PackedDataset:
-    corpora = corpora_of(config, measured=measured)
+    corpora = corpora_of(config.data, config.eval, measured=measured)
     is_tokens = [
         corpus.format == "tokens"
         or find_sources(Path(corpus.path), corpus.glob, measured=corpus.measured).container == "tokens"
@@ -143,22 +143,22 @@ def _open(
     return dataset.masked(masker)
 
 
-def corpora_of(config: Config, *, measured: bool = False) -> list[Corpus]:
+def corpora_of(data: DataConfig, evaluated: EvalConfig, *, measured: bool = False) -> list[Corpus]:
     """Return the sources of a run's data, or of what the run is ``measured`` on."""
     corpora = [
-        Corpus(**{name: getattr(source, name) for name in SourceConfig.model_fields}, split=config.eval.split)
-        for source in (config.data, *config.data.more)
+        Corpus(**{name: getattr(source, name) for name in SourceConfig.model_fields}, split=evaluated.split)
+        for source in (data, *data.more)
     ]
     if not measured:
         return corpora
-    if config.eval.data is not None:
-        return [replace(corpora[0], path=config.eval.data, weight=1.0, measured=True)]
+    if evaluated.data is not None:
+        return [replace(corpora[0], path=evaluated.data, weight=1.0, measured=True)]
     return [replace(corpus, weight=1.0, held=True) for corpus in corpora]
 
 
-def data_of(dataset: PackedDataset, config: Config) -> dict[str, Any]:
+def data_of(dataset: PackedDataset, data: DataConfig) -> dict[str, Any]:
     """Return what tells the sequences of a run from others, and the files that they come from."""
-    sources = [(str(corpus.path), corpus.glob) for corpus in corpora_of(config)]
+    sources = [(str(source.path), source.glob) for source in (data, *data.more)]
     return {**dataset.identity(), "files": list_files(sources)}
 
 

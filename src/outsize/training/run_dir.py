@@ -14,7 +14,7 @@ from pathlib import Path
 
 from outsize import files
 from outsize.checkpoint.checkpoint_state import CHECKPOINTS, LATEST
-from outsize.config import Config, load_config
+from outsize.config import Config, MemoryConfig, load_config
 from outsize.errors import ConfigError, StorageError
 from outsize.session.job.job_options import products_open
 from outsize.session.job.machine import home_file
@@ -90,7 +90,7 @@ def as_before(
         _tell_of_renaming(config, run, before, announce)
         if config.model.compile == "auto":
             config = config.compiling(before.model.compile)
-        if products_open(config):
+        if products_open(config.optimizer):
             config = config.multiplying(before.optimizer.ns_on)
     named = config.train.microbatches
     rounds_named = config.train.round_microbatches is not None
@@ -153,7 +153,7 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
             _remove_partial(run_dir)
             if config is None and _has_begun(run_dir):
                 raise ConfigError(f"{run_dir} holds a run already; choose another run_dir")
-            if config is not None and config.train.resume != "auto" and _holds_run(run_dir, config):
+            if config is not None and config.train.resume != "auto" and _holds_run(run_dir, config.memory):
                 raise ConfigError(
                     f"{run_dir} holds a run already; go on with it with --resume auto (train.resume=auto), or choose "
                     "another train.run_dir"
@@ -182,11 +182,11 @@ def _remove_partial(run_dir: Path) -> None:
                 files.system().unlink(path)
 
 
-def _holds_run(run_dir: Path, config: Config) -> bool:
+def _holds_run(run_dir: Path, memory: MemoryConfig) -> bool:
     return (
         _has_begun(run_dir)
         or (run_dir / CHECKPOINTS / LATEST).exists()
-        or has_commit(home_file(config.memory, run_dir))
+        or has_commit(home_file(memory, run_dir))
     )
 
 

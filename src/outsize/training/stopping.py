@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from outsize.checkpoint.checkpoint_state import latest, position_of
-from outsize.config import Config
+from outsize.config import MemoryConfig
 from outsize.errors import OutsizeError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import WEIGHTS, Plane
@@ -28,7 +28,7 @@ class Aftermath:
     """A context manager that tells what a run which fails has left; it tells nothing of one that did not begin.
 
     Args:
-        config: of the run.
+        memory: where its home is.
         run_dir: its directory.
         spec: its model.
         announce: told.
@@ -42,7 +42,7 @@ class Aftermath:
 
     def __init__(
         self,
-        config: Config,
+        memory: MemoryConfig,
         run_dir: Path,
         spec: ModelSpec,
         announce: Callable[[str], None],
@@ -53,7 +53,7 @@ class Aftermath:
         self._planes = planes
         self._own, self._whole = own, whole
         self.begun = False
-        self._config = config
+        self._memory = memory
         self._run_dir = run_dir
         self._spec = spec
         self._announce = announce
@@ -74,7 +74,7 @@ class Aftermath:
         """
         saved = latest(self._run_dir)
         found = [(position_of(saved).step, saved.name)] if saved is not None else []
-        home = home_file(self._config.memory, self._run_dir)
+        home = home_file(self._memory, self._run_dir)
         record, _ = find_record(home, self._spec, self._planes, self._own, self._whole)
         if record is not None:
             found.append((record.state["step"], str(home)))

@@ -45,9 +45,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
-        if config.train.epochs is not None:
-            config = config.over(dataset.num_sequences)
-            prepared = replace(prepared, config=prepared.config.over(dataset.num_sequences))
+        prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
+        config = prepared.config
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]
         store = Path(config.memory.store_dir or directory / "store")
         streamed_losses: list[float] = []

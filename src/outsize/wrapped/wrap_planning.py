@@ -23,7 +23,7 @@ from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Flops, Measured
 from outsize.session.job.machine import RunMachine
-from outsize.session.job.planning import plan_with_heap
+from outsize.session.job.planning import plan_wrapped
 from outsize.wrapped.calls.autocast import Autocast
 from outsize.wrapped.calls.batching import IGNORED, rows_dim
 from outsize.wrapped.calls.call_checks import HIDDEN
@@ -287,7 +287,7 @@ def make_plan(
             waiting = max(measured.boundary_bytes) if machine.num_workers == 1 else 0
             held += measured.held_bytes + waiting
         named = replace(options, round_microbatches=None if size == microbatches else size)
-        return plan_with_heap(split, machine, measured, named, held)[0]
+        return plan_wrapped(split, machine, measured, named, held)
 
     failures: list[InfeasiblePlanError] = []
     for size in (microbatches, *smaller_rounds(microbatches)):

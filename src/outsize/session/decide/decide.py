@@ -11,6 +11,7 @@ and on where Muon multiplies, so a run that goes on has what its first start has
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from outsize.choices import NewtonSchulz
@@ -19,17 +20,17 @@ from outsize.config.config_rules import contradictions
 from outsize.errors import OutsizeError
 from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
-from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, decide, worth_it
-from outsize.planner.predict.question import CodingRates, Question
+from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, worth_it
+from outsize.planner.predict.question import CodingRates
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
 from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
-from outsize.session.job.job_options import AUTO, open_crossings, products_open
-from outsize.session.job.planning import is_linked, question_of
-from outsize.session.job.prepare import Job, compiled_so, planned_so, prepare
+from outsize.session.job.job_options import AUTO, CROSSINGS, open_crossings, products_open
+from outsize.session.job.planning import decision_for, is_linked, question_of
+from outsize.session.job.prepare import Job, compiled, planned, prepare
 from outsize.streamed.spec import RunSpec
 from outsize.units import format_seconds
 
@@ -72,12 +73,11 @@ def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     job, rates = _decided(prepared, announce)
     if prepared.config.model.compile == AUTO:
         job, rates = _compiled_or_not(job, rates, announce)
-    if products_open(job.config):
+    if products_open(job.config.optimizer):
         place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
-        job = replace(job, config=job.config.multiplying(place))
-    return replace(
-        job, config=job.config.in_microbatches(job.config.microbatches, _round_to_tell(job.plan))
-    ), rates
+        job = job.following(job.config.multiplying(place))
+    config = job.config.in_microbatches(job.config.microbatches, _round_to_tell(job.plan))
+    return job.following(config), rates
 
 
 def _round_to_tell(plan: Plan) -> int | None:
@@ -92,10 +92,10 @@ def _compiled_or_not(eager: Job, rates: Rates | None, announce: Announce) -> tup
     reason = _why_eager(eager)
     if not reason:
         try:
-            compiled, _ = _decided(compiled_so(eager, announce), announce)
-            timed = rates_by_turns(eager, compiled, eager.run_dir)
+            fused, _ = _decided(compiled(eager, announce), announce)
+            timed = rates_by_turns(eager, fused, eager.run_dir)
             eager_s, compiled_s = (
-                _step_s(job, found) for job, found in zip((eager, compiled), timed, strict=True)
+                _step_s(job, found) for job, found in zip((eager, fused), timed, strict=True)
             )
         except (OutsizeError, RuntimeError) as error:
             reason = f": nothing could be compared: {error}"
@@ -103,13 +103,13 @@ def _compiled_or_not(eager: Job, rates: Rates | None, announce: Announce) -> tup
             shown, other = format_seconds(eager_s), format_seconds(compiled_s)
             if worth_it(eager_s, compiled_s):
                 announce(f"{COMPILE}: auto is blocks: a step is predicted to take {other} instead of {shown}")
-                return compiled, timed[1]
+                return fused, timed[1]
             rates, reason = timed[0], f": a step is predicted to take {shown}, and compiled {other}"
         take_eager(eager.split.model)
         trim()  # what compiling has left was there before the run, as imports were
         eager = replace(eager, before_bytes=max(eager.before_bytes, resident_bytes()))
     announce(f"{COMPILE}: auto is off{reason}")
-    return replace(eager, config=eager.config.compiling("off")), rates
+    return eager.following(eager.config.compiling("off")), rates
 
 
 def _why_eager(prepared: Job) -> str:
@@ -122,7 +122,7 @@ def _why_eager(prepared: Job) -> str:
 
 def _step_s(prepared: Job, rates: Rates) -> float:
     """Return the seconds of a step as it is planned."""
-    question = _question(prepared, rates)
+    question = question_of(prepared, rates, partial(_coding_rates, prepared))
     cost = question.microbatch(prepared.config.microbatches)
     return Decision(question=question, plan=prepared.plan, microbatch=cost).step_s
 
@@ -130,11 +130,13 @@ def _step_s(prepared: Job, rates: Rates) -> float:
 def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     """Return a run, compiled or not, with the plan that it follows, and the rates of that."""
     open_keys = [
-        f"transport.{name}" for name in open_crossings(prepared.config) if _searched(prepared, name, announce)
+        f"transport.{name}"
+        for name in open_crossings(prepared.config.transport)
+        if _searched(prepared, name, announce)
     ]
     if _may_offload(prepared):
         open_keys.append(OFFLOAD)
-    if products_open(prepared.config):
+    if products_open(prepared.config.optimizer):
         if prepared.machine.devices.own_processor:
             open_keys.append(PRODUCTS_KEY)
         else:
@@ -157,7 +159,7 @@ def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
         announce(line)
     timed, count = prepared.config.microbatches, decision.microbatches
     rates = replace(rates, times=decision.microbatch.times, microbatches=count) if count != timed else rates
-    return planned_so(prepared, decision.plan), rates
+    return planned(prepared, decision.plan), rates
 
 
 def decision_of(prepared: Job, rates: Rates) -> Decision:
@@ -166,19 +168,13 @@ def decision_of(prepared: Job, rates: Rates) -> Decision:
     Raises:
         OutsizeError: nothing fits, or nothing could be simulated.
     """
-    question = _question(prepared, rates)
-    crossings = tuple(name for name in question.auto if not _why_raw(prepared, name))
-    return decide(replace(question, auto=crossings))
+    crossings = [name for name in CROSSINGS if not _why_raw(prepared, name)]
+    return decision_for(prepared, rates, partial(_coding_rates, prepared), crossings)
 
 
-def _question(prepared: Job, rates: Rates) -> Question:
-    def coding_rates(transport: Transport) -> CodingRates:
-        crossings = crossing_rates(prepared, transport)
-        return {"codec_rates": codec_rates(prepared, transport), "crossing_rates": crossings}
-
-    return question_of(
-        prepared.config, prepared.split, prepared.machine, prepared.tried, prepared.group, rates, coding_rates
-    )
+def _coding_rates(prepared: Job, transport: Transport) -> CodingRates:
+    crossings = crossing_rates(prepared, transport)
+    return {"codec_rates": codec_rates(prepared, transport), "crossing_rates": crossings}
 
 
 def _searched(prepared: Job, crossing: str, announce: Announce) -> bool:
@@ -213,7 +209,7 @@ def _may_offload(prepared: Job) -> bool:
     units = {*layout.keepable, *layout.leavable}
     cells = ((unit, m) for unit in units for m in range(layout.round_size))
     recomputes = any(layout.choice(unit, microbatch) is not Choice.KEEP for unit, microbatch in cells)
-    linked = is_linked(prepared.config, prepared.machine)
+    linked = is_linked(prepared.config.memory, prepared.machine)
     return prepared.config.memory.activations == AUTO and linked and prepared.group.size == 1 and recomputes
 
 

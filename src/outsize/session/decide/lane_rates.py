@@ -38,7 +38,7 @@ from outsize.probing.effort import QUICK, Effort, within_memory
 from outsize.probing.host_probe import measure_dram
 from outsize.probing.link import measure_links
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.session.job.machine import measured_peers, peers_of
+from outsize.session.job.machine import Pairs, measured_peers, peers_of
 from outsize.session.job.prepare import Job
 
 MACHINE_FILE = "machine.json"
@@ -111,8 +111,15 @@ def lane_rates(
         ),
         disk=(NVME if small else _disk(directory, effort)) if uses_disk else None,
         # Also those that this plan has no room for: another one, with a codec, may.
-        peers=measured_peers(prepared.config, machine, peers_of(prepared.config, machine)),
+        peers=measured_peers(prepared.config.memory.peer_gb_per_s, machine.devices, _pairs(prepared)),
     )
+
+
+def _pairs(prepared: Job) -> Pairs:
+    """Return the workers of which one copies to the other."""
+    config = prepared.config
+    rate, activations = config.memory.peer_gb_per_s, config.transport.activations
+    return peers_of(config.parallel.handover, activations, rate, prepared.machine.devices)
 
 
 def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
@@ -137,7 +144,7 @@ def kept_rates(run_dir: Path, prepared: Job) -> Machine | None:
         disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
         memory = prepared.config.memory
         limited = memory.link_gb_per_s is not None or memory.peer_gb_per_s is not None
-        peers = all(found.peer(*pair) is not None for pair in peers_of(prepared.config, prepared.machine))
+        peers = all(found.peer(*pair) is not None for pair in _pairs(prepared))
         if same and disk and peers and not limited:
             return found
     return None

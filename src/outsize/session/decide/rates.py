@@ -26,9 +26,9 @@ from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.heap import set_thresholds, trim
 from outsize.runtime.trial.unit_clock import time_units
 from outsize.session.decide.lane_rates import kept_rates, lane_rates
+from outsize.session.job.demand import forward_flops, recompute_shares, spared_flops
 from outsize.session.job.machine import home_file
-from outsize.session.job.model_inputs import made_up_inputs
-from outsize.session.job.planning import forward_flops, recompute_shares, spared_flops
+from outsize.session.job.model_setup import made_up_inputs
 from outsize.session.job.prepare import Job
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.
@@ -183,7 +183,7 @@ def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
     if config.model.compile == "off":  # a compiled unit has kernels for microbatches of one size
         most = TIMED_TOKENS["accelerator" if prepared.machine.devices.accelerated else "cpu"]
         few_rows, short = _timed_size(rows, length, most)
-    inputs = made_up_inputs(config, prepared.hf_config, few_rows, short)
+    inputs = made_up_inputs(config.data.pack, prepared.hf_config, few_rows, short)
     num_kept = _num_kept(prepared, pace)
     with Boundaries(prepared.split.modules) as boundaries:
         prepared.split.model.train()

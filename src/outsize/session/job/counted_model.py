@@ -14,8 +14,7 @@ from outsize.model.tiled_mlp import can_take_in_parts, take_in_parts
 from outsize.runtime.trial.counted import count
 from outsize.runtime.trial.counts import Counts
 from outsize.session.job.known_models import Described
-from outsize.session.job.model_inputs import made_up_inputs
-from outsize.session.job.prepare import lora_of, split_model
+from outsize.session.job.model_setup import lora_of, made_up_inputs, split_model
 
 
 def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
@@ -36,7 +35,7 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
         save_as_liger(parts.modules)
     lengths, rows = count(
         parts,
-        partial(made_up_inputs, config, described),
+        partial(made_up_inputs, config.data.pack, described),
         seq_len=config.data.seq_len,
         chunk_tokens=config.train.head_chunk_tokens,
         shifted=not type(model).__name__.endswith("ForMaskedLM"),

@@ -9,7 +9,9 @@ from outsize.choices import Clip
 from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.config import Config
+from outsize.config.memory_section import TransportConfig
 from outsize.config.model_section import OptimizerConfig
+from outsize.config.train_section import TrainConfig
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
@@ -56,22 +58,30 @@ def options_for(
     Raises:
         ConfigError: settings that do not go together.
     """
-    memory, clip = config.memory, clip_of(config, spec, num_ranks)
+    memory, optimizer, skips = config.memory, config.optimizer, may_skip(config.train, spec)
+    clip = clip_of(optimizer, num_ranks, may_skip=skips)
     return PlanOptions(
         home="host",
         below="host",
         clip=clip == "global",
         unit_clip=clip == "unit",
-        may_skip=may_skip(config, spec),
-        state=state_layout(config, spec, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels),
+        may_skip=skips,
+        state=state_layout(
+            optimizer,
+            spec,
+            memory.tile_elements,
+            num_workers=num_workers,
+            num_ranks=num_ranks,
+            kernels=kernels,
+        ),
         can_part=can_part,
-        round_microbatches=_round_of(config),
+        round_microbatches=None if config.parallel.mode == "ddp" else _round_of(config.train, optimizer),
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,
         offload=False if inputs_shared else memory.offload,
         commits=memory.commits == "step",
-        transport=named_transport(config),
+        transport=named_transport(config.transport),
         activations=memory.activations,
         nodes=num_ranks,
         rank=rank,
@@ -108,8 +118,8 @@ def question_for(
         budgets=budgets,
         options=options,
         home=config.memory.home,
-        auto=() if in_place else open_crossings(config),
-        products_open=own_processor and products_open(config),
+        auto=() if in_place else open_crossings(config.transport),
+        products_open=own_processor and products_open(config.optimizer),
         sequences=-(-config.sequences_per_step // options.nodes),
         seq_len=config.data.seq_len,
         microbatches=config.train.microbatches,
@@ -117,24 +127,24 @@ def question_for(
     )
 
 
-def named_transport(config: Config) -> Transport:
-    """Return the codecs on the link that ``config`` names; raw where it leaves the choice open."""
-    named = config.transport.model_dump()
+def named_transport(transport: TransportConfig) -> Transport:
+    """Return the codecs on the link that a configuration names; raw where it leaves the choice open."""
+    named = transport.model_dump()
     return Transport(**{crossing: RAW.name if name == AUTO else name for crossing, name in named.items()})
 
 
-def open_crossings(config: Config) -> tuple[str, ...]:
-    """Return the crossings whose codec ``config`` leaves open."""
-    return tuple(name for name in CROSSINGS if getattr(config.transport, name) == AUTO)
+def open_crossings(transport: TransportConfig) -> tuple[str, ...]:
+    """Return the crossings whose codec a configuration leaves open."""
+    return tuple(name for name in CROSSINGS if getattr(transport, name) == AUTO)
 
 
-def products_open(config: Config) -> bool:
-    """Return whether ``config`` leaves open where products of Muon run."""
-    own = named(config.optimizer.name)
-    return own is not None and own.products and config.optimizer.ns_on == AUTO
+def products_open(optimizer: OptimizerConfig) -> bool:
+    """Return whether a configuration leaves open where products of Muon run."""
+    known = named(optimizer.name)
+    return known is not None and known.products and optimizer.ns_on == AUTO
 
 
-def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
+def clip_of(optimizer: OptimizerConfig, num_ranks: int = 1, *, may_skip: bool) -> Clip:
     """Return by which norm the gradients of a run are clipped.
 
     To skip a step is to know all its gradients before the first unit steps: the global norm is taken, if need be to
@@ -143,13 +153,12 @@ def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
     Raises:
         ConfigError: units are to be clipped by their own norm, and the run may have to skip a step, or has ranks.
     """
-    optimizer = config.optimizer
     clip = optimizer.clip if optimizer.max_grad_norm else "none"
     if clip == "unit" and num_ranks > 1:
         raise ConfigError(
             "optimizer.clip: several ranks clip by the norm of all gradients; use global, or none"
         )
-    if not may_skip(config, spec) and num_ranks == 1:
+    if not may_skip and num_ranks == 1:
         return clip
     if clip == "unit":
         raise ConfigError(
@@ -159,20 +168,25 @@ def clip_of(config: Config, spec: ModelSpec, num_ranks: int = 1) -> Clip:
     return "global"
 
 
-def may_skip(config: Config, spec: ModelSpec) -> bool:
+def may_skip(train: TrainConfig, spec: ModelSpec) -> bool:
     """Return whether a run may have to skip a step: where it is told to, or where fp16 overflows."""
-    return "fp16" in spec.dtypes or config.train.on_nonfinite == "skip"
+    return "fp16" in spec.dtypes or train.on_nonfinite == "skip"
 
 
 def state_layout(
-    config: Config, spec: ModelSpec, *, num_workers: int, num_ranks: int, kernels: bool
+    optimizer: OptimizerConfig,
+    spec: ModelSpec,
+    tile_elements: int | None,
+    *,
+    num_workers: int,
+    num_ranks: int,
+    kernels: bool,
 ) -> StateLayout:
     """Return how a trained unit lies at home, with its gradient, see `options_for`.
 
     Raises:
         ConfigError: the masters cannot be split, or gradients not be rounded.
     """
-    optimizer = config.optimizer
     if optimizer.masters.startswith("split") and spec.dtype != "bf16":
         raise ConfigError(
             f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
@@ -184,7 +198,6 @@ def state_layout(
     moments = optimizer.state if num_moments else "fp32"
     kernels = kernels and num_ranks == 1 and own is not None and own.kernel
     masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=kernels)
-    tile = config.memory.tile_elements or 0
 
     def layout(masters: Masters) -> StateLayout:
         return StateLayout(
@@ -201,8 +214,8 @@ def state_layout(
 
     found = layout(masters)
     if found.whole:
-        _check_whole(config, spec, num_ranks)
-    if optimizer.masters == "auto" and found.exact and tile % found.quantum:
+        _check_whole(optimizer.name, spec, tile_elements, num_ranks)
+    if optimizer.masters == "auto" and found.exact and (tile_elements or 0) % found.quantum:
         found = layout("separate")  # whose tiles may be smaller
     if num_ranks > 1 and found.gradients != "fp32":
         raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
@@ -220,31 +233,28 @@ def _class_of(optimizer: OptimizerConfig) -> "TorchClass":
     return torch_class(optimizer.name, optimizer.args).with_decay(optimizer.weight_decay)
 
 
-def _round_of(config: Config) -> int | None:
+def _round_of(train: TrainConfig, optimizer: OptimizerConfig) -> int | None:
     """Return the microbatches of a round that the user asks for; None where that is the planner's to say.
 
     Raises:
         ConfigError: rounds are asked for where gradients are not summed at home, in fp32.
     """
-    asked = config.train.round_microbatches
-    if asked is None or config.parallel.mode == "ddp":
-        return None
-    if config.optimizer.gradients != "fp32" and asked < config.microbatches:
+    size = train.round_microbatches
+    if size is not None and optimizer.gradients != "fp32" and size < (train.microbatches or 1):
         raise ConfigError(
             "train.round_microbatches: rounds sum gradients at home, in fp32; leave it out, or optimizer.gradients fp32"
         )
-    return asked
+    return size
 
 
-def _check_whole(config: Config, spec: ModelSpec, num_ranks: int) -> None:
+def _check_whole(name: str, spec: ModelSpec, tile: int | None, num_ranks: int) -> None:
     """Check that nothing cuts units into parts, where the optimizer steps whole parameters, and that Muon has some.
 
     Raises:
         ConfigError: something does.
     """
-    name = config.optimizer.name
-    own = named(name)
-    if own and own.products and not any(True for unit in spec.units for _ in muon_matrices(unit)):
+    known = named(name)
+    if known and known.products and not any(True for unit in spec.units for _ in muon_matrices(unit)):
         raise ConfigError(
             f"optimizer.name: {name} steps matrices of blocks, and none of those trains here; use adamw"
         )
@@ -253,7 +263,6 @@ def _check_whole(config: Config, spec: ModelSpec, num_ranks: int) -> None:
             f"optimizer.name: {name} steps whole parameters, and ranks share each by its elements; use a single "
             "process, or adamw with optimizer.state=int8"
         )
-    tile = config.memory.tile_elements
     largest = max((unit.numel for unit in spec.units if unit.trainable), default=0)
     if tile is not None and tile < largest:
         raise ConfigError(

@@ -18,7 +18,7 @@ from outsize.accelerators import Devices, check_here, count_of
 from outsize.choices import Home
 from outsize.codecs.codec_spec import CODECS
 from outsize.codecs.transport import Transport, Wire
-from outsize.config import Config, MemoryConfig
+from outsize.config import MemoryConfig, ParallelConfig
 from outsize.errors import ConfigError
 from outsize.hardware.cards.gpu_table import find_card, known_card
 from outsize.hardware.cards.presets import parse_gpus
@@ -214,17 +214,22 @@ Pairs = frozenset[tuple[int, int]]
 _COPY_BYTES, _REPEATS = 16 * 2**20, 5
 
 
-def peers_of(config: Config, machine: RunMachine) -> Pairs:
+def peers_of(handover: str, activations: str, peer_gb_per_s: float | None, devices: Devices) -> Pairs:
     """Return the pairs of workers (source, target), one after the other in turn, of which one copies to the other.
+
+    Args:
+        handover: ``parallel.handover``.
+        activations: codec of what is saved below a device.
+        peer_gb_per_s: what emulated devices copy to each other; None where they do not.
+        devices: the workers.
 
     Raises:
         ConfigError: ``parallel.handover`` is ``peer``, and a pair cannot, or inputs lose something on their way below.
     """
-    handover, each = config.parallel.handover, machine.devices.each
+    each = devices.each
     count = len(each)
     if count == 1 or handover == "host":
         return frozenset()
-    activations = config.transport.activations
     if activations not in (*CODECS["weights"], AUTO):
         if handover == "peer":
             raise ConfigError(
@@ -233,34 +238,33 @@ def peers_of(config: Config, machine: RunMachine) -> Pairs:
             )
         return frozenset()
     pairs = frozenset((worker, (worker + 1) % count) for worker in range(count))
-    found = frozenset(pair for pair in pairs if _can_copy(config, each[pair[0]], each[pair[1]]))
-    if handover == "peer" and found != pairs:
-        source, target = min(pairs - found)
-        advice = "set memory.peer_gb_per_s" if machine.devices.emulated else "see outsize doctor"
+    able = frozenset(pair for pair in pairs if _can_copy(peer_gb_per_s, each[pair[0]], each[pair[1]]))
+    if handover == "peer" and able != pairs:
+        source, target = min(pairs - able)
+        advice = "set memory.peer_gb_per_s" if devices.emulated else "see outsize doctor"
         raise ConfigError(
             f"parallel.handover=peer: {each[source]} does not copy to {each[target]} by itself; {advice}, or use "
             "parallel.handover=auto"
         )
-    return found
+    return able
 
 
-def measured_peers(config: Config, machine: RunMachine, pairs: Pairs) -> tuple[Peer, ...]:
+def measured_peers(rate: float | None, devices: Devices, pairs: Pairs) -> tuple[Peer, ...]:
     """Return what copies between ``pairs`` reach; on emulated devices what they are throttled to."""
-    each, rate = machine.devices.each, config.memory.peer_gb_per_s
-    found = []
+    each, peers = devices.each, list[Peer]()
     for source, target in sorted(pairs):
         if rate is not None:
             figure = Figure(value=rate * 1e9, source="memory.peer_gb_per_s", measured=True)
         else:
             value = _bytes_per_s(each[source].torch_device, each[target].torch_device)
             figure = Figure(value=value, source="copies between the two, timed", measured=True)
-        found.append(Peer(source=source, target=target, bytes_per_s=figure, own_wire=True))
-    return tuple(found)
+        peers.append(Peer(source=source, target=target, bytes_per_s=figure, own_wire=True))
+    return tuple(peers)
 
 
-def _can_copy(config: Config, source: Devices, target: Devices) -> bool:
+def _can_copy(peer_gb_per_s: float | None, source: Devices, target: Devices) -> bool:
     if source.emulated:
-        return config.memory.peer_gb_per_s is not None
+        return peer_gb_per_s is not None
     return can_copy(source, target)
 
 
@@ -301,13 +305,13 @@ def check_transport(transport: Transport, devices: Devices, home: Home) -> None:
                 )
 
 
-def wire_of(config: Config, spec: ModelSpec, machine: RunMachine) -> Wire:
+def wire_of(parallel: ParallelConfig, spec: ModelSpec, machine: RunMachine) -> Wire:
     """Return the codecs between ranks.
 
     Raises:
         ConfigError: changes of weights are asked for where there are none to be had.
     """
-    wire = Wire(gradients=config.parallel.gradients, weights=config.parallel.weights)
+    wire = Wire(gradients=parallel.gradients, weights=parallel.weights)
     if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
         raise ConfigError(
             "parallel.weights: delta is of 16-bit weights in host memory, and here "

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,15 +18,16 @@ from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.optim.torch_rule import rule_of_class
 from outsize.optim.torch_trial import torch_class
 from outsize.planner.search.sizing import gradients_at_home
-from outsize.session.job.job_options import clip_of, named_transport, state_layout
+from outsize.session.job.job_options import clip_of, may_skip, named_transport, state_layout
 from outsize.storage.committed import find_record
 from outsize.storage.layout_digest import is_laid_out
+from outsize.streamed.spec import RunSpec
 
 
-def max_norm_of(config: Config) -> float:
+def max_norm_of(optimizer: OptimizerConfig) -> float:
     """Return the norm that gradients are clipped to; infinity where they are not."""
-    limit = config.optimizer.max_grad_norm
-    return limit if limit and config.optimizer.clip != "none" else float("inf")
+    limit = optimizer.max_grad_norm
+    return limit if limit and optimizer.clip != "none" else float("inf")
 
 
 def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1, *, num_workers: int = 1) -> StateLayout:
@@ -34,14 +36,15 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1, *, num_worke
     Raises:
         ConfigError: the masters cannot be split, or gradients not be rounded.
     """
-    kernels = has_kernel(config.optimizer)
-    state = state_layout(config, spec, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels)
+    optimizer, tile = config.optimizer, config.memory.tile_elements
+    kernels, skips = has_kernel(optimizer), may_skip(config.train, spec)
+    state = state_layout(optimizer, spec, tile, num_workers=num_workers, num_ranks=num_ranks, kernels=kernels)
     return gradients_at_home(
         state,
-        clip=clip_of(config, spec, num_ranks) == "global",
+        clip=clip_of(optimizer, num_ranks, may_skip=skips) == "global",
         num_workers=num_workers,
         nodes=num_ranks,
-        transport=named_transport(config),
+        transport=named_transport(config.transport),
     )
 
 
@@ -54,25 +57,27 @@ def has_kernel(optimizer: OptimizerConfig) -> bool:
 _WAYS: tuple[Literal["split", "separate"], ...] = ("split", "separate")
 
 
-def with_masters_of(path: Path, config: Config, spec: ModelSpec, num_workers: int) -> Config:
-    """Return ``config`` with ``optimizer.masters`` as they lie in the home at ``path``, where it says ``auto``.
+def with_masters_of(path: Path, run: RunSpec, spec: ModelSpec) -> RunSpec:
+    """Return a run with ``optimizer.masters`` as they lie in the home at ``path``, where it says ``auto``.
 
     Which of the two is best here may have changed since: by a version of this program, or by kernels that were built.
 
     Raises:
         ConfigError: see `layout_for`.
     """
-    if config.optimizer.masters != "auto" or config.train.resume != "auto" or spec.dtype != "bf16":
-        return config
+    config = run.config
+    is_open = config.optimizer.masters == "auto" and config.train.resume == "auto" and spec.dtype == "bf16"
+    if run.group.size > 1 or not is_open:
+        return run
     for masters in _WAYS:
         optimizer = config.optimizer.model_copy(update={"masters": masters})
         given = config.model_copy(update={"optimizer": optimizer})
-        planes = layout_for(given, spec, num_workers=num_workers).planes
+        planes = layout_for(given, spec, num_workers=run.num_workers).planes
         with contextlib.suppress(StorageError):  # whoever goes on from that home says it
             record, _ = find_record(path, spec, planes)
             if record is not None and is_laid_out(record.layout, spec, planes):
-                return given
-    return config
+                return replace(run, config=given)
+    return run
 
 
 # Settings of which a plan makes something, and not the rule.

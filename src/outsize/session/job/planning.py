@@ -1,125 +1,36 @@
-"""The question that a run asks the planner: what a trial has measured of the model, and what the machine has."""
+"""The plan of a run: the question that its demand, machine and settings ask, and the planner's answer to it."""
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import NamedTuple, Protocol
-
-from torch import nn
+from typing import Protocol
 
 from outsize.codecs.transport import EXACT
-from outsize.config import Config
-from outsize.errors import ConfigError
-from outsize.group.group import Group
+from outsize.config import MemoryConfig
+from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards.presets import NVME
-from outsize.hardware.machine_spec import CUBLAS_BYTES, STREAM_BYTES, Figure, Peer
+from outsize.hardware.machine_spec import Figure, Peer
 from outsize.hardware.machine_spec import Machine as Figures
 from outsize.model.split import Split
 from outsize.model.tiled_mlp import can_take_in_parts
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.slots import validate
-from outsize.planner.predict.decision_search import plan_within
+from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision_search import decide, plan_within
 from outsize.planner.predict.question import CodingRatesOf, MicrobatchCost, Question, in_seconds, unmeasured
-from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes
+from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.search.microbatch_search import cuts_to_try
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.step_plan import Budgets, Plan, PlanOptions
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.crowding import scaled
-from outsize.runtime.device.allocator import HEAP_WORKSPACES
-from outsize.runtime.ops.decoding import decoding_bytes
 from outsize.runtime.trial.measured import Measured
+from outsize.session.job.demand import RunDemand, counted_times, demand_of, selected_bytes
 from outsize.session.job.job_options import named_transport, options_for, question_for
 from outsize.session.job.machine import RunMachine, assumed_machine, check_transport, peers_of, wire_of
 from outsize.session.job.optimizer_layout import has_kernel
-from outsize.storage.pool import DEFAULT_THREADS
-from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 
-# What a processor multiplies and adds while it reads a byte and writes one: 10 to 20 on a core with AVX, 250 on an RTX
-# 4090. It ranks what is kept of a unit; the exact number only decides between choices that are as good.
-FLOPS_PER_BYTE = 20
-# A backward takes about two forwards, besides what it recomputes.
-GRADIENT_FORWARDS = 2.0
-
-
-def forward_flops(parts: Split, measured: Measured, rows: int, length: int) -> tuple[float, ...]:
-    """Return the operations of units' forwards: as a trial saw them, else two for each parameter and token."""
-    known = measured.flops.forward(rows, length)
-    if any(known):
-        return known
-    sizes = [
-        0 if unit.kind == "embedding" else sum(tensor.numel for tensor in unit.all_tensors)
-        for unit in parts.spec.units[: parts.spec.num_streamed]
-    ]
-    return tuple(2.0 * rows * length * size for size in sizes)
-
-
-def recompute_flops(parts: Split, measured: Measured, rows: int, length: int) -> tuple[float, ...]:
-    """Return the same of recomputes, of which some end early."""
-    forward = forward_flops(parts, measured, rows, length)
-    needed = measured.flops.needed(rows, length) or forward
-    return tuple(needed[u] if u in measured.needed else whole for u, whole in enumerate(forward))
-
-
-def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
-    """Return how much of each streamed unit's forward its recompute takes, 0 to 1."""
-    size = measured.num_sequences, measured.seq_len
-    pairs = zip(recompute_flops(parts, measured, *size), forward_flops(parts, measured, *size), strict=True)
-    return tuple(recompute / forward if forward else 1.0 for recompute, forward in pairs)
-
-
-def counted_times(parts: Split, measured: Measured, flops_per_s: float) -> UnitTimes:
-    """Return the times of units for a microbatch as it was measured, by operations, where nobody has timed them."""
-    rows, length = measured.num_sequences, measured.seq_len
-    forward = forward_flops(parts, measured, rows, length)
-    # The last unit runs forward before its backward, all of it.
-    recompute = (*recompute_flops(parts, measured, rows, length)[:-1], forward[-1])
-    backward = (again + GRADIENT_FORWARDS * once for again, once in zip(recompute, forward, strict=True))
-    seconds = [tuple(flops / flops_per_s for flops in each) for each in (forward, backward, recompute)]
-    spared_s = {e: tuple(flops / flops_per_s for flops in each) for e, each in spared_flops(measured).items()}
-    return UnitTimes(forward_s=seconds[0], backward_s=seconds[1], recompute_s=seconds[2], spared_s=spared_s)
-
-
-def kept_bytes(measured: Measured) -> KeptBytes:
-    """Bytes of activations kept by a forward, by extent."""
-    return {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
-
-
-def selected_bytes(measured: Measured) -> dict[Extent, tuple[int, ...]]:
-    """What forwards keep where they keep what attention, or attention and products, returned."""
-    if not measured.products:
-        return {}
-    return {
-        Extent.ATTENTION: tuple(y.num_bytes for y in measured.attention),
-        Extent.PRODUCTS: tuple(y.num_bytes for y in measured.products),
-    }
-
-
-def spared_flops(measured: Measured) -> dict[Extent, tuple[float, ...]]:
-    """Return the operations that keeping these spares a recompute.
-
-    Where products are kept, what lies between them is made again, each byte of it at the cost of `FLOPS_PER_BYTE`.
-    """
-    if not measured.products:
-        return {}
-    between = [
-        FLOPS_PER_BYTE * max(0, whole - products.num_bytes)
-        for whole, products in zip(measured.saved_bytes, measured.products, strict=True)
-    ]
-    spared = [max(0.0, y.flops - rest) for y, rest in zip(measured.products, between, strict=True)]
-    return {
-        Extent.ATTENTION: tuple(float(y.flops) for y in measured.attention),
-        Extent.PRODUCTS: tuple(spared),
-    }
-
-
-# What a scratch on disk needs to move tensors that are not aligned: a buffer for each thread of the pool.
-BOUNCE_BYTES = DEFAULT_THREADS * DEFAULT_BOUNCE_BYTES
-# What kernels on a CPU take inside themselves, as a share of the tensors of a computation: up to a tenth was seen, and
-# up to a third where oneDNN multiplies bf16 or fp16.
-KERNEL_SHARE, HALF_KERNEL_SHARE = 0.125, 0.375
 # Of ranks whose network nobody has measured yet; it decides between numbers of microbatches only.
 _NETWORK = Figure(value=25e9 / 8, source="assumed: 25 Gb/s")
 
@@ -140,41 +51,47 @@ class Timed(Protocol):
         """Microbatches of a step."""
 
 
-class DemandTrial(NamedTuple):
-    """What a microbatch needs, tried on the model.
+def decision_for(
+    demand: RunDemand,
+    rates: Timed | None = None,
+    coding_rates: CodingRatesOf = unmeasured,
+    crossings: Collection[str] | None = None,
+) -> Decision:
+    """Plan a run: return the decision, its plan, and the costs behind it.
 
-    Attributes:
-        measured: bytes on the device.
-        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+    Args:
+        demand: of the run.
+        rates: see `question_of`.
+        coding_rates: see there.
+        crossings: where a codec may be chosen, of those that the run leaves open; None for all of them.
+
+    Raises:
+        ConfigError: settings that do not go with the model, the machine, or each other.
+        InfeasiblePlanError: no plan fits, and by how much; says why steps were not cut, where they cannot be.
     """
-
-    measured: Measured
-    chunk_tokens: int | None
-
-
-Tried = Callable[[int], DemandTrial]
-"""What each of a number of microbatches needs."""
+    question, config = question_of(demand, rates, coding_rates), demand.config
+    if crossings is not None:
+        question = replace(question, auto=tuple(name for name in question.auto if name in crossings))
+    try:
+        return decide(question)
+    except InfeasiblePlanError as error:
+        is_open = config.train.microbatches is None and config.sequences_per_step > 1
+        can_be_cut = demand.run.overall is not None or not is_open
+        reason = "" if can_be_cut else why_whole(demand.split, demand.trials(1).measured)
+        if not reason:
+            raise
+        raise InfeasiblePlanError(
+            f"{error.message}; steps are not cut into microbatches: {reason}", error.short_by
+        ) from None
 
 
 def question_of(
-    config: Config,
-    parts: Split,
-    machine: RunMachine,
-    tried: Tried,
-    group: Group,
-    rates: Timed | None = None,
-    coding_rates: CodingRatesOf = unmeasured,
-    *,
-    replica: bool = False,
+    demand: RunDemand, rates: Timed | None = None, coding_rates: CodingRatesOf = unmeasured
 ) -> Question:
-    """Return the question that a run asks the planner.
+    """Return the question that a run asks the planner; of several ranks, each has a plan of its own.
 
     Args:
-        config: of the run.
-        parts: its model.
-        machine: device and budgets.
-        tried: what microbatches need.
-        group: ranks that share the step; each makes a plan of its own.
+        demand: of the run.
         rates: that units and lanes reach; None where nobody has timed them, and data sheets stand for them. Then
             nothing is decided that only rates of this machine can tell: what leaves the device, and codecs that shorten
             a step.
@@ -184,57 +101,59 @@ def question_of(
     Raises:
         ConfigError: settings that do not go with the model, the machine, or each other.
     """
-    spec, sequences = parts.spec, -(-config.sequences_per_step // group.size)
-    if not replica:
-        config = _uncut(config, parts, machine, tried, group)
-    options = _options_of(config, parts, machine, tried, group)
-    figures = _assumed(config, machine) if rates is None else rates.machine
+    demand = _uncut(demand)
+    parts, machine, memory = demand.split, demand.machine, demand.config.memory
+    options = _options_of(demand)
+    figures = _assumed(demand) if rates is None else rates.machine
 
     @cache
     def measured(microbatches: int) -> MicrobatchCost:
-        found = tried(microbatches).measured
-        _check(options.activations, found, parts, machine)
-        demand = demand_of(parts, machine, found, options.activations, found.held_bytes)
+        trial = demand.trials(microbatches).measured
+        _check(options.activations, trial, parts, machine)
+        needed = demand_of(parts, machine, trial, options.activations, trial.held_bytes)
         if rates is None:
-            times = counted_times(parts, found, figures.gpus[0].flops_per_s(spec.compute_dtype))
+            times = counted_times(parts, trial, figures.gpus[0].flops_per_s(parts.spec.compute_dtype))
         else:
-            share = -(-sequences // microbatches) / -(-sequences // rates.microbatches)
+            share = -(-demand.num_sequences // microbatches) / -(-demand.num_sequences // rates.microbatches)
             times = rates.times if share == 1 else scaled(rates.times, share)
-        return MicrobatchCost(demand=in_seconds(demand, times), times=times)
+        return MicrobatchCost(demand=in_seconds(needed, times), times=times)
 
     return question_for(
-        config,
-        spec,
+        demand.config,
+        parts.spec,
         figures,
         Budgets(device=machine.device_bytes, host=machine.host_bytes, disk=machine.disk_bytes),
         options,
         own_processor=machine.devices.own_processor,
         measured=measured,
         timed=rates is not None,
-        linked=rates is not None and is_linked(config, machine),
+        linked=rates is not None and is_linked(memory, machine),
         shares_memory=machine.devices.is_cpu,
         net_bytes_per_s=_NETWORK,
         coding_rates=coding_rates,
     )
 
 
-def _uncut(config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group) -> Config:
+def _uncut(demand: RunDemand) -> RunDemand:
     """Return the run with whole steps, where microbatches would take values from one another (`SideEffects.crosses`).
+
+    Of a replica each microbatch ends before the next begins.
 
     Raises:
         ConfigError: it asks for microbatches.
     """
+    config = demand.config
     count = min(config.sequences_per_step, config.train.microbatches or config.sequences_per_step)
-    if count == 1:
-        return config
-    measured = tried(_first_cut(config, machine, group)).measured
+    if count == 1 or demand.run.overall is not None:
+        return demand
+    measured = _first_trial(demand)
     if not measured.effects.crosses:
-        return config
+        return demand
     if config.train.microbatches is None:
-        return config.in_microbatches(1)
+        return demand.following(config.in_microbatches(1))
     raise ConfigError(
-        f"train.microbatches: {why_whole(parts, measured)}; set train.microbatches=1, or hand such values on in local "
-        "variables"
+        f"train.microbatches: {why_whole(demand.split, measured)}; set train.microbatches=1, or hand such values on in "
+        "local variables"
     )
 
 
@@ -247,21 +166,22 @@ def why_whole(parts: Split, measured: Measured) -> str:
     )
 
 
-def _first_cut(config: Config, machine: RunMachine, group: Group) -> int:
-    """Return the number of microbatches that is tried first."""
-    sequences = -(-config.sequences_per_step // group.size)
-    return config.train.microbatches or next(cuts_to_try(sequences, config.data.seq_len, machine.num_workers))
+def _first_trial(demand: RunDemand) -> Measured:
+    """Return what a microbatch needs of the number of them that is tried first."""
+    config = demand.config
+    cuts = cuts_to_try(demand.num_sequences, config.data.seq_len, demand.machine.num_workers)
+    return demand.trials(config.train.microbatches or next(cuts)).measured
 
 
-def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried, group: Group) -> PlanOptions:
+def _options_of(demand: RunDemand) -> PlanOptions:
     """Return what is decided of a run before anything is searched; errors as of `question_of`."""
+    config, group, machine, spec = demand.config, demand.group, demand.machine, demand.split.spec
     if group.size > 1 and machine.num_workers > 1:
         raise ConfigError(
             f"memory.device has {machine.num_workers} workers, and {group.size} ranks share each step; start as many "
             "ranks as there are devices, with one device each"
         )
-    spec = parts.spec
-    check_transport(named_transport(config), machine.devices, config.memory.home)
+    check_transport(named_transport(config.transport), machine.devices, config.memory.home)
     options = options_for(
         config,
         spec,
@@ -269,25 +189,25 @@ def _options_of(config: Config, parts: Split, machine: RunMachine, tried: Tried,
         num_ranks=group.size,
         rank=group.rank if group.size > 1 else None,
         kernels=has_kernel(config.optimizer),
-        inputs_shared=tried(_first_cut(config, machine, group)).measured.inputs_shared,
-        can_part=config.train.mlp_parts == 1 and can_take_in_parts(parts),
-        wire=wire_of(config, spec, machine) if group.size > 1 else EXACT,
+        inputs_shared=_first_trial(demand).inputs_shared,
+        can_part=config.train.mlp_parts == 1 and can_take_in_parts(demand.split),
+        wire=wire_of(config.parallel, spec, machine) if group.size > 1 else EXACT,
     )
     assert options.state is not None
     _check_tiles(config.memory.tile_elements, options.state, machine)
     return options
 
 
-def is_linked(config: Config, machine: RunMachine) -> bool:
+def is_linked(memory: MemoryConfig, machine: RunMachine) -> bool:
     """Return whether a link with a rate of its own lies between host memory and the devices of a run."""
-    emulated = machine.devices.emulated and config.memory.link_gb_per_s is not None
+    emulated = machine.devices.emulated and memory.link_gb_per_s is not None
     return machine.devices.accelerated or emulated
 
 
-def plan_with_heap(
+def plan_wrapped(
     parts: Split, machine: RunMachine, measured: Measured, options: PlanOptions, held_bytes: int
-) -> tuple[Plan, bool]:
-    """Plan a step that somebody else cuts, and say whether the plan has room for a heap with holes.
+) -> Plan:
+    """Plan a step that a loop of the user's own cuts.
 
     Args:
         parts: the model.
@@ -309,47 +229,22 @@ def plan_with_heap(
     plan = plan_within(parts.spec, in_seconds(demand, times), budgets, options)
     for program in plan.programs:
         validate(program, plan.layout)
-    return plan, plan.heap
+    return plan
 
 
-def demand_of(
-    parts: Split, machine: RunMachine, measured: Measured, activations: str, shared_bytes: int
-) -> Demand:
-    """Return what a microbatch takes besides weights, as it was measured."""
-    fixed, spare = fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec), 0
-    if machine.devices.is_cpu:
-        workspace = max(*measured.forward_bytes, *measured.backward_bytes)
-        fixed += int(workspace * (KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE))
-        spare = int(workspace * HEAP_WORKSPACES)
-    scratches = 1 + (activations != "auto" and Choice(activations).leaves)
-    return Demand(
-        boundary_bytes=measured.boundary_bytes,
-        forward_workspace_bytes=by_kind(parts, measured.forward_bytes),
-        backward_workspace_bytes=by_kind(parts, measured.backward_bytes),
-        saved_bytes=measured.saved_bytes,
-        selected_bytes=selected_bytes(measured),
-        num_saved=measured.num_saved if measured.products else (),
-        shared_bytes=shared_bytes,
-        fixed_bytes=fixed,
-        stream_bytes=STREAM_BYTES * machine.devices.accelerated,
-        bounce_bytes=scratches * BOUNCE_BYTES,
-        spare_bytes=spare,
-        rest_users=measured.rest_users,
-    )
-
-
-def _assumed(config: Config, machine: RunMachine) -> Figures:
+def _assumed(demand: RunDemand) -> Figures:
     """Return the data sheets of the devices of a run, with copies between those that can."""
-    figures = assumed_machine(machine.devices)
-    rate = config.memory.peer_gb_per_s
+    config, machine = demand.config, demand.machine
+    figures, rate = assumed_machine(machine.devices), config.memory.peer_gb_per_s
     usual = (
         figures.links[0].up_bytes_per_s
         if rate is None
         else Figure(value=rate * 1e9, source="memory.peer_gb_per_s")
     )
+    pairs = peers_of(config.parallel.handover, config.transport.activations, rate, machine.devices)
     peers = tuple(
         figures.peer(*pair) or Peer(source=pair[0], target=pair[1], bytes_per_s=usual, own_wire=True)
-        for pair in sorted(peers_of(config, machine))
+        for pair in sorted(pairs)
     )
     return replace(figures, peers=peers, disk=figures.disk or NVME)
 
@@ -390,17 +285,3 @@ def _check_tiles(wanted: int | None, state: StateLayout, machine: RunMachine) ->
             f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "
             f"are; try {-(-wanted // state.quantum) * state.quantum}"
         )
-
-
-def fixed_bytes(model: nn.Module, machine: RunMachine) -> int:
-    """What lies on the device throughout and is neither weights nor activations."""
-    on_gpu = CUBLAS_BYTES + sum(buffer.nbytes for buffer in model.buffers())
-    return on_gpu if machine.devices.accelerated else 0
-
-
-def by_kind(parts: Split, num_bytes: tuple[int, ...]) -> dict[str, int]:
-    """The most of any unit of each kind."""
-    most: dict[str, int] = {}
-    for unit, size in zip(parts.spec.units, num_bytes, strict=False):
-        most[unit.kind] = max(most.get(unit.kind, 0), size)
-    return most

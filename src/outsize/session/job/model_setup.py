@@ -1,0 +1,250 @@
+"""The model of a run: built without its weights, split, its blocks changed as asked, and inputs to call it with."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType, ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
+from outsize.config import Config
+from outsize.data.batch import IGNORED, Batch
+from outsize.errors import CheckpointError, ConfigError, ModelError
+from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
+from outsize.model.build import build_skeleton
+from outsize.model.compiled import compile_blocks, take_kernels
+from outsize.model.products import error_of, take_products
+from outsize.model.sizes.config_sizes import num_positions
+from outsize.model.split import Split, split
+from outsize.model.stored_adapters import read_weights
+from outsize.model.tiled_mlp import take_in_parts
+from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
+from outsize.runtime.device.heap import trim
+from outsize.streamed.spec import RunSpec
+
+Announce = Callable[[str], None]
+
+
+def skeleton_of(run: RunSpec, hf_config: Any, announce: Announce) -> nn.Module:
+    """Build the model of a run without its weights, with the embedding, loss and kernels that its settings name."""
+    config, model, frozen = run.config, run.config.model, run.config.train.method == "lora"
+    built = build_skeleton(hf_config, run.dtype, model.attention, model.trust_remote_code, frozen=frozen)
+    trim()  # building a model takes its weights for a moment, one after the other
+    _add_noise(built, config.train.neftune_noise_alpha)
+    take_loss(built, config.train.loss_function)
+    take_kernels(built, model.kernels, run.devices, announce)
+    return built
+
+
+def _add_noise(model: nn.Module, alpha: float | None) -> None:
+    """Have the embedding of ``model`` add NEFTune's noise while it trains (arXiv 2310.05914).
+
+    Noise is drawn within the embedding's own forward, where streamed and resident runs seed alike, not by a hook.
+
+    Raises:
+        ModelError: transformers does not tell which of its modules embeds tokens.
+    """
+    if alpha is not None:
+        try:
+            table = cast(Any, model).get_input_embeddings()
+        except NotImplementedError:
+            raise ModelError(
+                f"train.neftune_noise_alpha: {type(model).__name__} names no embedding to add noise to; leave it out"
+            ) from None
+        table.neftune_noise_alpha = alpha
+        table.forward = MethodType(_noisy, table)  # a method, so that a copy of the embedding has its own
+
+
+def _noisy(table: nn.Module, ids: Tensor) -> Tensor:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    return cast(Tensor, neftune_post_forward_hook(table, ids, type(table).forward(table, ids)))
+
+
+def change_blocks(parts: Split, run: RunSpec, source: WeightSource, announce: Announce) -> None:
+    """Have blocks compute as the run asks."""
+    model = run.config.model
+    take_in_parts(parts, run.config.train.mlp_parts)
+    if model.products != "native":
+        told = take_products(parts, model.products, run.devices)
+        error = error_of(parts, lambda name, into: source.read(name, 0, into.numel(), into))
+        announce(f"products: {told}; {error}")
+    if model.compile == "blocks":
+        compile_blocks(parts, announce)
+
+
+def sourced(
+    run: RunSpec, model: nn.Module, source: WeightSource | None, adapters_from: Path | None
+) -> tuple[Path, WeightSource, Adapters | None]:
+    """Return the model's directory, where its weights come from, and the adapters that were put in."""
+    config, path = run.config, run.model_path
+    directory = Path(path) if source is not None else locate_checkpoint(path)
+    if source is None:
+        source = CheckpointReader(directory, model)
+        source.load_buffers(model)
+    if config.train.method != "lora":
+        return directory, source, None
+    lora = lora_of(config, model)
+    if adapters_from is None:
+        adapters = put_in(model, lora, config.train.seed)
+    else:
+        adapters = _stored(model, lora, adapters_from)
+        if has_tokenizer(adapters_from):
+            directory = adapters_from
+    return directory, AdapterSource(source, adapters), adapters
+
+
+def _stored(model: nn.Module, lora: Any, directory: Path) -> Adapters:
+    """Put adapters that begin with those in ``directory`` into a skeleton."""
+    weights = read_weights(directory)
+    try:
+        adapters = put_in(model, lora, 0, weights=weights)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{directory}: {error}; go on with the section lora that they were made with, and with their model"
+        ) from error
+    more = sorted(weights.keys() - set(adapters.names.values()))
+    if more:
+        raise CheckpointError(
+            f"{directory} holds more than adapters that train ({more[0]}), which train.method=lora would not save "
+            "again; train them on with outsize.wrap around PEFT's model"
+        )
+    return adapters
+
+
+def lora_of(config: Config, model: nn.Module) -> Any:
+    """Return PEFT's configuration of the adapters that ``config`` names."""
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    settings = config.lora.for_peft()
+    return peft_config(settings, config.model.path, causal)
+
+
+def check_length(seq_len: int, hf_config: Any) -> None:
+    """Check the length of sequences before the model sees one.
+
+    Raises:
+        ConfigError: they are longer than the model takes.
+    """
+    limit = num_positions(hf_config.get_text_config().to_dict())
+    if limit is not None and seq_len > limit:
+        raise ConfigError(
+            f"data.seq_len: {seq_len} is longer than the {limit} positions of the model; lower it"
+        )
+
+
+def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters | None = None) -> Split:
+    """Split a model with the rates, weight-decay groups and frozen parameters of ``config``.
+
+    With ``adapters`` these train, in fp32, and all else lies apart.
+
+    Raises:
+        ModelError: nothing is left to train.
+    """
+    decaying = decay_parameter_names(model)
+    if adapters is not None:
+        lora = config.lora
+        apart = adapters.apart(model, dtype, lora.base_codec, lora.table_codec)
+        parts = split(model, "fp32", decays=decaying.__contains__, apart=apart)
+    else:
+        parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
+    if not parts.spec.num_trainable:
+        raise ModelError("model.freeze leaves no parameter to train")
+    optimizer = config.optimizer
+    groups = [RateGroup(**group.model_dump()) for group in optimizer.groups]
+    return replace(parts, spec=with_rates(parts.spec, optimizer.layer_decay, groups))
+
+
+def num_targets(batch: Batch, shifted: bool) -> int:
+    """Tokens that a model's loss is a mean over; a model that predicts the token in its place shifts nothing."""
+    return batch.num_target_tokens if shifted else int((batch.labels != IGNORED).sum())
+
+
+def made_up_inputs(pack: str, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
+    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
+
+    Something is padded where anything may be, and there are two documents where there may be several: models of
+    transformers make a mask only where they need one.
+    """
+    vocabulary = hf_config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
+    inputs = {"input_ids": ids, "labels": ids}
+    if pack == "none":
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
+    elif pack == "documents":
+        inputs["position_ids"] = (torch.arange(seq_len) % max(seq_len // 2, 1)).expand_as(ids)
+    return inputs
+
+
+class NamedLoss:
+    """Calls a function of logits and labels.
+
+    Attributes:
+        was_called: whether a model has asked for it.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+        self.was_called = False
+
+    def __call__(self, logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+        """Return the loss of a microbatch; ``more`` is what transformers gives besides."""
+        self.was_called = True
+        return self._function(logits, labels)
+
+
+def take_loss(model: nn.Module, name: str | None) -> None:
+    """Have ``model`` take its loss from the function called ``name``, where there is one.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if name is not None:
+        cast(Any, model).loss_function = NamedLoss(_function(name))
+
+
+def check_loss(model: nn.Module) -> None:
+    """Check, once a microbatch was tried, that the model has asked the function that it was to take its loss from.
+
+    Raises:
+        ModelError: it takes its loss otherwise.
+    """
+    found = getattr(model, "loss_function", None)
+    if isinstance(found, NamedLoss) and not found.was_called:
+        raise ModelError(
+            f"train.loss_function: {type(model).__name__} takes its loss otherwise; leave it out, or write a loop with "
+            "outsize.wrap"
+        )
+
+
+def _function(name: str) -> Callable[..., Tensor]:
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise ConfigError(f"train.loss_function: {name!r} is to be FILE.py:FUNCTION or MODULE:FUNCTION")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(f"train.loss_function: {place} cannot be loaded: {error}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(f"train.loss_function: {place} has no function {attribute!r}")
+    return cast(Callable[..., Tensor], found)
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"outsize_loss_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
