@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
@@ -293,6 +294,13 @@ def sync(path: Path) -> None:
             raise
     finally:
         _system.close(descriptor)
+
+
+def free_bytes(path: Path) -> int:
+    """Return what is free where ``path`` lies, or would; more than any need where the file system does not say."""
+    place = next(p for p in (path, *path.absolute().parents) if p.exists())
+    usage = shutil.disk_usage(place)
+    return usage.free if usage.total else sys.maxsize  # of /proc and the like
 
 
 def make_directories(path: Path) -> None:

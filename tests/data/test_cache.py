@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outsize import files
 from outsize.data import token_cache
-from outsize.data.token_cache import new_entry
+from outsize.data.encode import Encoded
+from outsize.data.token_cache import TokenWriter, new_entry
 from outsize.data.tokens import ArrayFile, ArrayReader
 from outsize.errors import DataError, StorageError
 from outsize.files import System, replaced
@@ -68,6 +71,20 @@ def test_a_cache_that_cannot_be_written_says_so(tmp_path):
     with pytest.raises(StorageError, match="No space left"), new_entry(tmp_path / "abc"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_data_whose_rest_finds_no_room_are_refused_while_little_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "_FIRST_LOOK_BYTES", 4096)
+    monkeypatch.setattr(files, "free_bytes", lambda path: 7000)
+    with ExitStack() as opened:
+        writer = TokenWriter(tmp_path, masked=False, opened=opened)
+        writer.append(Encoded(np.zeros(1000, np.int32), None, False))
+        writer.check_room(1, 1000)  # of so little nothing follows
+        writer.append(Encoded(np.zeros(1000, np.int32), None, False))
+        writer.check_room(40, 100)  # 12 KB more
+        writer.append(Encoded(np.zeros(2000, np.int32), None, False))
+        with pytest.raises(StorageError, match=r"will take some 23.44 KiB more .*, and 6.84 KiB are free"):
+            writer.check_room(40, 100)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from outsize import files
 from outsize.accelerators import CPU
-from outsize.checkpoint import saving_room
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.cli.app import app
 from outsize.config import Config, dump_config
@@ -455,8 +455,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
     )
     assert asked[0] <= written <= 1.05 * asked[0] + 2**17
     monkeypatch.undo()
-    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=asked[0] - 1, total=2**40))
-    monkeypatch.setattr(saving_room, "shutil", disk)
+    monkeypatch.setattr(files, "free_bytes", lambda path: asked[0] - 1)
     with pytest.raises(StorageError, match="the run could not save what it trains"):
         train(make_run(tmp_path, "dpo", "full", **sections))
     assert not list((tmp_path / "full").rglob("checkpoint*"))

@@ -1,13 +1,14 @@
 """Whether a checkpoint fits its disk is known before the run begins."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from outsize import files
 from outsize.checkpoint import saving_room
 from outsize.checkpoint.checkpoint_state import latest
+from outsize.checkpoint.export import export
 from outsize.checkpoint.saving_room import checkpoint_bytes
 from outsize.errors import StorageError
 from outsize.session.job.prepare import prepare
@@ -19,8 +20,7 @@ HEADERS = 2**16
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    disk = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=num_bytes, total=2**40))
-    monkeypatch.setattr(saving_room, "shutil", disk)
+    monkeypatch.setattr(files, "free_bytes", lambda path: num_bytes)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,18 @@ def test_a_second_checkpoint_that_does_not_fit_is_said(
     with_free(monkeypatch, needed + 1)
     train(config, announce=said.append)
     assert len([line for line in said if "a second one does not fit beside the first" in line]) == 1
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_export_that_cannot_fit_is_refused_before_it_writes(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters are merged: what is written is the whole model."""
+    train(make_run(tmp_path, train={"method": method, "steps": 1}))
+    with_free(monkeypatch, 20_000)
+    with pytest.raises(StorageError, match=r"out will take .*, and 19.53 KiB are free there"):
+        export(tmp_path / "run", tmp_path / "out", merge=method == "lora")
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("same_disk", [True, False])

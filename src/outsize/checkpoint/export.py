@@ -48,12 +48,12 @@ def export(
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:
         return merging.merge(source, target, trust_remote_code, base)
-    with new_directory(target) as partial:
-        shards = sorted(source.glob("model-*.safetensors"))
-        taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
-        for path in source.iterdir():
-            if path.name not in taken and is_own_file(path, source):
-                files.copy(path, partial / path.name)
+    shards = sorted(source.glob("model-*.safetensors"))
+    taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
+    beside = [path for path in source.iterdir() if path.name not in taken and is_own_file(path, source)]
+    with new_directory(target, sum(path.stat().st_size for path in (*shards, *beside))) as partial:
+        for path in beside:
+            files.copy(path, partial / path.name)
         copy_named_templates(source, partial)
         if shards:
             join_shards(shards, partial)

@@ -14,6 +14,7 @@ from outsize.checkpoint.checkpoint_state import STATE, read_state
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_WEIGHTS, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
+from outsize.checkpoint.saving_room import weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.compat.torch_private import parameters_of
 from outsize.errors import CheckpointError, ModelError
@@ -64,9 +65,15 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False, base
     def read(unit: UnitSpec) -> dict[str, Tensor]:
         return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
 
-    units = parts.spec.units
     return write_checkpoint(
-        out_dir, plain, hf_config, units, read, tokenizer_source=path, adapters=checkpoint
+        out_dir,
+        plain,
+        hf_config,
+        parts.spec.units,
+        read,
+        tokenizer_source=path,
+        adapters=checkpoint,
+        num_bytes=weight_bytes(parts.spec, adapters=False),
     )
 
 

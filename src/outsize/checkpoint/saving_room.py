@@ -1,13 +1,12 @@
 """What a run will write to its disks, looked at before the run begins that ends with a checkpoint."""
 
 import os
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from outsize import files
 from outsize.checkpoint.checkpoint_state import MASTER_LOW, plane_of, state_planes
 from outsize.config.train_section import TrainConfig
 from outsize.errors import StorageError
@@ -47,10 +46,7 @@ class _Writing:
     def to(cls, path: Path, *, saved: int = 0, home: int = 0) -> Self:
         """Return what goes to the file system of ``path``, which need not be there yet."""
         place = existing(path)
-        usage = shutil.disk_usage(place)
-        free = (
-            usage.free if usage.total else sys.maxsize
-        )  # /proc and the like: who makes the file says what is wrong
+        free = files.free_bytes(place)
         return cls(os.uname().nodename, place.stat().st_dev, str(place), free, saved, home)
 
 

@@ -217,8 +217,8 @@ class _Making:
         told: Told,
     ) -> Detected:
         """Tokenise all documents into ``entry``, and return what was found."""
-        with new_entry(entry) as directory, ExitStack() as files:
-            writer = TokenWriter(directory, masked=reader.detect() != "text", files=files)
+        with new_entry(entry) as directory, ExitStack() as opened:
+            writer = TokenWriter(directory, masked=reader.detect() != "text", opened=opened)
 
             def detect() -> Detected:
                 return _detect(reader, writer, encoder, tokenizer)
@@ -232,6 +232,7 @@ class _Making:
                     num_documents += encoded.closes
                 if self.progress is not None:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
+                writer.check_room(reader.bytes_read, reader.sources.num_bytes)
                 told(directory, writer, detect)
             writer.sync()
             found = detect()

@@ -37,6 +37,7 @@ from outsize.data.reading.corpus_files import Sources
 from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_readers
 from outsize.errors import DataError, StorageError
 from outsize.files import open_binary, system
+from outsize.units import format_bytes
 
 
 class TokenWriter:
@@ -50,11 +51,12 @@ class TokenWriter:
         max_token_id: the largest id written, -1 before the first.
     """
 
-    def __init__(self, directory: Path, *, masked: bool, files: ExitStack) -> None:
-        self._tokens = files.enter_context(open_binary(directory / "tokens.bin", "w"))
-        self._ends = files.enter_context(open_binary(directory / "documents.bin", "w"))
-        self._trained = files.enter_context(open_binary(directory / "trained.bin", "w")) if masked else None
+    def __init__(self, directory: Path, *, masked: bool, opened: ExitStack) -> None:
+        self._tokens = opened.enter_context(open_binary(directory / "tokens.bin", "w"))
+        self._ends = opened.enter_context(open_binary(directory / "documents.bin", "w"))
+        self._trained = opened.enter_context(open_binary(directory / "trained.bin", "w")) if masked else None
         self.num_tokens = self.num_trained = self.num_documents = self.num_untrained = 0
+        self._directory, self._next_look_bytes = directory, _FIRST_LOOK_BYTES
         self._trained_before = 0
         self.max_token_id = -1
         self._first: list[Encoded] = []
@@ -78,6 +80,23 @@ class TokenWriter:
             self.num_documents += 1
             self.num_untrained += self.num_trained == self._trained_before
             self._trained_before = self.num_trained
+
+    def check_room(self, num_read: int, num_bytes: int) -> None:
+        """Refuse data of which ``num_read`` of ``num_bytes`` are written, where the rest plainly finds no room.
+
+        Raises:
+            StorageError: it takes over twice what is free.
+        """
+        written = sum(file.tell() for file in self._files())
+        if written < self._next_look_bytes or not num_read:
+            return
+        self._next_look_bytes = 2 * written
+        left, free = written * (num_bytes - num_read) // num_read, files.free_bytes(self._directory)
+        if left > 2 * free:
+            raise StorageError(
+                f"tokenised, the data will take some {format_bytes(left)} more in {self._directory.parent}, and "
+                f"{format_bytes(free)} are free; free some, or choose a train.run_dir on another disk"
+            )
 
     def first_document(self) -> tuple[NDArray[np.int32], NDArray[np.uint8] | None]:
         """Return ids and mask of the first document, its beginning at least."""
@@ -103,6 +122,7 @@ class TokenWriter:
 _log = logging.getLogger(__name__)
 _LAYOUT = 5  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
+_FIRST_LOOK_BYTES = 2**24
 _NUMBERS = itertools.count()
 _being_written: set[Path] = set()
 _REMEDY = "remove that directory, and the data is tokenised again"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
+from outsize.checkpoint.saving_room import weight_bytes
 from outsize.compat.torch_private import dtype_to_move_to, parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
@@ -252,9 +253,10 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
                 return own(self, save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return None
-        config, units = cast(Any, self).config, runner.split.spec.units
+        config, spec = cast(Any, self).config, runner.split.spec
+        needed = weight_bytes(spec, adapters=False)
         written = write_checkpoint(
-            save_directory, self, config, units, runner.parameters.read, overwrite=True
+            save_directory, self, config, spec.units, runner.parameters.read, overwrite=True, num_bytes=needed
         )
         if getattr(self, "generation_config", None) is not None:
             with generation_config_as_it_is(self, written):

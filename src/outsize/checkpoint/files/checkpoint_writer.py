@@ -38,6 +38,7 @@ def write_checkpoint(
     tokenizer_source: "str | os.PathLike[str] | PreTrainedTokenizerBase | None" = None,
     adapters: Path | None = None,
     overwrite: bool = False,
+    num_bytes: int = 0,
 ) -> Path:
     """Write a checkpoint that ``from_pretrained`` loads, with one shard per unit, and return its directory.
 
@@ -55,12 +56,13 @@ def write_checkpoint(
             tokenizer.
         adapters: directory of adapters that were merged in, whose tokenizer and chat template go before those.
         overwrite: whether a directory that is there already is replaced, once the new one is complete.
+        num_bytes: that there is to be room for; 0 does not look.
 
     Raises:
         StorageError: the disk is full, the place is not writable, or something is there already.
     """
     final = Path(os.path.expanduser(directory)).absolute()
-    with new_directory(final, overwrite=overwrite) as partial:
+    with new_directory(final, num_bytes, overwrite=overwrite) as partial:
         writer = CheckpointWriter(partial, model_skeleton, units)
         for unit in units:
             if unit.all_tensors:
@@ -76,17 +78,24 @@ def write_checkpoint(
 
 
 @contextmanager
-def new_directory(final: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_directory(final: Path, num_bytes: int, *, overwrite: bool = False) -> Iterator[Path]:
     """Give out a hidden directory, which takes the place of ``final`` when it is complete, or is removed.
 
     Raises:
-        StorageError: the disk is full, the place is not writable, or something is there already.
+        StorageError: the disk is full or has no room for ``num_bytes``, the place is not writable, or something is
+            there already.
     """
     if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise StorageError(f"{final} exists already; choose another directory or remove it")
     # What a link leads to is what is meant, and the link stays.
-    with _storage_errors(final), _becoming(final.resolve() if final.is_symlink() else final) as partial:
-        yield partial
+    with _storage_errors(final):
+        if num_bytes > (free := files.free_bytes(final)):
+            raise StorageError(
+                f"{final} will take {format_bytes(num_bytes)}, and {format_bytes(free)} are free there; free some, or "
+                "choose a place on another disk"
+            )
+        with _becoming(final.resolve() if final.is_symlink() else final) as partial:
+            yield partial
 
 
 @contextmanager
