@@ -113,7 +113,7 @@ def test_a_misspelled_environment_variable_is_an_error(name, meant):
         ("train.seq_len", "data.seq_len"),
         ("steps", "train.steps"),
         ("optimizer.learning_rate", "optimizer.lr"),
-        ("train.batch_size", "train.tokens_per_step"),
+        ("data.batch_size", "train.batch_size"),
         ("memory.device_mem", "memory.device_memory"),
         ("trian", "train"),
     ],

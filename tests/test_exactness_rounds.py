@@ -13,7 +13,8 @@ from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import plan, train
+from outsize.training.dry_run import plan
+from outsize.training.run import train
 from outsize.training.run_dir import as_before
 from outsize.training.verify import verify
 from support import assert_same_end, in_dir, make_batches, make_run

@@ -56,7 +56,7 @@ def plan(run: Run) -> "Plan":
     Raises:
         OutsizeError: what would keep the run from starting; an `InfeasiblePlanError` says which memory is too small.
     """
-    from outsize.training.run import plan as plan_run
+    from outsize.training.dry_run import plan as plan_run
 
     return plan_run(config_of(run))
 

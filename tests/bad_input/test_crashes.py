@@ -14,7 +14,8 @@ from outsize.errors import ConfigError, InfeasiblePlanError, StorageError
 from outsize.planner.program.ops import Kind
 from outsize.runtime.engine import engine
 from outsize.session.run_state import Position
-from outsize.training.run import plan, train
+from outsize.training.dry_run import plan
+from outsize.training.run import train
 
 STEPS = {"steps": 5}
 AUTO = {"train": {"resume": "auto", **STEPS}}

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import zoo
 from bad_input.world import WEIGHTS, World, command, make_model, names_below, run_well
 from outsize.errors import CheckpointError, ConfigError, DataError, InfeasiblePlanError, ModelError
-from outsize.training.run import plan, train
+from outsize.training.dry_run import plan
+from outsize.training.run import train
 
 
 def remove_weights(model: Path) -> None:

@@ -64,8 +64,11 @@ class Backend:
         self.calls.append(config)
         announce("note: a setting has no effect")
         return SimpleNamespace(
-            plan_id="0" * 64, table="slots 4", to_dict=lambda: {"slots": 4}
-        ), SimpleNamespace(step_s=1.5)
+            plan=SimpleNamespace(plan_id="0" * 64, table="slots 4", to_dict=lambda: {"slots": 4}),
+            forecast=SimpleNamespace(step_s=1.5),
+            config=config,
+            headline="train all of m",
+        )
 
     def verify(self, config, announce=print):
         self.calls.append(config)
@@ -98,7 +101,8 @@ def backend(monkeypatch):
     recipes = {"training_of": lambda config: fake.train, "objective_of": lambda config: None}
     parts = (
         (outsize.objectives, "recipes", recipes),
-        (outsize.training, "run", {"train": fake.train, "foresee": fake.foresee}),
+        (outsize.training, "run", {"train": fake.train}),
+        (outsize.training, "dry_run", {"foresee": fake.foresee}),
         (outsize.training, "verify", {"verify": fake.verify}),
         (outsize.checkpoint, "export", {"export": fake.export}),
     )
@@ -142,9 +146,12 @@ def test_every_flag_sets_its_key(backend):
         "--method": "lora",
         "--resume": "auto",
         "--seq-len": "4",
+        "--pack": "none",
     }
     arguments, expected = [], {}
     for flag, key, kind, _ in FLAGS:
+        if flag == "--batch-size":  # in the place of --tokens-per-step
+            continue
         text = special.get(flag, values.get(kind, "x"))
         arguments += [flag, text]
         expected[key] = kind(text)
@@ -152,6 +159,8 @@ def test_every_flag_sets_its_key(backend):
     config = backend.calls[0].model_dump()
     found = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
     assert found == expected | {"memory.device_memory": 64 * 2**20}
+    assert status_of("train", *PATHS, "--batch-size", "3", "--seq-len", "4") == 0
+    assert backend.calls[-1].tokens_per_step == 12
 
 
 def test_flags_name_keys_that_exist():
@@ -175,11 +184,11 @@ def test_dry_run_prints_the_plan_and_trains_nothing(backend, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["plan"] == {"slots": 4}
     assert status_of("verify", *PATHS, "--dry-run") == 0
-    text = capsys.readouterr().out
-    assert "slots 4\n" in text
-    plan, _, config = text.partition("\n\n")
+    config, plan, would = capsys.readouterr().out.split("\n\n")
+    assert plan.startswith("slots 4\n")
     assert plan.splitlines()[-1].split() == ["predicted", "step", "1.5", "s"]
     assert yaml.safe_load(config)["model"]["path"] == "m"
+    assert would == "would train all of m\n"
 
 
 @pytest.mark.parametrize("command", [["verify"], ["train", "--dry-run"]])

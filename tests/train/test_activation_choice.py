@@ -17,7 +17,8 @@ from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import TrainResult, foresee, train
+from outsize.training.dry_run import foresee
+from outsize.training.run import TrainResult, train
 from support import make_run
 
 LINKED: dict[str, Any] = {"device": "emulated", "link_gb_per_s": 100.0}
@@ -85,7 +86,7 @@ def test_several_workers_offload_what_their_links_carry(
     monkeypatch.setattr(question, "LEAST_SELECTED_S", 0.0)  # of a model this small nothing is worth it
     memory = {**LINKED, "device": "emulated:2"}
     config = make_run(tmp_path, memory=memory, train={"microbatches": 4, "steps": 2})
-    plan, _ = foresee(config)
+    plan, _, *_ = foresee(config)
     assert (Kind.OFFLOAD in {op.kind for op in plan.program}) == leaves
     moved = losses(train(config))
     again = config.train.model_copy(update={"run_dir": str(tmp_path / "again")})
@@ -131,7 +132,7 @@ def test_the_run_does_what_was_chosen_and_ends_with_the_same_bits(
 ):
     on_a_link(monkeypatch, 1e12)
     config = tight(tmp_path)
-    plan, forecast = foresee(config)
+    plan, forecast, *_ = foresee(config)
     assert Kind.OFFLOAD in {op.kind for op in plan.program}
     assert forecast is not None
     moved = losses(train(config))

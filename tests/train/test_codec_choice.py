@@ -14,7 +14,8 @@ from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import foresee, train
+from outsize.training.dry_run import foresee
+from outsize.training.run import train
 from support import make_run
 
 AUTO = {"weights": "auto"}
@@ -175,7 +176,7 @@ def test_a_run_computes_the_same_whatever_auto_comes_to(tmp_path: Path, monkeypa
 
 def test_a_dry_run_says_what_auto_would_come_to(tmp_path: Path, monkeypatch):
     on_a_link(monkeypatch, 1e6)
-    plan, _ = foresee(make_run(tmp_path, memory=EMULATED, transport=AUTO))
+    plan, _, *_ = foresee(make_run(tmp_path, memory=EMULATED, transport=AUTO))
     assert plan.transport.weights == "lossless4"
 
 

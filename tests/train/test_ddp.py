@@ -12,10 +12,10 @@ from outsize.optim.optimizer_spec import EXP_AVG
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing.group_contract import ThreadWorld
-from outsize.training import ddp, replica_engine
-from outsize.training.replica import opened
-from outsize.training.replica_engine import ReplicaEngine
-from outsize.training.run import plan, train
+from outsize.training import ddp, replica
+from outsize.training.dry_run import plan
+from outsize.training.replica import ReplicaEngine, opened
+from outsize.training.run import train
 from tiny import tiny_run
 
 
@@ -136,6 +136,6 @@ def test_an_op_that_ends_while_the_timeline_is_taken_is_in_one_timeline_alone():
 
     engine = ReplicaEngine(SimpleNamespace(), OfTwo(), torch.device("cpu"), lambda: None)
     engine._seconds = lambda mark: 0.0
-    engine._timed.append(replica_engine._Timed("compute:w0", "STEP", 0.0, Mark(), ""))
+    engine._timed.append(replica._Timed("compute:w0", "STEP", 0.0, Mark(), ""))
     taken = [engine.take_timeline(), engine.take_timeline()]
     assert [[str(event.op) for event in timeline.events] for timeline in taken] == [[], ["STEP"]]

@@ -18,7 +18,8 @@ from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.training import forecast as module
-from outsize.training.run import foresee, train
+from outsize.training.dry_run import foresee
+from outsize.training.run import train
 from support import make_run
 
 ALONE = Pace(SingleGroup())
@@ -80,7 +81,7 @@ def test_copies_between_devices_go_by_the_trace_and_by_what_throttles_them(finis
 def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):
     config = make_run(tmp_path, memory={"home": "disk"})
     before = sorted(tmp_path.rglob("*"))
-    plan, found = foresee(config)
+    plan, found, *_ = foresee(config)
     assert found is not None
     assert found.step_s > 0
     assert plan.layout.commits
@@ -97,7 +98,7 @@ def test_compute_is_slowed_by_what_it_takes_longer_than_its_units_alone(tmp_path
         return found, flops
 
     monkeypatch.setattr(rates, "_times", times)
-    _, found = foresee(config)
+    _, found, *_ = foresee(config)
     assert found is not None
     (alone,) = of_units
     microbatch_s = sum(

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from outsize.errors import InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import plan
+from outsize.training.dry_run import plan
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 

@@ -14,7 +14,8 @@ from outsize.optim.factors import muon_matrices
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import foresee, plan, train
+from outsize.training.dry_run import foresee, plan
+from outsize.training.run import train
 from outsize.training.verify import verify
 from support import assert_same_end, end_of, in_dir, make_run
 from train.test_activation_choice import on_a_link
@@ -210,7 +211,7 @@ def test_a_run_multiplies_where_steps_are_shorter_and_goes_on_there(
 
 def test_the_processor_of_a_machine_without_another_multiplies(tmp_path: Path) -> None:
     said: list[str] = []
-    found, _ = foresee(make_run(tmp_path, optimizer=NAME), announce=said.append)
+    found, _, *_ = foresee(make_run(tmp_path, optimizer=NAME), announce=said.append)
     assert "optimizer.ns_on: auto is host: its processor is the device's, too" in said
     assert not found.state.products_on_device
 

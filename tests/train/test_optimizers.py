@@ -11,7 +11,8 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import plan, train
+from outsize.training.dry_run import plan
+from outsize.training.run import train
 from outsize.training.verify import verify
 from outsize.units import align_up
 from support import assert_same_end, end_of, in_dir, make_run

@@ -13,7 +13,8 @@ from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import plan, train
+from outsize.training.dry_run import plan
+from outsize.training.run import train
 from outsize.training.verify import verify
 from support import make_run
 

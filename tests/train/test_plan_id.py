@@ -17,7 +17,8 @@ from outsize.session.job.job_options import options_for, question_for
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import foresee, train
+from outsize.training.dry_run import foresee
+from outsize.training.run import train
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 
@@ -104,7 +105,7 @@ def test_what_is_predicted_is_what_is_foreseen(
     config = configured(tmp_path, model_dir, options, machine)
     prepared = prepare(RunSpec.of(config, tmp_path / "run"), lambda _: None)
     decided, rates = module.choose_plan(prepared, lambda _: None)
-    plan, _ = foresee(config, predict=False)
+    plan, *_ = foresee(config, predict=False)
     assert plan.plan_id == decided.plan.plan_id == predicted_id(prepared.following(config), rates)
 
 
@@ -120,7 +121,7 @@ def test_what_is_verified_and_what_runs_is_what_was_foreseen(
 ) -> None:
     config = configured(tmp_path, model_dir, options, machine)
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 1})})
-    plan, _ = foresee(config, predict=False)
+    plan, _, *_ = foresee(config, predict=False)
     again = config.train.model_copy(update={"run_dir": str(tmp_path / "verified")})
     assert verify(config.model_copy(update={"train": again})).plan_id == plan.plan_id
     run_dir = Path(train(config).run_dir)

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 from outsize.config import load_config
 from outsize.errors import DataError, InfeasiblePlanError
 from outsize.planner.program.program import parse
+from outsize.training.dry_run import plan
 from outsize.training.records import StepRecord
-from outsize.training.run import plan, train
+from outsize.training.run import train
 from support import make_run
 
 

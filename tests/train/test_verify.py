@@ -5,7 +5,7 @@ import torch
 
 from outsize.session.job.prepare import Job
 from outsize.training import verify as module
-from outsize.training.run import plan
+from outsize.training.dry_run import plan
 from outsize.training.verify import run_resident, verify
 from support import make_run
 from train.test_codec_choice import on_a_link

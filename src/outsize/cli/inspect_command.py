@@ -81,18 +81,18 @@ def _runs_of_equals(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], d
 @partial(with_run_options, has_dry_run=False)
 def data(config: "Config", output: Output) -> None:
     """Show what would be trained: documents, their lengths, what is cut, and the first one as the model sees it."""
-    from outsize.objectives.objective_data import preview
+    from outsize.objectives import objective_data
     from outsize.objectives.recipes import RECIPES, objective_of
-    from outsize.training import run_data
+    from outsize.training.dry_run import preview
 
     notes: list[str] = []
     objective = objective_of(config)
     if objective is not None and RECIPES[objective].fields:
-        figures = preview(config, objective, notes.append)
+        figures = objective_data.preview(config, objective, notes.append)
         output.emit(figures)
         output.print_result("\n".join([*notes, *_records(figures)]))
         return
-    figures = run_data.preview(config, notes.append)
+    figures = preview(config, notes.append)
     output.emit(figures)
     output.print_result("\n".join([*notes, "", *_lengths(figures), *_sequences(figures), *_loader(figures)]))
 

@@ -164,6 +164,7 @@ def sweep(
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
         config = load_config(config_path, overrides or ())
+        config = short_runs.settled(config, output.say)
         sizes = sorted(set(tokens_per_step or short_runs.sizes_around(config)))
         rows = short_runs.sweep(config, sizes, steps, output.say)
         best = short_runs.best_of(rows)

@@ -55,6 +55,8 @@ def contradictions(config: "Config") -> list[str]:
 def _portions(config: "Config") -> list[str]:
     """A step is a whole number of sequences, and at least one of them per microbatch."""
     seq_len, microbatches = config.data.seq_len, config.microbatches
+    if config.train.tokens_per_step is not None and config.train.batch_size is not None:
+        return ["train.batch_size: give train.tokens_per_step or train.batch_size, not both"]
     if config.tokens_per_step % seq_len:
         below = max(config.tokens_per_step // seq_len, 1) * seq_len
         return [

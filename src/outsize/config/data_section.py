@@ -94,12 +94,18 @@ class DataConfig(SourceConfig):
         strict=False,
         description="Further sources, each with the keys of this section from path to weight, and their defaults.",
     )
-    seq_len: int = Field(default=512, ge=2, description="Tokens per sequence.")
+    seq_len: int = Field(
+        default=512,
+        ge=2,
+        description="Tokens per sequence. Where it is not given, conversations and prompts have sequences that fit "
+        "them, see docs/data.md.",
+    )
     pack: Annotated[Packing, BeforeValidator(packing_of), Idle(*FIELDS)] = Field(
         default="stream",
         description="How documents become sequences. stream: end to end, cut every seq_len tokens, and tokens attend "
         "across documents; documents: as many whole ones as a sequence has room for, attention stops at each border "
-        "and positions begin anew; none: one document makes one sequence, padded, and what is longer is cut.",
+        "and positions begin anew; none: one document makes one sequence, padded, and what is longer is cut. Where "
+        "it is not given, conversations and prompts are documents, or none where the model sees across borders.",
     )
     group_by_length: Annotated[
         bool,

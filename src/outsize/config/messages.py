@@ -53,7 +53,8 @@ class Config(Section):
     @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step, padding included."""
-        return self.train.tokens_per_step or self.data.seq_len * self.microbatches
+        sequences = self.train.batch_size or self.microbatches
+        return self.train.tokens_per_step or self.data.seq_len * sequences
 
     @property
     def microbatches(self) -> int:
@@ -122,7 +123,7 @@ _OTHER_NAMES = {
     "clip_grad_norm": "optimizer.max_grad_norm",
     "lr_scheduler_type": "optimizer.schedule",
     "max_steps": "train.steps",
-    "batch_size": "train.tokens_per_step",
+    "batch_size": "train.batch_size",
     "gradient_accumulation_steps": "train.microbatches",
     "output_dir": "train.run_dir",
     "save_steps": "train.save_every",
@@ -132,6 +133,9 @@ _OTHER_NAMES = {
     "dataset": "data.path",
     "packing": "data.pack",
     "precision": "model.dtype",
+    "gradient_checkpointing": "memory.activations",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.batch_size",
     "model_name_or_path": "model.path",
 }
 # What PEFT has and section lora has not; the nearest spelling would be something else altogether.

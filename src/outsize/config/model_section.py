@@ -104,8 +104,8 @@ class OptimizerConfig(Section):
     lr: float = Field(
         default=2e-5,
         ge=0,
-        description="Learning rate after warm-up. Adafactor: relative to the root mean square of a parameter, and at "
-        "most one over the root of the step; 0.01 by default.",
+        description="Learning rate after warm-up; where it is not given, 2e-4 for adapters. Adafactor: relative to the "
+        "root mean square of a parameter, and at most one over the root of the step; 0.01 by default.",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999),

@@ -77,13 +77,18 @@ class TrainConfig(Section):
         default=None,
         gt=0,
         description="How often the data are used, in place of train.steps: rounded up to whole steps once the data are "
-        "read.",
+        "read. Where neither is given, conversations, prompts and preferences are used once.",
     )
     tokens_per_step: int | None = Field(
         default=None,
         ge=2,
         description="Tokens per optimizer step, a multiple of data.seq_len; "
-        "null is data.seq_len x microbatches, or one sequence.",
+        "null is data.seq_len x microbatches, or one sequence; of conversations and prompts what fits them.",
+    )
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sequences per optimizer step, over all microbatches, in place of train.tokens_per_step.",
     )
     microbatches: Annotated[int | None, TOLD_ON_RESUME] = Field(
         default=None,

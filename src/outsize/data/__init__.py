@@ -17,6 +17,7 @@ How a data set becomes batches, one file per step::
     survey                what of documents is trained
     prefetch              batches made ahead of the step
     shared                one rank's part of each
+    record_lengths        tokens of each record, before anything is laid out
     opening               all of the above, in order
 
 Nothing holds the corpus in memory: a chunk of a file, a batch of the tokenizer and the sequences of a step

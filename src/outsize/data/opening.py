@@ -95,7 +95,7 @@ def open_data(
     if window is not None:
         _check_is_one_stream(corpora, pack)
     first = None if window is None else window * seq_len
-    making = _Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
+    making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
         found: list[Detected] = []
@@ -154,8 +154,8 @@ def _as_corpora(source: str | Path | Corpus | Sequence[Corpus]) -> Sequence[Corp
 
 
 @dataclass(frozen=True)
-class _Making:
-    """Opens the stores of sources that are tokenised alike."""
+class Making:
+    """Opens the stores of sources that are tokenised alike; attributes are arguments of `open_data`."""
 
     tokenizer: "PreTrainedTokenizerBase | None"
     cache_dir: Path

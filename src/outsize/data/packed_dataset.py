@@ -24,7 +24,7 @@ from outsize.data.batch import IGNORED, Batch, RecycledArrays
 from outsize.data.detected import Detected
 from outsize.data.masking import Masker
 from outsize.data.permute import SeededPermutation
-from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, survey_cut
+from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, num_across, survey_cut
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError
 
@@ -113,7 +113,10 @@ class Packed:
         num_tokens = self.num_sequences * self.seq_len
         rest = self.store.num_tokens - num_tokens
         trained = self.store.read_trained(num_tokens, rest)
+        is_masked = trained is not None and self.store.num_documents is not None
         return KeptTokens(
+            num_documents=self.store.num_documents,
+            num_across=num_across(self.store, self.seq_len) if is_masked else 0,
             num_tokens=num_tokens,
             num_trained=self._num_trained - int(rest if trained is None else trained.sum()),
         )

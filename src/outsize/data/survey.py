@@ -24,6 +24,8 @@ class KeptTokens:
         num_documents: documents; None where their bounds are not known.
         num_cut: documents that are longer than a sequence and lose their end.
         num_untrained: documents of which nothing is trained, since what would be is cut off or was never there.
+        num_across: documents of which a part is in one sequence and the rest in the next, where records are packed as a
+            stream.
         num_split: documents that are longer than a sequence and go on in others as new documents.
         longest: tokens of the longest document.
         num_tokens: tokens that are left.
@@ -35,6 +37,7 @@ class KeptTokens:
     num_documents: int | None = None
     num_cut: int = 0
     num_untrained: int = 0
+    num_across: int = 0
     num_split: int = 0
     longest: int = 0
     num_tokens: int
@@ -57,6 +60,11 @@ class KeptTokens:
 
     def _split(self, seq_len: int) -> list[str]:
         """Say how many documents are split: what a part is trained on does not see the parts before."""
+        if self.num_across:
+            return [
+                f"{self.num_across:,} of {self.num_documents:,} documents are cut where a sequence of {seq_len} tokens "
+                "ends, and go on in another (data.pack=stream; with documents they stay whole)"
+            ]
         if not self.num_split:
             return []
         return [
@@ -123,6 +131,14 @@ def document_parts(
         before = numbers * seq_len
         kept = np.minimum(np.repeat(lengths, counts) - before, seq_len)
         yield np.repeat(starts, counts) + before, kept, counts
+
+
+def num_across(store: TokenStore, seq_len: int) -> int:
+    """Return how many documents of a stream lie in more sequences than one."""
+    blocks = _documents(store)
+    return sum(
+        int((starts // seq_len != (starts + lengths - 1) // seq_len).sum()) for starts, lengths in blocks
+    )
 
 
 def _documents(store: TokenStore) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

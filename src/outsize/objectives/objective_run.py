@@ -39,6 +39,7 @@ from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import devices_of
 from outsize.telemetry.run_reading import lines_of, step_of
 from outsize.telemetry.writers import Writers, open_writers
+from outsize.training.defaults import settle
 from outsize.training.loop import Progress
 from outsize.training.measures import peak_rss_bytes, stall_share
 from outsize.training.records import HEARTBEAT, TrainResult, write_whole
@@ -51,7 +52,7 @@ from outsize.wrapped.module import is_wrapped, runner_of
 Announce = Callable[[str], None]
 # What a run that goes on has to have in common with the run so far.
 _THE_SAME = (
-    *("model.path", "train.method", "train.seed", "train.tokens_per_step", "eval.split"),
+    *("model.path", "train.method", "train.seed", "train.tokens_per_step", "train.batch_size", "eval.split"),
     *(
         f"data.{key}"
         for key in DataConfig.model_fields
@@ -85,8 +86,10 @@ def foresee(config: Config, announce: Announce = lambda _: None) -> dict[str, Pl
     """
     objective = objective_of(config)
     assert objective is not None
+    run_dir = choose_run_dir(config)
+    config = settle(config, run_dir, announce, objective=objective).config
     with contextlib.ExitStack() as stack:
-        trainer, models = _opened(stack, config, objective, choose_run_dir(config), announce)
+        trainer, models = _opened(stack, config, objective, run_dir, announce)
         _rehearse(trainer)
         return {name: plan for name, model in models.named() if (plan := runner_of(model).plan) is not None}
 
@@ -98,6 +101,7 @@ def _train(
 
     run_dir = choose_run_dir(config)
     resumed = run_checkpoint.find(config.train.resume, run_dir)
+    config = settle(config, run_dir, announce, resumed=resumed, objective=objective).config
     config = as_before(config, run_dir, resumed, announce=announce)
     _check_goes_on(config, run_dir, resumed, announce)
     done = 0 if resumed is None else run_checkpoint.position_of(resumed).step

@@ -29,6 +29,7 @@ class RunSpec:
         group: the ranks that share each step; of one, where none do.
         weights_from: checkpoint that a run goes on from, where it holds the model; None for ``model.path``.
         overall: configuration of the steps of all ranks, where ``config`` is that of one replica's share; else None.
+        may_unpack: whether documents get a sequence each where the model cannot keep several apart.
     """
 
     config: Config
@@ -39,11 +40,17 @@ class RunSpec:
     group: Group = field(default_factory=SingleGroup)
     weights_from: Path | None = None
     overall: Config | None = None
+    may_unpack: bool = False
 
     @property
     def num_workers(self) -> int:
         """Devices that compute."""
         return len(self.devices.each)
+
+    def unpacked(self) -> "RunSpec":
+        """Return the same run with a sequence for each document."""
+        overall = self.overall and _unpacked(self.overall)
+        return replace(self, config=_unpacked(self.config), overall=overall, may_unpack=False)
 
     def in_microbatches(self, count: int) -> "RunSpec":
         """Return the same run with steps cut into ``count`` microbatches."""
@@ -113,6 +120,10 @@ def check_shares(config: Config, num_ranks: int) -> None:
             f"of {config.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
             "train.microbatches"
         )
+
+
+def _unpacked(config: Config) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"pack": "none"})})
 
 
 def devices_of(memory: MemoryConfig) -> Devices:

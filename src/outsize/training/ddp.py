@@ -48,8 +48,7 @@ from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome, schedule_of
 from outsize.storage.ledger import Ledger
 from outsize.streamed.spec import check_shares
-from outsize.training.replica import Replica, opened
-from outsize.training.replica_engine import NET, Hook, ReplicaEngine
+from outsize.training.replica import NET, Hook, Replica, ReplicaEngine, opened
 from outsize.training.resident import seeding
 from outsize.units import format_bytes
 
@@ -79,7 +78,7 @@ def one_share(config: Config, num_ranks: int) -> Config:
     masters = "separate" if config.optimizer.masters == "auto" else config.optimizer.masters
     return config.model_copy(
         update={
-            "train": config.train.model_copy(update={"tokens_per_step": tokens}),
+            "train": config.train.model_copy(update={"tokens_per_step": tokens, "batch_size": None}),
             "optimizer": config.optimizer.model_copy(update={"masters": masters}),
         }
     )

@@ -25,7 +25,6 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.group.launched import launched
 from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
-from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import begin_run
 from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
@@ -42,6 +41,8 @@ from outsize.streamed.spec import RunSpec
 from outsize.telemetry.counters import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.ddp import check_fits, one_share, start_replica
+from outsize.training.defaults import Settled, settle
+from outsize.training.dry_run import headline
 from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.loop import Progress, Run, Trainer
@@ -58,48 +59,13 @@ from outsize.training.profiling import StepProfiler
 from outsize.training.ranks import Ranks, check_same_run, together
 from outsize.training.records import Heartbeat, Telling, TrainResult, write_json, write_whole
 from outsize.training.run_data import data_of, notes_of, open_dataset
-from outsize.training.run_dir import PLAN_FILE, as_before, choose_run_dir, claimed
+from outsize.training.run_dir import PLAN_FILE, as_before, claimed
 from outsize.training.stopping import Aftermath, Interrupt
 from outsize.training.watchdog import Watchdog
 
 Announce = Callable[[str], None]
 # Errors of frozen weights that a codec has written, by name.
 QUANTISATION = "quantisation.json"
-
-
-def plan(config: Config) -> Plan:
-    """Return the plan of a run without starting it: nothing stays on disk, no data is read.
-
-    Raises:
-        OutsizeError: what would keep the run from starting.
-    """
-    return foresee(config, predict=False)[0]
-
-
-def foresee(
-    config: Config, *, predict: bool = True, announce: Announce = lambda _: None
-) -> tuple[Plan, Forecast | None]:
-    """Return the plan of a run, and what its steps are predicted to take, without starting it.
-
-    Args:
-        config: the run.
-        predict: whether lanes and units are timed.
-        announce: told which settings have no effect, and what was chosen.
-
-    Raises:
-        OutsizeError: what would keep the run from starting.
-    """
-    run_dir = choose_run_dir(config)
-    run = RunSpec.of(config, run_dir)
-    with borrowed_torch(deterministic=False, devices=run.devices):
-        resumed = run_checkpoint.find(config.train.resume, run_dir)
-        config = as_before(config, run_dir, resumed, announce=announce)
-        config, begun = with_begun_adapters(config, resumed, announce)
-        run = replace(run, config=config)
-        prepared, rates = plan_run(run, announce, adapters_from=begun, said=lambda _: None)
-        for note in notes_of(config, prepared):
-            announce(note)
-        return prepared.plan, forecast(prepared, run_dir, lambda _: None, rates) if predict else None
 
 
 def train(
@@ -141,11 +107,15 @@ def _train(
     run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
     stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=ranks.devices))
     set_thresholds(heap=False)
-    interrupt.doing = "the model was built, measured and planned"
     resumed = run_checkpoint.find(config.train.resume, run_dir)
+    interrupt.doing = "the data was read and tokenised"
+    with ranks.first_goes_first():
+        settled = settle(config, run_dir, announce, resumed=resumed, num_ranks=ranks.group.size)
+    config = settled.config
+    interrupt.doing = "the model was built, measured and planned"
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-    prepared, rates = _prepared(config, ranks, resumed)
+    prepared, rates = _prepared(settled, ranks, resumed)
     replicated = prepared.run.overall is not None
     record = None if replicated else newest_home(prepared, own_dir, resumed, announce)
     if prepared.config.train.epochs is None and (done := _done(prepared, resumed, announce)) is not None:
@@ -168,13 +138,32 @@ def _train(
     )
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
     expected = None if replicated else forecast(prepared, own_dir, announce, rates)
+    if ranks.is_first:
+        _say_what_happens(prepared, dataset, expected, (resumed, record), announce)
     run = _open(stack, ranks, prepared, dataset, (resumed, record), expected, progress)
     return run.go(dataset, interrupt)
 
 
-def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Job, Rates | None]:
+def _say_what_happens(
+    prepared: Job,
+    dataset: PackedDataset,
+    expected: Forecast | None,
+    saved: tuple[Path | None, CommitRecord | None],
+    announce: Announce,
+) -> None:
+    """Say in one line what is about to be trained, for how long, and where its state lies."""
+    resumed, record = saved
+    done = 0 if resumed is None else run_checkpoint.position_of(resumed).step
+    if record is not None:
+        done = max(done, int(record.state["step"]))
+    step_s = None if expected is None else expected.step_s
+    num_sequences = None if prepared.config.data.window is not None else dataset.num_sequences
+    announce(headline(prepared, step_s, num_sequences=num_sequences, done=done))
+
+
+def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job, Rates | None]:
     """Prepare and plan the run, fresh or ``resumed``; returns rates of lanes as well, where the plan needed any."""
-    own_dir, announce = ranks.own_dir, ranks.announce
+    own_dir, announce, config = ranks.own_dir, ranks.announce, settled.config
     if resumed is not None:
         run_checkpoint.check_holds(resumed, config)
     config, begun = with_begun_adapters(config, resumed, announce if ranks.is_first else lambda _: None)
@@ -190,6 +179,7 @@ def _prepared(config: Config, ranks: Ranks, resumed: Path | None) -> tuple[Job, 
         ranks.devices,
         ranks.memory,
     )
+    run = replace(run, may_unpack=settled.may_unpack)
     if resumed is not None and config.train.method == "full":
         run = replace(run, weights_from=resumed)
     rates = None
@@ -375,8 +365,9 @@ def _over_epochs(prepared: Job, dataset: PackedDataset, announce: Announce) -> J
         return prepared
     prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
     config = prepared.overall
+    epochs = f"{config.train.epochs:g} {'epoch' if config.train.epochs == 1 else 'epochs'}"
     announce(
-        f"{config.train.epochs:g} epochs of {dataset.num_sequences:,} sequences are {config.train.steps:,} steps of "
+        f"{epochs} of {dataset.num_sequences:,} sequences are {config.train.steps:,} steps of "
         f"{config.sequences_per_step}"
     )
     return prepared

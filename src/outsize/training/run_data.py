@@ -3,16 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from outsize.checkpoint import tokenizer_files
-from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.config import Config, DataConfig, EvalConfig, SourceConfig, Surroundings
 from outsize.data import Corpus, ModelLimits, open_data
-from outsize.data.loader_sweep import enough_workers, sweep_loader
 from outsize.data.masking import Masker
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
@@ -23,7 +21,7 @@ from outsize.model.sizes.config_sizes import num_positions
 from outsize.session.data_files import list_files
 from outsize.session.job.planning import why_whole
 from outsize.session.job.prepare import Job
-from outsize.storage.directory import needed_directory, temporary_directory
+from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 
 # Between two lines that tell how much is tokenised.
@@ -75,7 +73,7 @@ def open_dataset(
     return dataset
 
 
-def _tokenising(announce: Callable[[str], None]) -> Callable[[int, int], None]:
+def tokenising(announce: Callable[[str], None]) -> Callable[[int, int], None]:
     """Return what tells from time to time how much of a source is tokenised."""
     said_s = time.monotonic()
 
@@ -118,7 +116,7 @@ def _open(
             pack=config.data.pack,
             template=config.data.template,
             window=None if measured else config.data.window,
-            progress=_tokenising(announce),
+            progress=tokenising(announce),
             limits=ModelLimits(
                 max_positions=num_positions(text_config.to_dict()),
                 vocab_size=getattr(text_config, "vocab_size", None),
@@ -202,42 +200,6 @@ def files_of(config: Config, begun: Path | None = None) -> ModelFiles:
         begun if begun is not None and has_tokenizer(begun) else locate_checkpoint(config.model.path),
         load_hf_config(config.model.path, config.model.trust_remote_code),
     )
-
-
-def preview(config: Config, announce: Callable[[str], None]) -> dict[str, Any]:
-    """Return what a run would train on, tokenised into its run directory if it has one; reads no weights.
-
-    Args:
-        config: of the run.
-        announce: told what the data were taken for.
-
-    Returns:
-        What the data hold and lose, and how fast batches come with one, two and four `data.workers`.
-
-    Raises:
-        OutsizeError: what would keep the data from being used.
-    """
-    config, begun = with_begun_adapters(config)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"window": None})})
-    files = files_of(config, begun)
-    with contextlib.ExitStack() as stack:
-        run_dir = config.train.run_dir
-        directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
-        dataset = stack.enter_context(open_dataset(config, files, directory, announce))
-        kept, per_step = dataset.kept(), config.sequences_per_step
-        steps = config.over(dataset.num_sequences).train.steps
-        rates = sweep_loader(dataset, per_step, dataset.seq_len, steps, config.data.prefetch)
-        return {
-            "sources": [found.to_json() for found in dataset.found],
-            "seq_len": dataset.seq_len,
-            "num_sequences": dataset.num_sequences,
-            "steps_per_epoch": dataset.num_sequences / per_step,
-            "epochs": steps * per_step / dataset.num_sequences,
-            "kept": asdict(kept),
-            "lengths": [bucket._asdict() for bucket in dataset.lengths()],
-            "loader": [rate.to_dict() for rate in rates],
-            "enough_workers": enough_workers(rates),
-        }
 
 
 def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]:

@@ -78,12 +78,8 @@ def as_before(
     """
     if config.train.resume == "none":
         return config
-    runs = [run_dir] if config.train.resume == "auto" else []
-    # Others lie where a file of that name is anybody's.
-    places = [] if resumed is None else [resumed.resolve().parent]
-    runs += [place.parent for place in places if place.name == CHECKPOINTS]
-    so_far = [config_of(run, announce) for run in runs]
-    for run, before in zip(runs, so_far, strict=True):
+    so_far = runs_so_far(config, run_dir, resumed, announce)
+    for run, before in so_far:
         if before is None:
             continue
         _check_objective(config, run, before)
@@ -96,7 +92,7 @@ def as_before(
     rounds_named = config.train.round_microbatches is not None
     if named is not None and (num_ranks == 1 or rounds_named):
         return config
-    for run, before in zip(runs, so_far, strict=True):
+    for run, before in so_far:
         count, in_a_round = _numbers_of(run, before, rank_dir, num_ranks)
         count = count if named is None else named
         if count is not None:
@@ -105,6 +101,20 @@ def as_before(
             keeps = not rounds_named and in_a_round is not None and in_a_round <= count
             return config.in_microbatches(count, in_a_round if keeps else None) if fits else config
     return config
+
+
+def runs_so_far(
+    config: Config, run_dir: Path, resumed: Path | None, announce: Callable[[str], None] = lambda _: None
+) -> list[tuple[Path, Config | None]]:
+    """Return the directories of the run that ``config`` goes on with, and what each has configured; None of none.
+
+    Arguments are those of `as_before`.
+    """
+    runs = [run_dir] if config.train.resume == "auto" else []
+    # Others lie where a file of that name is anybody's.
+    places = [] if resumed is None else [resumed.resolve().parent]
+    runs += [place.parent for place in places if place.name == CHECKPOINTS]
+    return [(run, config_of(run, announce)) for run in runs]
 
 
 def _tell_of_renaming(config: Config, run: Path, before: Config, announce: Callable[[str], None]) -> None:

@@ -25,6 +25,7 @@ from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.directory import temporary_directory
 from outsize.streamed.spec import RunSpec
+from outsize.training.defaults import settle
 from outsize.training.run_data import open_dataset
 
 # Steps whose tokens per second lie so near are as good as each other.
@@ -88,6 +89,12 @@ class Turns:
         return {**asdict(self), "gain": self.gain, "is_clear": self.is_clear}
 
 
+def settled(config: Config, announce: Announce) -> Config:
+    """Return ``config`` with what its data decide, see `outsize.training.defaults`."""
+    with temporary_directory() as directory:
+        return settle(config, directory, announce).config
+
+
 def sizes_around(config: Config) -> list[int]:
     """Return the tokens per step of ``config``, half of them where sequences allow, and two, four and eight times."""
     base, length = config.tokens_per_step, config.data.seq_len
@@ -108,7 +115,9 @@ def with_size(config: Config, tokens_per_step: int) -> Config:
             f"try {max(1, tokens_per_step // length) * length}"
         )
     return config.model_copy(
-        update={"train": config.train.model_copy(update={"tokens_per_step": tokens_per_step})}
+        update={
+            "train": config.train.model_copy(update={"tokens_per_step": tokens_per_step, "batch_size": None})
+        }
     )
 
 

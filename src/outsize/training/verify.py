@@ -20,6 +20,7 @@ from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.streamed.spec import RunSpec
+from outsize.training.defaults import settle
 from outsize.training.records import VerifyResult
 from outsize.training.resident import ResidentTrainer, materialise
 from outsize.training.run_data import notes_of, open_dataset
@@ -37,14 +38,16 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         run_dir = config.train.run_dir
         directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
         stack.enter_context(needed_directory(directory, "train.run_dir"))
-        run = RunSpec.of(config, directory)
+        settled = settle(config, directory, announce)
+        config = settled.config
+        run = replace(RunSpec.of(config, directory), may_unpack=settled.may_unpack)
         stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
         set_thresholds(heap=False)
         config, begun = with_begun_adapters(config, None, announce)
         prepared, _ = plan_run(replace(run, config=config), announce, adapters_from=begun)
         for note in notes_of(config, prepared):
             announce(note)
-        dataset = stack.enter_context(open_dataset(config, prepared, directory, announce))
+        dataset = stack.enter_context(open_dataset(prepared.config, prepared, directory, announce))
         prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
         config = prepared.config
         batches = [dataset.batch(step, config.sequences_per_step) for step in range(config.train.steps)]

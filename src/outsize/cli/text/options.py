@@ -24,6 +24,8 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--data", "data.path", str, "File or directory to train on."),
     ("--method", "train.method", str, "full or lora (adapters; their keys are in section lora)."),
     ("--steps", "train.steps", int, "Optimizer steps."),
+    ("--epochs", "train.epochs", float, "How often the data are used, in place of --steps."),
+    ("--batch-size", "train.batch_size", int, "Sequences per step, in place of --tokens-per-step."),
     (
         "--tokens-per-step",
         "train.tokens_per_step",
@@ -31,6 +33,8 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
         "Tokens per step, a multiple of --seq-len.",
     ),
     ("--seq-len", "data.seq_len", int, "Tokens per sequence."),
+    ("--pack", "data.pack", str, "How documents become sequences: stream, documents or none."),
+    ("--eval-split", "eval.split", float, "Share of the data that is held out and measured on."),
     ("--microbatches", "train.microbatches", int, "Slices of a step that pass through a unit in turn."),
     ("--device", "memory.device", str, "cpu, cuda, cuda:N, cuda:0,1, cuda:all, emulated:N or auto."),
     ("--device-memory", "memory.device_memory", str, "Budget on the device, e.g. 64MiB or 20GiB."),
@@ -38,6 +42,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--seed", "train.seed", int, "Seed of data order, dropout and fresh weights."),
     ("--run-dir", "train.run_dir", str, "Directory of the run; default: runs/<date and time>."),
     ("--lr", "optimizer.lr", float, "Learning rate after warm-up."),
+    ("--lora-r", "lora.r", int, "Rank of the adapters of --method lora."),
     ("--dtype", "model.dtype", str, "Compute dtype: fp32, bf16, fp16 or auto."),
     ("--profile", "train.profile_steps", int, "Steps that torch.profiler records into profile.json."),
     (
@@ -56,7 +61,7 @@ SetOption = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key of the configuration; repeatable."),
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the plan, then the resolved config; train nothing.")
+    bool, typer.Option("--dry-run", help="Print the resolved config, then the plan; train nothing.")
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout, all else on stderr.")

@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 
 
 def print_plan(config: "Config", output: Output) -> None:
-    """Print the plan of a run, then the configuration it is of; fails as the run would if nothing fits."""
+    """Print the configuration of a run, then its plan, then what it does; fails as the run would if nothing fits."""
     from outsize.config import dump_config
     from outsize.objectives.recipes import objective_of
-    from outsize.training import run
+    from outsize.training.dry_run import foresee
 
     if objective_of(config) is not None:
         _print_plans(config, output)
         return
-    plan, forecast = run.foresee(config, announce=output.say)
+    foreseen = foresee(config, announce=output.say)
+    plan, forecast, config = foreseen.plan, foreseen.forecast, foreseen.config
     predicted_s = None if forecast is None else forecast.step_s
     output.emit(
         {
@@ -26,10 +27,13 @@ def print_plan(config: "Config", output: Output) -> None:
             "plan_id": plan.plan_id,
             "plan": plan.to_dict(),
             "predicted_step_s": predicted_s,
+            "would": foreseen.headline,
         }
     )
     prediction = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
-    output.print_result(f"{plan.table}{prediction}\n\n{dump_config(config)}")
+    output.print_result(
+        f"{dump_config(config).rstrip()}\n\n{plan.table}{prediction}\n\nwould {foreseen.headline}"
+    )
 
 
 def _print_plans(config: "Config", output: Output) -> None:
@@ -49,4 +53,4 @@ def _print_plans(config: "Config", output: Output) -> None:
         }
     )
     tables = [f"{name} model\n{plan.table}" for name, plan in plans.items()]
-    output.print_result("\n\n".join([*tables, dump_config(config)]))
+    output.print_result("\n\n".join([dump_config(config).rstrip(), *tables]))

@@ -83,7 +83,9 @@ class Tolerance:
         with self._lock:
             if self.count >= self._limit:
                 if not self._limit:
-                    raise error
+                    raise DataError(
+                        f"{error}; mend the record, or leave up to ten such out with data.max_bad_records=10"
+                    ) from error
                 raise DataError(
                     f"more than {self._limit} malformed records (data.max_bad_records); the last: {error}"
                 ) from error

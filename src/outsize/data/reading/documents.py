@@ -10,7 +10,7 @@ from pathlib import Path
 from outsize.choices import DataFormat
 from outsize.data.reading.corpus import Corpus, Tolerance
 from outsize.data.reading.corpus_files import Sources, read_chunks
-from outsize.data.reading.formats import Document, detect_format, renamed, to_document
+from outsize.data.reading.formats import Document, blank_replies, detect_format, renamed, to_document
 from outsize.data.reading.json_records import Forgive, Record
 from outsize.data.reading.lines import cut_pieces, decode_chunks
 from outsize.data.reading.record_reader import read_records
@@ -35,6 +35,7 @@ class DocumentReader:
         num_files: files read so far.
         num_skipped_files: files of a directory left out so far.
         num_empty: records without text so far.
+        num_blank: replies that are trained and say nothing, so far.
         bytes_read: bytes of the files read so far, as they are on disk.
     """
 
@@ -46,9 +47,11 @@ class DocumentReader:
     num_files: int = 0
     num_skipped_files: int = field(init=False)
     num_empty: int = 0
+    num_blank: int = 0
     bytes_read: int = 0
     _unused: Counter[str] = field(default_factory=Counter)
     _of_records: list[Path] = field(default_factory=list)
+    _first_blank: str = ""
 
     def __post_init__(self) -> None:
         self.num_skipped_files = self.sources.num_skipped
@@ -87,7 +90,7 @@ class DocumentReader:
         Raises:
             DataError: a file or record that cannot be read, or is of another format, with file and line.
         """
-        self.num_files = self.num_empty = self.bytes_read = 0
+        self.num_files = self.num_empty = self.num_blank = self.bytes_read = 0
         self.bad = Tolerance(self.corpus.max_bad_records)
         self._unused.clear()
         self._of_records.clear()
@@ -104,6 +107,11 @@ class DocumentReader:
             notes.append(
                 f"{self._of_records[0]} begins with a JSON object and is read as text, as {len(self._of_records):,} "
                 "files are; for its records name it .jsonl, or set data.format"
+            )
+        if self.num_blank:
+            replies = "1 reply is" if self.num_blank == 1 else f"{self.num_blank:,} replies are"
+            notes.append(
+                f"{replies} empty, the first in {self._first_blank}: the model is trained to end at once there"
             )
         if self._unused:
             counts = (f"{name} ({count:,} records)" for name, count in self._unused.most_common())
@@ -136,6 +144,9 @@ class DocumentReader:
                 self.forgive(error)
                 continue
             self._unused.update(document.unused)
+            if blank := blank_replies(document):
+                self._first_blank = self._first_blank if self.num_blank else where
+                self.num_blank += blank
             if not document.text and document.messages is None:
                 self.num_empty += 1
             elif self.format == "text":  # a record may hold a book

@@ -276,6 +276,15 @@ def _conversation(
     )
 
 
+def blank_replies(document: Document) -> int:
+    """Return how many replies of a document are trained and say nothing: neither words, nor calls, nor reasoning."""
+    if document.messages is None:
+        asked = document.trained_from
+        return int(bool(asked) and is_blank(document.text[asked:]))
+    replies = (document.messages[turn] for turn in document.turns or ())
+    return sum(all(is_blank(value) for key, value in reply.items() if key != "role") for reply in replies)
+
+
 def _is_reply(message: Message) -> bool:
     return bool(message["role"] == "assistant")
 

@@ -111,8 +111,9 @@ def prepare(
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
     """
     demand = demand_of_run(run, announce, source, adapters_from)
+    if (unpacked := _unpacked(demand, announce)) is not None:
+        return prepare(unpacked, announce, source, adapters_from)
     plan = decision_for(demand).plan
-    _check_packing(demand)
     for line in _facts_of(demand, plan):
         announce(line)
     return planned(demand, plan)
@@ -187,6 +188,22 @@ def compiled(job: Job, announce: Announce) -> Job:
     job = job.following(job.config.compiling("blocks"))
     job = replace(job, trials=_trials(job.run, job.hf_config, job.split, lambda _: None))
     return planned(job, decision_for(job).plan)
+
+
+def _unpacked(demand: RunDemand, announce: Announce) -> RunSpec | None:
+    """Return the run with a sequence for each document where the model does not keep them apart; None where it does.
+
+    Raises:
+        ModelError: it does not, and the user wants several in a sequence.
+    """
+    try:
+        _check_packing(demand)
+    except ModelError as error:
+        if not demand.run.may_unpack:
+            raise
+        announce(f"data.pack is none: {error}")
+        return demand.run.unpacked()
+    return None
 
 
 def _check_packing(demand: RunDemand) -> None:

@@ -1,0 +1,223 @@
+"""What a run has where its configuration does not say: how long it trains, how its data lie in sequences, its rate.
+
+The one place that decides that. A key that the user has given is never changed, and what was chosen is said in a line.
+
+- A run that goes on has what it had, whatever it would be given today.
+- Conversations, prompts and preferences are used once, as fine-tuning is counted in epochs. Text is trained for the
+  steps of `TrainConfig`.
+- Conversations and prompts lie whole in their sequences (`data.pack` is documents), which are as long as the longest
+  of them, to a limit; and a step has a few of them.
+- Adapters begin at zero and learn with ten times the rate of a whole model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.checkpoint.begun_adapters import with_begun_adapters
+from outsize.config import Config
+from outsize.data.record_lengths import are_records, record_lengths
+from outsize.model.build import is_masked
+from outsize.model.sizes.config_sizes import num_positions
+from outsize.optim.optimizer_names import named
+from outsize.training.run_data import corpora_of, files_of, load_tokenizer, tokenising
+from outsize.training.run_dir import runs_so_far
+
+Announce = Callable[[str], None]
+LORA_LR = 2e-4
+# Sequences are as long as the longest record up to so many tokens; of longer ones so many records are whole.
+WHOLE_UP_TO, WHOLE_SHARE = 2048, 0.99
+# Lengths are multiples of this, for the kernels' sake.
+_MULTIPLE = 64
+# Records of a step, and the steps that an epoch has at least where there are fewer of them.
+MOST_RECORDS, LEAST_STEPS = 16, 50
+# What a run that goes on keeps, by section: keys of a group are kept where none of them is given.
+_KEPT: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "data": (("pack",), ("seq_len",)),
+    "train": (("steps", "epochs"), ("tokens_per_step", "batch_size")),
+    "optimizer": (("lr",),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A run with nothing left open that its data decide.
+
+    Attributes:
+        config: of the run.
+        may_unpack: whether documents get a sequence each where the model cannot keep several apart.
+        chosen: dotted keys that nobody has given, with what they are.
+    """
+
+    config: Config
+    may_unpack: bool = False
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """Return what to tell of that; empty for nothing."""
+        pairs = ", ".join(f"{key}={_written(value)}" for key, value in self.chosen.items())
+        return f"chosen for these data, and yours to set: {pairs}" if pairs else ""
+
+
+def settle(
+    config: Config,
+    run_dir: Path,
+    announce: Announce = lambda _: None,
+    *,
+    resumed: Path | None = None,
+    tokens_in: Path | None = None,
+    num_ranks: int = 1,
+    objective: str | None = None,
+) -> Settled:
+    """Choose what ``config`` leaves open, and say so.
+
+    Args:
+        config: of the run, as the user gave it.
+        run_dir: directory of the run.
+        announce: called with lines for people.
+        resumed: checkpoint that it goes on from; None for none.
+        tokens_in: directory that keeps the tokens in place of ``run_dir``; None for that.
+        num_ranks: processes that share a step.
+        objective: whose trainer trains, where it is not the engine alone.
+
+    Raises:
+        OutsizeError: model or data cannot be read.
+    """
+    if objective is None and config.train.objective != "sft":
+        return Settled(config)  # which its own command trains
+    before = _before(config, run_dir, resumed, announce)
+    if before is not None:
+        return Settled(_as_it_was(config, before))
+    settled = _of_data(config, tokens_in or run_dir, announce, num_ranks, objective)
+    if config.train.method == "lora" and not _given(config, "optimizer.lr") and named(config.optimizer.name):
+        settled = _with(settled, {"optimizer.lr": LORA_LR})
+    if line := settled.line():
+        announce(line)
+    return settled
+
+
+def _before(config: Config, run_dir: Path, resumed: Path | None, announce: Announce) -> Config | None:
+    """Return the configuration of the run that goes on; None where one begins."""
+    if config.train.resume == "none":
+        return None
+    found = (before for _, before in runs_so_far(config, run_dir, resumed, announce))
+    return next((before for before in found if before is not None), None)
+
+
+def _as_it_was(config: Config, before: Config) -> Config:
+    kept: dict[str, Any] = {}
+    for section, groups in _KEPT.items():
+        for keys in groups:
+            if section == "optimizer" and config.optimizer.name != before.optimizer.name:
+                continue
+            if not any(_given(config, f"{section}.{key}") for key in keys):
+                kept |= {f"{section}.{key}": getattr(getattr(before, section), key) for key in keys}
+    return _with(Settled(config), kept).config
+
+
+def _of_data(
+    config: Config, tokens_in: Path, announce: Announce, num_ranks: int, objective: str | None
+) -> Settled:
+    """Choose what follows from the data: nothing for text, and where an order within windows needs their end."""
+    settled = Settled(config)
+    in_epochs = (
+        {} if _given(config, "train.steps") or _given(config, "train.epochs") else {"train.epochs": 1.0}
+    )
+    if objective is not None and objective != "distill":  # of which each has records of its own
+        return _with(settled, in_epochs)
+    if config.data.window is not None or not are_records(corpora_of(config.data, config.eval)):
+        return settled
+    settled = _with(settled, in_epochs)
+    return settled if objective is not None else _laid_out(settled, tokens_in, announce, num_ranks)
+
+
+def _laid_out(settled: Settled, tokens_in: Path, announce: Announce, num_ranks: int) -> Settled:
+    """Choose how records lie in sequences, and how many of these a step has."""
+    config = settled.config
+    open_keys = {key for key in ("pack", "seq_len") if not _given(config, f"data.{key}")}
+    sizes = ("train.tokens_per_step", "train.batch_size", "train.microbatches")
+    is_sized = any(_given(config, key) for key in sizes)
+    if not open_keys and is_sized:
+        return settled
+    lengths, limit = _lengths(config, tokens_in, announce)
+    if limit is None:  # whose hidden tokens are predicted
+        return settled
+    chosen: dict[str, Any] = {}
+    if "pack" in open_keys:
+        apart = config.data.group_by_length or config.model.attention == "flash_attention_2"
+        chosen["data.pack"] = "none" if apart else "documents"
+    if "seq_len" in open_keys and len(lengths):
+        chosen["data.seq_len"] = _fitting(config, lengths, limit)
+    settled = _with(settled, chosen)
+    if not is_sized and len(lengths):
+        batch = _records_in_step(settled.config, lengths)
+        settled = _with(settled, {"train.batch_size": max(num_ranks, batch)})
+    return Settled(settled.config, chosen.get("data.pack") == "documents", settled.chosen)
+
+
+def _lengths(config: Config, tokens_in: Path, announce: Announce) -> tuple[NDArray[np.int64], int | None]:
+    """Return the tokens of each record, and those of the longest sequence that the model takes.
+
+    The latter is None where the model predicts hidden tokens: nothing is chosen for such a one.
+    """
+    _, begun = with_begun_adapters(config)
+    model = files_of(config, begun)
+    if is_masked(model.hf_config):
+        return np.empty(0, np.int64), None
+    text_config = model.hf_config.get_text_config()
+    lengths = record_lengths(
+        corpora_of(config.data, config.eval),
+        lambda: load_tokenizer(model, config.model.trust_remote_code),
+        cache_dir=tokens_in / "data",
+        template=config.data.template,
+        vocab_size=getattr(text_config, "vocab_size", None),
+        progress=tokenising(announce),
+    )
+    return lengths, num_positions(text_config.to_dict()) or 2**62
+
+
+def _fitting(config: Config, lengths: NDArray[np.int64], limit: int) -> int:
+    """Return the tokens of a sequence that records of ``lengths`` fit in, at most ``limit``."""
+    longest = int(lengths.max())
+    if longest > WHOLE_UP_TO:
+        longest = max(WHOLE_UP_TO, int(np.quantile(lengths, WHOLE_SHARE, method="higher")))
+    wanted = min(limit, max(2, -(-longest // _MULTIPLE) * _MULTIPLE))
+    tokens = config.train.tokens_per_step
+    if tokens is None:
+        return wanted
+    most = max(2, min(limit, tokens // config.microbatches))
+    parts = [size for size in range(2, most + 1) if tokens % size == 0]
+    return min((size for size in parts if size >= wanted), default=max(parts, default=config.data.seq_len))
+
+
+def _records_in_step(config: Config, lengths: NDArray[np.int64]) -> int:
+    """Return the sequences of a step that hold some records each."""
+    num_records = len(lengths) * (1 - config.eval.split)
+    wanted = min(MOST_RECORDS, max(1.0, num_records / LEAST_STEPS))
+    if config.data.pack == "none":
+        return max(1, round(wanted))
+    return max(1, round(wanted * float(lengths.mean()) / config.data.seq_len))
+
+
+def _given(config: Config, key: str) -> bool:
+    """Return whether a user has said what ``key`` is."""
+    section, _, name = key.partition(".")
+    return name in getattr(config, section).model_fields_set
+
+
+def _with(settled: Settled, values: Mapping[str, Any]) -> Settled:
+    """Return the run with ``values`` by dotted key, which are chosen."""
+    config = settled.config
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return Settled(config, settled.may_unpack, {**settled.chosen, **values})
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
