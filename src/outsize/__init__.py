@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outsize.wrapped.api import load, unwrap, wrap
     from outsize.wrapped.clip_grad import clip_grad_norm_
     from outsize.wrapped.optimizer import AdamW
+    from outsize.wrapped.writing.generations import generate
     from outsize.wrapped.writing.scoring import score
 
 __version__ = "0.2.0"
@@ -54,6 +55,7 @@ __all__ = [
     "StorageError",
     "clip_grad_norm_",
     "export",
+    "generate",
     "load",
     "plan",
     "probe",
@@ -72,6 +74,7 @@ _LATER = {
     "AdamW": "outsize.wrapped.optimizer",
     "clip_grad_norm_": "outsize.wrapped.clip_grad",
     "load": "outsize.wrapped.api",
+    "generate": "outsize.wrapped.writing.generations",
     "score": "outsize.wrapped.writing.scoring",
     "unwrap": "outsize.wrapped.api",
     "wrap": "outsize.wrapped.api",

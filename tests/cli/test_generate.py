@@ -120,10 +120,46 @@ def test_prompts_come_from_a_file_and_sampling_repeats(model: Path, tmp_path: Pa
     assert written[0] == written[1] != written[2]
 
 
+def test_many_prompts_go_to_a_file_and_a_run_goes_on(model: Path, tmp_path: Path, capsys: Any):
+    """Each is drawn by a seed of its own, so that those behind a run that ended are what they would have been."""
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"number {n}"}) for n in range(7)))
+    asked = [
+        "--prompts",
+        data,
+        "--out",
+        out,
+        "--max-new-tokens",
+        6,
+        "--sample",
+        "--seed",
+        3,
+        "--home",
+        "disk",
+    ]
+    asked += ["--device", "cpu", "--device-memory", "140KiB", "--json"]
+    assert run(model, *asked, "--in-flight", 4) == 0
+    whole, figures = out.read_text(), json.loads(capsys.readouterr().out)
+    assert figures["most_rows"] > 1
+    assert figures["num_passes"] < 7 * 6
+    assert "written" not in figures
+    assert [json.loads(line)["prompt"] for line in whole.splitlines()] == [f"number {n}" for n in range(7)]
+    out.write_text("".join(f"{line}\n" for line in whole.splitlines()[:3]) + '{"prom')
+    assert run(model, *asked, "--in-flight", 1) == 0
+    assert out.read_text() == whole
+    assert json.loads(capsys.readouterr().out)["num_prompts"] == 4
+    assert run(model, *asked) == 0  # nothing is left to do
+    assert out.read_text() == whole
+    assert run(model, *asked, "--seed", 4) == 2
+    assert "was made with other settings" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "there is no prompt"),
+        (["--json-lines", "--out", "x", "--prompt", "a"], "choose one"),
+        (["--chat", "--out", "x"], "there is no prompt"),
         (["--prompt", "a", "--max-new-tokens", 0], "at least 1"),
         (["--prompt", "a", "--batch-size", 0], "at least 1"),
         (["--prompt", "a", "--stop", ""], "--stop is an empty string"),

@@ -3,8 +3,9 @@
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
+from outsize.cli.text.resumed import ResumedLines, check_made_with, now_and_then, size_of
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
@@ -36,6 +38,14 @@ class GenerateOptions(ModelOptions):
             help="File with a prompt on each line, or as .jsonl with prompt or messages; - is standard input.",
         ),
     ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="JSON lines, one for each prompt; given again, the command goes on behind the last.",
+        ),
+    ] = None
     chat: Annotated[
         bool,
         typer.Option(
@@ -53,9 +63,15 @@ class GenerateOptions(ModelOptions):
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="String that a text is written up to; repeatable."),
     ] = None
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", help="Prompts at once; weights come up once for all.")
-    ] = 1
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are computed together.")] = 1
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            "--in-flight",
+            min=1,
+            help="Batches that share each load of weights, at most; by default as many as hide it.",
+        ),
+    ] = None
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens; otherwise the likeliest one.")] = (
         False
     )
@@ -68,8 +84,12 @@ class GenerateOptions(ModelOptions):
         float | None,
         typer.Option("--min-p", help="Of --sample: least share of the likeliest token's probability."),
     ] = None
-    seed: Annotated[int, typer.Option("--seed", help="Of --sample.")] = 0
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of --sample: prompt number i is drawn by this and i.")
+    ] = 0
 
+
+_SIGN = "> "  # before what a user is to type
 
 # Settings of how tokens are drawn, and what each may be.
 _DRAWING: Mapping[str, tuple[float, float]] = {
@@ -88,39 +108,92 @@ def generate(options: GenerateOptions, output: Output) -> None:
 
     _check_drawing(options, output)
     prompts = read_prompts(options.prompt or [], options.prompts, chat=options.chat, system=options.system)
-    talks = options.chat and not prompts and not output.as_json and not options.json_lines
+    talks = options.chat and not (prompts or output.as_json or options.json_lines or options.out)
     check_question(len(prompts) + talks, options.max_new_tokens, options.batch_size)
     how = _how(options)
-    import torch
-
-    def shown(one: "Written") -> None:
-        if options.json_lines:
-            print(json.dumps(asdict(one)), file=sys.stdout, flush=True)  # noqa: T201 - a line for each prompt
-        else:
-            output.print_result("" if options.batch_size == 1 or talks else f"{one.prompt}{one.text}\n")
-
     with TextWriter(options) as writer:
-        torch.manual_seed(options.seed)
         if talks:
-            alone = {**how, "batch_size": 1}
+            turns = count()
 
             def reply(conversation: "Conversation") -> str:
-                return writer.write([conversation], _print, on_written=shown, **alone)[0][0].text
+                seed = options.seed + next(turns)
+                alone = {**how, "batch_size": 1, "seed": seed}
+                text = writer.write([conversation], _print, **alone)[0][0].text
+                output.print_result("")
+                return text
 
-            conversation(reply, options.system, sys.stdin, output.say)
+            conversation(reply, options.system, _lines_of_a_user(), output.say)
             return
-        streams = options.batch_size == 1 and not (output.as_json or options.json_lines)
+        lines = None if options.out is None else _lines(options)
+        num_done = 0 if lines is None else lines.count
+        if num_done:
+            output.say(f"{num_done} of {len(prompts)} prompts are answered already: going on behind them")
+        streams = lines is None and _streams(options, output, len(prompts))
+        show = _shown(options, output, lines, streams, len(prompts))
         written, figures = writer.write(
-            prompts, _print if streams else (lambda _: None), on_written=shown, **how
+            prompts[num_done:],
+            _print if streams else (lambda _: None),
+            on_written=show,
+            **{**how, "seed": options.seed + num_done},
         )
     output.say(_summary(figures))
-    output.emit({"written": [asdict(one) for one in written], **asdict(figures)})
+    told = {} if options.out is not None else {"written": [asdict(one) for one in written]}
+    output.emit({**told, **asdict(figures)})
+
+
+def _streams(options: GenerateOptions, output: Output, num_prompts: int) -> bool:
+    """Return whether text is shown as it is written: where only one text is, at a time."""
+    alone = options.batch_size == 1 and (num_prompts == 1 or options.in_flight == 1)
+    return alone and not (output.as_json or options.json_lines)
+
+
+def _shown(
+    options: GenerateOptions, output: Output, lines: ResumedLines | None, streams: bool, num_prompts: int
+) -> "Callable[[Written], None]":
+    """Return what becomes of a text that has ended."""
+    tell = now_and_then(output.say)
+
+    def show(one: "Written") -> None:
+        if lines is not None:
+            lines.add(asdict(one))
+            tell(lambda: f"{lines.count} of {num_prompts} prompts")
+        elif options.json_lines:
+            print(json.dumps(asdict(one)), file=sys.stdout, flush=True)  # noqa: T201 - a line for each prompt
+        else:
+            output.print_result("" if streams else f"{one.prompt}{one.text}\n")
+
+    return show
+
+
+def _lines(options: GenerateOptions) -> ResumedLines:
+    """Return the lines of ``--out``, those of a former run among them."""
+    assert options.out is not None
+    settled = (
+        *("model", "base", "dtype", "prompt", "prompts", "chat", "system", "max_new_tokens", "batch_size"),
+        *("stop", "sample", *_DRAWING, "seed"),
+    )
+    made = {name: str(getattr(options, name)) for name in settled}
+    check_made_with(options.out, {**made, "prompts_bytes": size_of(options.prompts)})
+    return ResumedLines(options.out)
+
+
+def _lines_of_a_user() -> Iterator[str]:
+    """Return the lines of standard input, each asked for by a sign where somebody types them."""
+    while True:
+        if sys.stdin.isatty():
+            print(_SIGN, end="", file=sys.stderr, flush=True)  # noqa: T201 - beside the text itself
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
 
 
 def _check_drawing(options: GenerateOptions, output: Output) -> None:
     """Refuse what tokens cannot be drawn by, and say what has no effect."""
     if options.json_lines and output.as_json:
         raise ConfigError("--json-lines prints an object for each prompt, and --json one for all; choose one")
+    if options.json_lines and options.out is not None:
+        raise ConfigError("--json-lines prints what --out writes; choose one")
     if "" in (options.stop or ()):
         raise ConfigError("--stop is an empty string, which every text begins with; leave it out")
     if options.system is not None and not options.chat:
@@ -144,6 +217,8 @@ def _how(options: GenerateOptions) -> dict[str, Any]:
     return {
         "max_new_tokens": options.max_new_tokens,
         "batch_size": options.batch_size,
+        "in_flight": options.in_flight,
+        "seed": options.seed,
         "stop": options.stop or [],
         "do_sample": options.sample,
         **{name: value for name, value in drawn.items() if value is not None},

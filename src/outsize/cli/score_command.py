@@ -1,8 +1,6 @@
 """``outsize score``: logprobs, logits, hidden states and embeddings of many texts, by weights streamed once a wave."""
 
-import json
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import typer
 from outsize import files
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
+from outsize.cli.text.resumed import ResumedLines, check_made_with, now_and_then, size_of
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_seconds
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from outsize.wrapped.writing.scoring import ScoredText
 
 Want = Literal["logprobs", "logits", "hidden", "embeddings"]
-_SAY_S = 10.0  # between two lines of progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +48,19 @@ def score(options: ScoreOptions, output: Output) -> None:
     from outsize.wrapped.writing.scoring import ScoringFigures
 
     results = _Results(options)
-    figures, said = ScoringFigures(), time.monotonic()
+    figures, tell = ScoringFigures(), now_and_then(output.say)
     with TextWriter(options, "none" if options.want in ("hidden", "embeddings") else "auto") as writer:
         texts = list(_texts(options, writer))
         if results.num_done:
             output.say(f"{results.num_done} of {len(texts)} texts are scored already: going on behind them")
         for result in writer.score(texts[results.num_done :], options.want, figures):
             results.add(result)
-            if time.monotonic() - said > _SAY_S:
-                said = time.monotonic()
-                output.say(
+            tell(
+                lambda: (
                     f"{results.num_done} of {len(texts)} texts, {figures.tokens_per_s:.3g} tokens/s "
                     f"({figures.predicted_tokens_per_s:.3g} predicted)"
                 )
+            )
     summary = {**asdict(figures), "num_done": results.num_done, **results.totals()}
     summary["tokens_per_s"] = figures.tokens_per_s
     summary["predicted_tokens_per_s"] = figures.predicted_tokens_per_s
@@ -122,29 +120,29 @@ class _Results:
             name: str(getattr(options, name))
             for name in ("model", "base", "dtype", "data", "want", "context")
         }
-        made["data_bytes"] = str(options.data.stat().st_size) if options.data.exists() else "0"
-        note = options.out.with_name(options.out.name + ".made-with.json")
-        if note.exists() and files.read_json(note, ConfigError, "choose another --out") != made:
-            raise ConfigError(f"{options.out} was made with other settings, see {note}; choose another --out")
-        if not note.exists() and options.out.exists():
-            raise ConfigError(f"{options.out} exists, and no scoring made it; choose another --out")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(made), encoding="utf-8")
+        made["data_bytes"] = size_of(options.data)
+        check_made_with(options.out, made)
         self._logprob, self._num_scored = 0.0, 0
-        self.num_done = self._count_files() if self._as_files else self._count_lines()
+        self._lines = None if self._as_files else ResumedLines(options.out)
+        self.num_done = self._count_files() if self._lines is None else self._lines.count
+        for number, line in enumerate(() if self._lines is None else self._lines.former(), 1):
+            try:
+                self._count(line.get("token_logprobs", ()))
+            except TypeError as error:
+                raise ConfigError(
+                    f"{options.out}, line {number}: not what this command writes; choose another --out"
+                ) from error
 
     def add(self, result: Any) -> None:
         """Write what is wanted of the next text."""
-        if self._as_files:
+        if self._lines is None:
             from safetensors.torch import save_file
 
             place = self._file(self.num_done)
             save_file({self._want: result.contiguous()}, place.with_suffix(".part"))
             place.with_suffix(".part").replace(place)
         else:
-            line = self._line(result)
-            with self._out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            self._lines.add(self._line(result))
         self.num_done += 1
 
     def totals(self) -> dict[str, float]:
@@ -166,27 +164,6 @@ class _Results:
     def _count(self, logprobs: Any) -> None:
         self._logprob += sum(logprobs)
         self._num_scored += len(logprobs)
-
-    def _count_lines(self) -> int:
-        """Return the lines of a former run; what it wrote of a line that is not whole goes."""
-        if not self._out.exists():
-            return 0
-        try:
-            content = files.read_bytes(self._out, files.MOST_TEXT)
-        except OSError as error:
-            raise ConfigError(f"{self._out} cannot be read: {error}; choose another --out") from error
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            self._out.write_bytes(whole)
-        lines = whole.splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                self._count(json.loads(line).get("token_logprobs", ()))
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise ConfigError(
-                    f"{self._out}, line {number}: not what a scoring writes; choose another --out"
-                ) from error
-        return len(lines)
 
     def _count_files(self) -> int:
         self._out.mkdir(exist_ok=True)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -118,7 +118,7 @@ class TextWriter:
     @property
     def num_positions(self) -> int | None:
         """Tokens that the model takes at most; None where nothing limits them."""
-        from outsize.wrapped.writing.text import positions_of
+        from outsize.wrapped.writing.generations import positions_of
 
         return positions_of(self._model)
 
@@ -126,12 +126,13 @@ class TextWriter:
         self, prompts: "Sequence[str | Conversation]", on_text: Callable[[str], None], **choice: Any
     ) -> "tuple[list[Written], Figures]":
         """Return what the model writes after texts and conversations; see `outsize.wrapped.writing.text.write`."""
-        from outsize.wrapped.writing.text import write
+        from outsize.wrapped.writing.text import WritingOptions, write
 
         asked = [self._prompt_of(prompt) for prompt in prompts]
-        return write(
-            self._model, self._tokenizer, asked, **{"on_token": lambda token: on_text(token.text), **choice}
-        )
+        names = [field.name for field in fields(WritingOptions) if field.name in choice]
+        options = WritingOptions(**{name: choice.pop(name) for name in names})
+        choice = {"on_token": lambda token: on_text(token.text), **choice}
+        return write(self._model, self._tokenizer, asked, options, **choice)
 
     def scored_text(self, prompt: "str | Conversation", completion: str | None) -> "ScoredText":
         """Return the tokens of a completion behind its prompt, or of a text, all of which but the first count.

@@ -13,7 +13,7 @@ What PEFT does to one layer when it puts adapters into a model.
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -62,6 +62,23 @@ def encodes_as_the_library(tokenizer: Any) -> bool:
         kind._encode_plus is PreTrainedTokenizerFast._encode_plus
         and kind.__call__ is PreTrainedTokenizerFast.__call__
     )
+
+
+def sampling_by(draw: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return what `generate` takes as ``custom_generate`` to sample as it does, with draws of the caller's.
+
+    Args:
+        draw: given the scores [B, V] that tokens are drawn by, behind all that changes them; returns the tokens [B].
+    """
+
+    def drawn(ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).scatter_(-1, draw(scores)[:, None], 0.0)
+
+    def decode(model: Any, input_ids: Tensor, logits_processor: Any, **more: Any) -> Any:
+        logits_processor.append(drawn)
+        return model._sample(input_ids, logits_processor=logits_processor, **more)
+
+    return decode
 
 
 # What models call whose layers carry a state over all tokens, to have padding change none of it.

@@ -18,24 +18,24 @@ stays; and a unit gives way without anything to write back.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from outsize.errors import InfeasiblePlanError
 from outsize.inference.caller import Caller
 from outsize.inference.experts import ExpertCache, find_experts, without
-from outsize.inference.forward_extent import ForwardExtent, Growth, Workspace, bytes_held, extent_of, ordinary
+from outsize.inference.forward_extent import ForwardExtent, Growth, Workspace, extent_of, ordinary
 from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, grown_bytes, layers_of
 from outsize.inference.loader import Loader
 from outsize.inference.rows import Table, is_table
 from outsize.inference.source import Source
 from outsize.model.split import Split
-from outsize.model.walk import Boundaries, Finished, UnitCall, Walk
+from outsize.model.walk import Boundaries
 from outsize.planner.search.forward_plan import Scan, plan_scan
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
@@ -134,7 +134,7 @@ class InferenceSession:
         rest_bytes = 0 if self._rest is None else self._rest.weight_bytes(dtype)
         self._room_bytes = room_bytes - rest_bytes
         self._workspace = Workspace(dtype)
-        self._cache: weakref.ref[Any] | None = None
+        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # that this pass has come upon
         self._hosted: weakref.WeakKeyDictionary[Any, HostedCache] = weakref.WeakKeyDictionary()
         self._has_room: weakref.WeakSet[Any] = weakref.WeakSet()  # caches that may grow as far as they are to
         self._growth: Growth | None = None
@@ -204,54 +204,13 @@ class InferenceSession:
         self, unit: int, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a unit's boundary calls in its place."""
-        self._enter(unit, partial(extent_of, args, kwargs))
-        if self._cache is None and (cache := find_cache(args, kwargs)) is not None:
-            self._cache = weakref.ref(cache)
-        with self._weights_of(unit) as weights:
-            output = self._run(unit, real, args, kwargs, weights)
-        self._leave(unit)
+        self.enter(unit, partial(extent_of, args, kwargs))
+        cache = next(iter(self._caches), None)
+        cache = find_cache(args, kwargs) if cache is None else cache
+        with self.weights_of(unit) as weights:
+            output = self.run(unit, real, args, kwargs, weights, cache)
+        self.leave(unit)
         return output
-
-    def forward_together(
-        self,
-        walks: Sequence[Walk],
-        extent: ForwardExtent,
-        waiting_bytes: int,
-        on_output: Callable[[int, Any], None],
-    ) -> int:
-        """Run several forwards unit by unit: the weights of each come up once for all of them. While active.
-
-        Args:
-            walks: the forwards; all of them call the units in one order.
-            extent: at least that of each.
-            waiting_bytes: that they are expected to hold together between units; weights give way to them.
-            on_output: given the number and the output of each, before the next one goes on.
-
-        Returns the bytes that they have held between units, at most; a forward that takes too much is refused.
-        """
-        self._waiting_bytes, most = waiting_bytes, 0
-        try:
-            calls = {number: walk.advance() for number, walk in enumerate(walks)}
-            while calls:
-                unit = cast(UnitCall, next(iter(calls.values()))).unit
-                self._enter(unit, lambda: extent)
-                most = max(most, bytes_held(calls.values()))
-                with self._weights_of(unit) as weights:
-                    for number in list(calls):
-                        call = calls.pop(number)
-                        assert isinstance(call, UnitCall)
-                        real = self._boundaries.forwards[unit]
-                        call = walks[number].advance(self._run(unit, real, call.args, call.kwargs, weights))
-                        if isinstance(call, Finished):
-                            on_output(number, call.output)
-                        else:
-                            calls[number] = call
-                self._leave(unit)
-            return most
-        finally:
-            self._waiting_bytes = 0
-            for walk in walks:
-                walk.close()
 
     @property
     def room_for_waiting(self) -> int:
@@ -259,22 +218,48 @@ class InferenceSession:
         slots = self._scan.num_slots * self._scan.slot_bytes
         return max((self._room_bytes - self._workspace.known_bytes - slots) // 2, 0)
 
-    def _enter(self, unit: int, extent: Callable[[], ForwardExtent]) -> None:
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether forwards may hold so many bytes, keys and values too, beside the slots of units and one forward."""
+        try:
+            plan_scan(
+                self._unit_bytes,
+                self._room_bytes - self._workspace.known_bytes - num_bytes,
+                prefetch=self._prefetch,
+            )
+        except InfeasiblePlanError:
+            return False
+        return not self._hosted
+
+    def enter(self, unit: int, extent: Callable[[], ForwardExtent], waiting_bytes: int = 0) -> None:
+        """Forwards come to a unit; to one that is not behind the last, with a new pass.
+
+        Args:
+            unit: which.
+            extent: of the largest of them.
+            waiting_bytes: that they hold together between units; weights give way to them.
+        """
         if unit <= self._at:
+            self._waiting_bytes = waiting_bytes
             self._begin(extent())
         self._at = unit
 
-    def _leave(self, unit: int) -> None:
+    def leave(self, unit: int) -> None:
+        """Forwards have been through a unit.
+
+        Raises:
+            InfeasiblePlanError: it took too much, or what is generated will have no room.
+        """
         if measured := self._workspace.measured_bytes:
             room = self._room_bytes - self._waiting_bytes - measured
             plan_scan(self._unit_bytes, room, prefetch=self._prefetch)  # or it is refused
         if unit == self._last:
             self._workspace.end()
             self._num_passes += 1
-            self._check_growth()
+            for cache in self._caches:
+                self._check_growth(cache)
 
     @contextlib.contextmanager
-    def _weights_of(self, unit: int) -> Iterator[Tensor]:
+    def weights_of(self, unit: int) -> Iterator[Tensor]:
         """Have the weights of a unit in place; rows of a table, and what is tied and lies in the rest, need no slot."""
         if unit in self._tables or not self._unit_bytes[unit]:
             yield self._rest_memory
@@ -292,9 +277,10 @@ class InferenceSession:
         first = not self._workspace.known_bytes
         expected = self._workspace.expected_bytes(extent)
         is_larger = self._workspace.begin(extent)
-        cache = self._cache() if self._cache is not None else None
-        self._cache_bytes = cache_bytes(cache, cache in self._hosted) if cache is not None else 0
-        self._cache = None
+        caches = list(self._caches)
+        self._caches.clear()
+        self._cache_bytes = sum(cache_bytes(cache, cache in self._hosted) for cache in caches)
+        cache = caches[0] if len(caches) == 1 else None  # of several, all have room where they are
         if first:
             return
         room = self._room_bytes - self._waiting_bytes - expected
@@ -327,14 +313,14 @@ class InferenceSession:
             self._hosted[cache] = HostedCache(self._device, self._split.modules)
         return plan(room_bytes - _above(cache, held + held // CACHE_AHEAD))
 
-    def _check_growth(self) -> None:
+    def _check_growth(self, cache: Any) -> None:
         """Refuse a generation whose cache will have no room, with the number of tokens that have.
 
         Raises:
             InfeasiblePlanError: it has none.
         """
-        growth, cache = self._growth, self._cache() if self._cache is not None else None
-        if growth is None or cache is None or cache in self._has_room:
+        growth = self._growth
+        if growth is None or cache in self._has_room:
             return
         self._has_room.add(cache)
         if self._shortage(cache, growth.rows, growth.length) is None:
@@ -370,11 +356,23 @@ class InferenceSession:
             return error
         return None
 
-    def _run(self, unit: int, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor) -> Any:
-        """Run a unit, with its part of a cache that rests on the host."""
+    def run(
+        self, unit: int, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor, cache: Any
+    ) -> Any:
+        """Run a unit on its weights, with its part of a cache that rests on the host.
+
+        Args:
+            unit: which.
+            real: its forward.
+            args: of the forward.
+            kwargs: of the forward.
+            weights: see `weights_of`.
+            cache: keys and values that the forward takes and adds to, or None.
+        """
+        if cache is not None:
+            self._caches.add(cache)
         if unit in self._tables:
             return self._tables[unit].run(real, args, kwargs)
-        cache = self._cache() if self._cache is not None else None
         hosted = self._hosted.get(cache) if cache is not None else None
         before = hosted.bytes_moved if hosted is not None else 0
         with nullcontext() if hosted is None else hosted.up(cache, unit):

@@ -246,12 +246,12 @@ def is_walking() -> bool:
 
 
 class Walk:
-    """One forward of a model over one microbatch, paused at its units.
+    """One forward of a model over one microbatch, or other code that calls the model, paused at its units.
 
     A walk lives in the thread that advances it first; greenlets cannot change threads.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         self._coroutine = _Coroutine(lambda: model(**inputs))
         self._started = False
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.inference.forward_extent import ForwardExtent, Growth, ordinary
+from outsize.inference.forward_extent import Growth, ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.source import Source
+from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk
 from outsize.runtime.device.device import Device
 from outsize.runtime.ops.decoding import decoding_bytes
@@ -81,7 +82,7 @@ class Inferring(Planned):
 
         Args:
             inputs: keyword arguments of each forward; ids are [B, S] under ``input_ids``.
-            waiting_bytes: see `InferenceSession.forward_together`, and for what is returned.
+            waiting_bytes: see `outsize.inference.waves.forward_together`, and for what is returned.
             on_output: given the number and the output of each, before the next one goes on.
 
         Raises:
@@ -93,11 +94,39 @@ class Inferring(Planned):
                 for number, one in enumerate(inputs):
                     on_output(number, model(**one))
                 return 0
-            sizes = [one["input_ids"].shape for one in inputs]
-            extent = ForwardExtent(max(rows for rows, _ in sizes), max(length for _, length in sizes))
             walks = [Walk(model, on_device(one, self.device)) for one in inputs]
             assert self._scan is not None
-            return self._scan.forward_together(walks, extent, waiting_bytes, on_output)
+            return forward_together(self._scan, self.session.boundaries, walks, waiting_bytes, on_output)
+
+    def generate_together(
+        self,
+        starts: Sequence[Callable[[], Any]],
+        sizes: Sequence[Growth],
+        in_flight: int | None,
+        on_output: Callable[[int, Any], None],
+    ) -> int:
+        """Run generations, as many at once as hide loading: weights come up once for all in flight.
+
+        Args:
+            starts: each calls the model's `generate`.
+            sizes: how far each goes on.
+            in_flight: at most so many at once; None for as many as hide loading and have room.
+            on_output: given the number and the output of each as it ends, in any order.
+
+        Returns the rows of all in flight, at most.
+
+        Raises:
+            OutsizeError: as `inferring`.
+        """
+        with torch.no_grad(), self.inferring():
+            if self._rests_where_it_computes():
+                for number, start in enumerate(starts):
+                    on_output(number, start())
+                return max((one.rows for one in sizes), default=0)
+            assert self._scan is not None
+            wave = GenerationWave(self._scan, self.session.boundaries, sizes, in_flight, on_output)
+            wave.run(starts)
+            return wave.most_rows
 
     @property
     def room_for_waiting(self) -> int | None:

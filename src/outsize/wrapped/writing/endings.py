@@ -1,5 +1,6 @@
 """Where a text ends, at a token that marks it or at a string, and what is shown of it until then."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ class Endings:
     Args:
         tokenizer: of transformers.
         settled: see `settle_settings`.
+
+    Attributes:
+        settled: the same without strings, which `generate` would ask the tokenizer for; see `criteria`.
     """
 
     def __init__(self, tokenizer: Any, settled: Any) -> None:
@@ -27,6 +31,13 @@ class Endings:
         self._marks = ends_of(settled)
         strings = settled.stop_strings
         self._strings = StopStringCriteria(tokenizer, strings) if strings else None
+        self.settled = copy.copy(settled)
+        self.settled.stop_strings = None
+
+    @property
+    def criteria(self) -> list[Any]:
+        """What ends texts at strings, as `generate` takes it."""
+        return [] if self._strings is None else [self._strings]
 
     def cut(self, before: Sequence[int], row: list[int]) -> tuple[list[int], bool]:
         """Return the tokens of a text up to its end, and whether it has one.
@@ -81,6 +92,10 @@ class TextProgress:
         num_likeliest: see `write`.
         first_row: number of the first text.
 
+    Attributes:
+        num_passes: forwards of these texts.
+        first_row: as above.
+
     Raises:
         ConfigError: logprobs of beams.
     """
@@ -97,14 +112,14 @@ class TextProgress:
             raise ConfigError("generation_config.json: num_beams: beams have no logprobs; ask for none")
         self.num_passes = self._num_before = 0
         self._endings, self._on_token, self._stop = endings, on_token, stop
-        self._num_likeliest, self._first_row = num_likeliest, first_row
+        self._num_likeliest, self.first_row = num_likeliest, first_row
         self._texts: list[TextUntil] = []
         self._logprobs: Tensor | None = None  # of the next token [B, V]
 
     def watching(self, num_before: int, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments of `generate` that have this called; texts begin behind ``num_before`` tokens."""
         self._num_before = num_before
-        criteria = [*asked.get("stopping_criteria", ()), self]
+        criteria = [*asked.get("stopping_criteria", ()), *self._endings.criteria, self]
         scored = {} if self._num_likeliest is None else {"logits_processor": [self.scored]}
         return {**asked, "stopping_criteria": criteria, **scored}
 
@@ -142,4 +157,4 @@ class TextProgress:
             logprob = float(logprobs[token])
             values, found = logprobs.topk(min(self._num_likeliest or 0, len(logprobs)))
             likeliest = list(zip(found.tolist(), values.tolist(), strict=True))
-        self._on_token(Token(self._first_row + row, piece, token, logprob, likeliest))
+        self._on_token(Token(self.first_row + row, piece, token, logprob, likeliest))

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError
+from outsize.inference.waves import LoadHiding
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.writing.text import check_model, positions_of
+from outsize.wrapped.writing.generations import positions_of
+from outsize.wrapped.writing.text import check_model
 
 Want = Literal["logprobs", "logits", "hidden", "embeddings"]
 
 FIRST_TOKENS = 1024  # of the first wave, which measures
 GROUP_TOKENS = 2048  # of sequences of one length that are computed together
-PAST_BREAK_EVEN = 1.5  # computing of a wave over loading the weights for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class _Pace:
         self._given, self.figures = wave_tokens, figures
         self._group_tokens = GROUP_TOKENS
         self._waiting_per_token = 0.0
-        self._load_s = self._compute_s_per_token = 0.0
+        self._break_even = LoadHiding()
 
     @property
     def tokens(self) -> int:
@@ -139,9 +140,9 @@ class _Pace:
             return self._given
         if not self.figures.num_waves:
             return FIRST_TOKENS
-        if not self._load_s:  # nothing streams
+        enough: float = self._break_even.enough
+        if not enough:  # nothing streams
             return max(FIRST_TOKENS, GROUP_TOKENS)
-        enough = PAST_BREAK_EVEN * self._load_s / max(self._compute_s_per_token, 1e-12)
         room = self._runner.room_for_waiting
         if room is not None and self._waiting_per_token:
             enough = min(enough, room / self._waiting_per_token)
@@ -169,31 +170,25 @@ class _Pace:
 
         num_tokens = sum(len(text.ids) for text in wave)
         inputs = [_inputs(self._model, [wave[text].ids for text in group]) for group in groups]
-        before, began = self._moved(), time.perf_counter()
+        before, began = self._runner.inference_statistics(), time.perf_counter()
         expected = int(self._waiting_per_token * num_tokens)
         waiting = self._runner.forward_together(inputs, expected, keep)
         took = time.perf_counter() - began
-        moved, stalled, loading = (
-            after - former for after, former in zip(self._moved(), before, strict=True)
-        )
-        figures = self.figures
-        predicted = max(self._load_s, self._compute_s_per_token * num_tokens)
+        after = self._runner.inference_statistics()
+        figures, pace = self.figures, self._break_even
+        predicted = max(pace.load_s, pace.compute_s * num_tokens)
         figures.predicted_s += predicted if figures.num_waves else took
         figures.num_texts += len(wave)
         figures.num_tokens += num_tokens
         figures.num_waves += 1
         figures.seconds += took
-        figures.bytes_moved += int(moved)
-        figures.stall_s += stalled
+        if after is not None:
+            figures.bytes_moved += after.bytes_moved - (before.bytes_moved if before else 0)
+            figures.stall_s += after.stall_s - (before.stall_s if before else 0.0)
         figures.wave_tokens = max(figures.wave_tokens, num_tokens)
         self._waiting_per_token = max(self._waiting_per_token, waiting / num_tokens)
-        self._load_s = loading
-        self._compute_s_per_token = max(took - stalled, 0.0) / num_tokens
+        pace.took(num_tokens, took, before, after)
         return results
-
-    def _moved(self) -> tuple[float, float, float]:
-        told = self._runner.inference_statistics()
-        return (0.0, 0.0, 0.0) if told is None else (told.bytes_moved, told.stall_s, told.load_s)
 
 
 def _waves(

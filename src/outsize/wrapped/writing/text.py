@@ -1,24 +1,26 @@
 """Prompts in, text out, with what it took: the work of ``outsize generate``."""
 
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from outsize.compat.transformers_private import reads_padding
-from outsize.errors import ConfigError, DataError, ModelError
-from outsize.inference.forward_extent import ForwardExtent, Growth
+from outsize.errors import DataError, ModelError
 from outsize.inference.inference_session import InferenceStatistics
-from outsize.model.sizes.config_sizes import num_positions
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.detokenizer import text_of
 from outsize.wrapped.writing.endings import Endings, TextProgress, Token
-from outsize.wrapped.writing.generation_settings import looks_at_padding, settle_settings, settled_in
+from outsize.wrapped.writing.generation_settings import settle_settings
+from outsize.wrapped.writing.generations import (
+    GenerationChoice,
+    check_counts,
+    check_lengths,
+    encodes,
+    generate_batches,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Figures:
         num_kept: units that stayed on the device at the end.
         num_streamed: units that did not.
         cache_bytes: keys and values at the end of the last batch.
+        most_rows: texts that were written at once, at most.
     """
 
     num_prompts: int
@@ -52,6 +55,7 @@ class Figures:
     num_kept: int
     num_streamed: int
     cache_bytes: int
+    most_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +88,82 @@ class Written:
     finish_reason: Literal["stop", "length"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingOptions:
+    """How texts are written.
+
+    Attributes:
+        max_new_tokens: per prompt.
+        batch_size: prompts that are computed together.
+        in_flight: batches that share each load of weights, at most; None for as many as hide it.
+        seed: of draws; see `outsize.wrapped.writing.generations.generate`. None leaves them to torch's own generator.
+        stop: strings that end a text, which is written up to the first of them.
+        num_likeliest: of each token the logprob, and those of so many at its place; None for no logprobs.
+    """
+
+    max_new_tokens: int
+    batch_size: int
+    in_flight: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    num_likeliest: int | None = None
+
+
+class _Texts:
+    """Texts on their way, and those that have ended.
+
+    Args:
+        prompts: that they follow.
+        endings: where they end.
+        options: see `write`.
+        on_token: see `write`; None where beams write, whose texts are known at their end.
+        encodes: whether the model reads prompts with an encoder.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        endings: Endings,
+        options: WritingOptions,
+        on_token: Callable[[Token], None] | None,
+        encodes: bool,
+    ) -> None:
+        self.written: list[Written] = []
+        self.num_passes = 0  # of the batches that have ended
+        self._prompts, self._endings, self._options = prompts, endings, options
+        self._on_token, self._encodes = on_token, encodes
+        self._progress: dict[int, TextProgress] = {}
+
+    def watch(self, first_row: int, num_before: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments of `generate` that show a batch as it is written."""
+        options = self._options
+        self._progress[first_row] = progress = TextProgress(
+            self._endings, self._on_token, options.stop, options.num_likeliest, first_row
+        )
+        return progress.watching(num_before, asked)
+
+    def take(self, ids: Sequence[list[int]], rows: list[list[int]]) -> list[Written]:
+        """Return the texts of a batch that has ended; those before it have."""
+        progress = self._progress.pop(len(self.written))
+        progress.end()
+        self.num_passes += progress.num_passes
+        texts = []
+        for prompt, before, row in zip(self._prompts[len(self.written) :], ids, rows, strict=False):
+            tokens, ended = self._endings.cut([] if self._encodes else before, row)
+            text, num_tokens, stopped = text_of(self._endings.tokenizer, tokens, self._options.stop)
+            texts.append(Written(prompt.text, text, num_tokens, "stop" if ended or stopped else "length"))
+        self.written += texts
+        return texts
+
+
 def write(
     model: nn.Module,
     tokenizer: Any,
     prompts: Sequence[Prompt],
+    options: WritingOptions,
     *,
-    max_new_tokens: int,
-    batch_size: int,
     on_token: Callable[[Token], None] = lambda _: None,
     on_written: Callable[[Written], None] = lambda _: None,
-    stop: Sequence[str] = (),
-    num_likeliest: int | None = None,
     **choice: Any,
 ) -> tuple[list[Written], Figures]:
     """Write after each prompt.
@@ -103,12 +172,9 @@ def write(
         model: wrapped, and able to generate.
         tokenizer: its own.
         prompts: texts.
-        max_new_tokens: per prompt.
-        batch_size: prompts at once; weights come up once for all of them.
-        on_token: given each token as it is written, of all prompts of a batch; put together its pieces are the text.
-        on_written: given each text when it has ended.
-        stop: strings that end a text, which is written up to the first of them.
-        num_likeliest: of each token the logprob, and those of so many at its place; None for no logprobs.
+        options: how.
+        on_token: given each token as it is written, of all prompts in flight; put together its pieces are the text.
+        on_written: given each text when it has ended, in order.
         choice: keyword arguments of `generate`; its ``stopping_criteria`` are called after a token, before it is shown.
 
     Raises:
@@ -116,105 +182,35 @@ def write(
         ConfigError: the checkpoint's generation_config.json asks for what is not done.
     """
     settled = settle_settings(model, tokenizer, choice)
-    beams = settled.num_beams or 1
     encoded = [_encode(model, tokenizer, prompt) for prompt in prompts]
-    _check_lengths(model, prompts, encoded, max_new_tokens)
-    written: list[Written] = []
-    num_passes, started, former = 0, time.perf_counter(), _moved(model)
-    asked = {**choice, "max_new_tokens": max_new_tokens}
+    names = [f"the prompt {prompt.text[:40]!r}" for prompt in prompts]
+    check_lengths(model, encoded, options.max_new_tokens, names)
     endings = Endings(tokenizer, settled)
-    batches = _batches(model, settled, encoded, batch_size)
-    growths = (_growth(model, ids, beams, max_new_tokens) for ids in batches)
-    largest = max(growths, key=lambda growth: growth.rows * growth.length, default=None)
-    with settled_in(model, settled), torch.no_grad(), runner_of(model).inferring(largest):
-        if _moved(model) is not None:
-            num_passes = _measure(model, tokenizer, batches, settled, asked)
-        for ids in batches:
-            shown = on_token if beams == 1 else None
-            progress = TextProgress(endings, shown, stop, num_likeliest, first_row=len(written))
-            rows = _rows(model, tokenizer, ids, settled, asked, progress)
-            num_passes += progress.num_passes
-            for before, row in zip(ids, rows, strict=True):
-                tokens, ended = endings.cut([] if _encodes(model) else before, row)
-                text, num_tokens, stopped = text_of(tokenizer, tokens, stop)
-                if shown is None:
-                    on_token(Token(len(written), text))
-                prompt, done = prompts[len(written)].text, ended or stopped
-                written.append(Written(prompt, text, num_tokens, "stop" if done else "length"))
-                on_written(written[-1])
-    seconds = time.perf_counter() - started
-    return written, _figures(written, num_passes, seconds, batch_size, former, _moved(model))
-
-
-def _growth(model: nn.Module, ids: Sequence[list[int]], beams: int, num_new: int) -> Growth:
-    """Return how far a batch goes on; the cache of an encoder-decoder begins with one token."""
-    return Growth(beams * len(ids), (1 if _encodes(model) else max(map(len, ids))) + num_new, num_new)
-
-
-def _encodes(model: nn.Module) -> bool:
-    return bool(cast(Any, model).config.is_encoder_decoder)
-
-
-def _batches(
-    model: nn.Module, settled: Any, rows: Sequence[list[int]], size: int
-) -> list[Sequence[list[int]]]:
-    """Return the rows in batches, in order; where padding would be read as text all of a batch have one length."""
-    mixed = not (reads_padding(model) or looks_at_padding(settled, encodes=_encodes(model)))
-    batches: list[list[list[int]]] = []
-    for row in rows:
-        if not batches or len(batches[-1]) == size or not (mixed or len(batches[-1][0]) == len(row)):
-            batches.append([])
-        batches[-1].append(row)
-    return list(batches)
-
-
-def _measure(
-    model: nn.Module,
-    tokenizer: Any,
-    batches: Sequence[Sequence[list[int]]],
-    settled: Any,
-    asked: dict[str, Any],
-) -> int:
-    """Run the prompts that take the most memory once, where others come first: if they are refused, before any text."""
-    extents = [ForwardExtent(len(ids), max(map(len, ids))) for ids in batches]
-    known: list[ForwardExtent] = []
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the text itself will warn
-        for ids, extent in sorted(
-            zip(batches, extents, strict=True), key=lambda one: -one[1].rows * one[1].length
-        ):
-            if extents[0].covers(extent) or any(one.covers(extent) for one in known):
-                continue
-            known.append(extent)
-            _rows(model, tokenizer, ids, settled, {**asked, "max_new_tokens": 1})
-    return len(known)
-
-
-def _rows(
-    model: nn.Module,
-    tokenizer: Any,
-    ids: Sequence[list[int]],
-    settled: Any,
-    asked: dict[str, Any],
-    progress: TextProgress | None = None,
-) -> list[list[int]]:
-    """Return the new tokens of each row of a batch."""
-    encodes = _encodes(model)
-    inputs = _padded(ids, tokenizer.pad_token_id, before=not encodes)
-    num_before = 1 if encodes else inputs["input_ids"].shape[1]
-    if progress is not None:
-        asked = progress.watching(num_before, asked)
-    output = cast(Any, model).generate(
-        **inputs,
-        **asked,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-        **({"tokenizer": tokenizer} if settled.stop_strings else {}),
+    how = GenerationChoice(
+        settled=endings.settled,
+        choice={**choice, "max_new_tokens": options.max_new_tokens},
+        padding=tokenizer.pad_token_id,
+        batch_size=options.batch_size,
+        in_flight=options.in_flight,
+        seed=options.seed,
     )
-    if progress is not None:
-        progress.end()
-    rows: list[list[int]] = output[:, num_before:].tolist()
-    return rows
+    texts = _Texts(prompts, endings, options, on_token if how.beams == 1 else None, encodes(model))
+
+    def take(ids: Sequence[list[int]], rows: list[list[int]]) -> None:
+        first = len(texts.written)
+        for number, one in enumerate(texts.take(ids, rows), first):
+            if how.beams > 1:
+                on_token(Token(number, one.text))
+            on_written(one)
+
+    started, former = time.perf_counter(), _moved(model)
+    num_measured, most_rows = generate_batches(model, encoded, how, take, texts.watch)
+    took, now = time.perf_counter() - started, _moved(model)
+    # Where nothing streams, nobody counts passes but the batches themselves, one after the other.
+    num_passes = num_measured + texts.num_passes
+    if now is not None:
+        num_passes = now.num_passes - (former.num_passes if former else 0)
+    return texts.written, _figures(texts.written, num_passes, took, most_rows, former, now)
 
 
 def check_question(num_prompts: int, max_new_tokens: int, batch_size: int) -> None:
@@ -224,10 +220,7 @@ def check_question(num_prompts: int, max_new_tokens: int, batch_size: int) -> No
         ConfigError: a count below one.
         DataError: no prompt.
     """
-    if max_new_tokens < 1 or batch_size < 1:
-        raise ConfigError(
-            f"max_new_tokens is {max_new_tokens} and batch_size {batch_size}; both are at least 1"
-        )
+    check_counts(max_new_tokens, batch_size, None)
     if not num_prompts:
         raise DataError("there is no prompt; give --prompt, a file with one per line as --prompts, or --chat")
 
@@ -246,18 +239,11 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def positions_of(model: nn.Module) -> int | None:
-    """Return how many tokens a model takes; None where nothing limits them."""
-    return num_positions(cast(Any, model).config.get_text_config().to_dict())
-
-
 def _encode(model: nn.Module, tokenizer: Any, prompt: Prompt) -> list[int]:
     check_text(prompt.text, "the prompt")
     ids: list[int] = tokenizer(prompt.text, add_special_tokens=not prompt.is_templated)["input_ids"]
-    if not ids:
-        raise DataError("an empty prompt has no token to begin with; write something")
     rows = getattr(cast(Any, model).config.get_text_config(), "vocab_size", None)
-    if rows is not None and max(ids) >= rows:
+    if rows is not None and max(ids, default=0) >= rows:
         token = next(token for token in ids if token >= rows)
         raise DataError(
             f"the prompt {prompt.text[:40]!r} has the token {tokenizer.convert_ids_to_tokens(token)!r}, and its id "
@@ -281,34 +267,6 @@ def check_text(text: str, what: str) -> None:
         ) from error
 
 
-def _check_lengths(
-    model: nn.Module, prompts: Sequence[Prompt], encoded: Sequence[list[int]], max_new_tokens: int
-) -> None:
-    most = positions_of(model)
-    encodes = _encodes(model)
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        length = max(len(ids), max_new_tokens) if encodes else len(ids) + max_new_tokens
-        if most and length > most:
-            raise DataError(
-                f"the prompt {prompt.text[:40]!r} has {len(ids)} tokens, and with {max_new_tokens} new ones would be "
-                f"longer than the {most} positions of the model; shorten it, or ask for fewer"
-            )
-
-
-def _padded(rows: Sequence[list[int]], padding: int, *, before: bool) -> dict[str, Tensor]:
-    """Ids [B, S] and their mask; shorter rows are padded ``before`` they begin, or, as encoders are trained, behind."""
-    length = max(map(len, rows))
-
-    def filled(row: list[int], value: int) -> list[int]:
-        gap = [value] * (length - len(row))
-        return gap + row if before else row + gap
-
-    return {
-        "input_ids": torch.tensor([filled(row, padding) for row in rows]),
-        "attention_mask": torch.tensor([filled([1] * len(row), 0) for row in rows]),
-    }
-
-
 def _moved(model: nn.Module) -> InferenceStatistics | None:
     return runner_of(model).inference_statistics()
 
@@ -317,7 +275,7 @@ def _figures(
     written: Sequence[Written],
     num_passes: int,
     seconds: float,
-    batch_size: int,
+    most_rows: int,
     before: InferenceStatistics | None,
     after: InferenceStatistics | None,
 ) -> Figures:
@@ -343,11 +301,12 @@ def _figures(
         stall_share=stall_s / seconds,
         link_bytes_per_s=rate,
         break_even_batch=break_even_batch(
-            after.bytes_per_pass, rate, compute_s, min(batch_size, len(written))
+            after.bytes_per_pass, rate, compute_s, max(round(num_tokens / max(num_passes, 1)), 1)
         )
         if streams and after is not None and rate is not None
         else None,
         num_kept=after.num_kept if after else 0,
         num_streamed=after.num_streamed if after else 0,
         cache_bytes=after.cache_bytes if after else 0,
+        most_rows=most_rows,
     )
