@@ -174,3 +174,13 @@ def test_a_first_line_that_is_no_record_says_nothing_of_the_format(tmp_path):
     path.write_text("1\n" * 1000)
     with pytest.raises(DataError, match=r"a.jsonl:1: expected a JSON object, found int"):
         reader_of(path, 0).detect()
+
+
+def test_one_object_of_lists_is_said_to_be_several_records(tmp_path, caplog):
+    path = tmp_path / "batched.json"
+    turns = [[{"role": role, "content": text}] for role, text in (("user", "q"), ("assistant", "a"))]
+    path.write_text(json.dumps({"prompt": turns[:1], "completion": turns[1:]}), encoding="utf-8")
+    assert read(path) == read(path) == [{"prompt": turns[0], "completion": turns[1]}]
+    assert [record.message for record in caplog.records] == [
+        f"{path}: one JSON object that holds lists is read as the records in them (1)"
+    ]

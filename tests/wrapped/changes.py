@@ -388,6 +388,24 @@ def _(loop: Loop) -> list[Tensor]:
     return found
 
 
+def _layer_called(layer: nn.Module, loop: Loop) -> Tensor:
+    hidden = torch.ones(1, 4, 32)
+    angles = loop.model.model.rotary_emb(hidden, torch.arange(4)[None])
+    output = layer(hidden, position_embeddings=angles)
+    return output[0] if isinstance(output, tuple) else output
+
+
+@row("a copy of a layer, changed and called")
+def _(loop: Loop) -> list[Tensor]:
+    layer = loop.model.model.layers[1]
+    found = [_layer_called(layer, loop)]
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for p in copied.parameters():
+            p.mul_(0.5)
+        found += [_layer_called(copied, loop), _layer_called(layer, loop)]
+    return found
+
+
 @row("copy.deepcopy of the model", all="cannot be copied")
 def _(loop: Loop) -> Any:
     return copy.deepcopy(loop.model)

@@ -3,8 +3,10 @@
 import gc
 from typing import Any
 
+import peft
 import pytest
 import torch
+from torch import nn
 
 import outsize
 import zoo
@@ -163,4 +165,99 @@ def test_after_an_error_in_a_layer_the_next_call_works(monkeypatch: pytest.Monke
 def test_what_several_workers_cannot_keep_is_refused():
     model = zoo.build("llama")
     with wrapped(model, activations="keep", **FOUR), pytest.raises(ConfigError, match="or one device"):
+        model(**BATCH)
+
+
+def adapted() -> Any:
+    torch.manual_seed(1)
+    adapters = peft.LoraConfig(
+        r=2, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False
+    )
+    return peft.get_peft_model(zoo.small_llama(), adapters)
+
+
+def mlp_of(model: Any) -> Any:
+    return model.get_base_model().model.layers[1].mlp
+
+
+def scaled(model: Any) -> None:
+    mlp_of(model).up_proj.scaling["default"] *= 3
+
+
+def eps(model: Any) -> None:
+    model.get_base_model().model.layers[1].input_layernorm.variance_epsilon = 0.5
+
+
+def attention(model: Any) -> None:
+    model.get_base_model().config._attn_implementation = "eager"
+
+
+def merged(model: Any) -> None:
+    model.merge_adapter()
+
+
+def hook_of_a_layer(model: Any) -> None:
+    model.get_base_model().model.layers[1].register_forward_hook(lambda module, given, output: output * 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_what_a_program_changes_in_layers_later_holds_on_every_worker():
+    plain = adapted()
+    with wrapped(adapted(), device="emulated:2", home="host") as model:
+        for change in (scaled, eps, attention, hook_of_a_layer, merged):
+            for made in (plain, model):
+                made.zero_grad()
+                loss = made(**BATCH).loss
+                with (
+                    torch.no_grad(),
+                    made.disable_adapter(),
+                ):  # as trainers of preferences have their reference
+                    made.reference = made(**BATCH).loss
+                loss.backward()
+                with torch.no_grad():
+                    change(made)
+                    made.changed = made(**BATCH).loss
+            assert_equal(gradients(model), gradients(plain))
+            assert torch.equal(model.reference, plain.reference)
+            assert torch.equal(model.changed, plain.changed), change.__name__
+
+
+def hook_inside(model: Any) -> None:
+    mlp_of(model).register_forward_hook(lambda module, given, output: output * 0.5)
+
+
+def hook_of_a_backward(model: Any) -> None:
+    mlp_of(model).register_full_backward_hook(lambda module, given, gradients: given)
+
+
+def other_module(model: Any) -> None:
+    mlp_of(model).act_fn = nn.Identity()
+
+
+def other_forward(model: Any) -> None:
+    forward = mlp_of(model).forward
+    mlp_of(model).forward = lambda hidden: forward(hidden) * 0.5
+
+
+def other_class(model: Any) -> None:
+    mlp_of(model).__class__ = type("Mlp", (type(mlp_of(model)),), {})
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(
+    "change", [hook_inside, hook_of_a_backward, other_module, other_forward, other_class]
+)
+def test_what_copies_of_layers_cannot_follow_is_refused(change: Any):
+    with wrapped(adapted(), device="emulated:2", home="host") as model, torch.no_grad():
+        model(**BATCH)
+        change(model)
+        with pytest.raises(ModelError, match="in a layer was given another module, hook, forward or class"):
+            model(**BATCH)
+
+
+def test_a_forward_put_inside_a_layer_is_refused():
+    plain = zoo.small_llama()
+    forward = plain.model.layers[1].mlp.forward
+    plain.model.layers[1].mlp.forward = lambda hidden: forward(hidden) * 0.5
+    with wrapped(plain, device="emulated:2") as model, pytest.raises(ModelError, match="put in from outside"):
         model(**BATCH)

@@ -302,6 +302,11 @@ def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]
     return module._forward_hooks, module._forward_pre_hooks
 
 
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return all hooks of the forward and the backward of ``module``."""
+    return *forward_hooks_of(module), module._backward_hooks, module._backward_pre_hooks
+
+
 def has_hooks_of_all() -> bool:
     """Return whether hooks run around the forward of every module."""
     from torch.nn.modules import module

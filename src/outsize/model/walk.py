@@ -22,6 +22,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import greenlet
@@ -182,9 +183,12 @@ class Boundaries:
             module.forward = self._boundary(index)
 
     def _boundary(self, index: int) -> Callable[..., Any]:
-        real = self.reals[index]
+        real, module, had_own = self.reals[index], self._modules[index], self._had_own[index]
 
-        def boundary(*args: Any, **kwargs: Any) -> Any:
+        # A method of that name: a copy of the unit, or a pickled one, has its own, and is no unit.
+        def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if called is not module:
+                return real(*args, **kwargs) if had_own else type(called).forward(called, *args, **kwargs)
             current = greenlet.getcurrent()
             if isinstance(current, _Coroutine):
                 return current.call(index, args, kwargs)
@@ -192,7 +196,7 @@ class Boundaries:
                 return self.outside(index, real, args, kwargs)
             return real(*args, **kwargs)
 
-        return boundary
+        return MethodType(forward, module)
 
     def close(self) -> None:
         """Give every unit its own forward back."""

@@ -2,8 +2,10 @@
 
 import codecs
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from outsize.data.reading.corpus_files import read_chunks
 from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks, read_lines
 from outsize.errors import DataError
 
+logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 Forgive = Callable[[DataError], None]
 
@@ -39,7 +42,10 @@ def read_json(path: Path, on_read: Callable[[int], None], forgive: Forgive) -> I
     second = next(records, None)
     if begin is not None:
         number, record = begin
-        yield from ((number, each) for each in ([record] if second is not None else _unwrapped(record)))
+        records_of = [record] if second is not None else _unwrapped(record)
+        if len(records_of) > 1 or records_of[0] is not record:
+            _say_of_columns(path, len(records_of))
+        yield from ((number, each) for each in records_of)
     if second is not None:
         yield second
         yield from records
@@ -139,6 +145,12 @@ def _check_is_text(record: Record, text: str, where: str) -> None:
                 f"{where}: field {name!a} holds half a character ({ascii(half)[1:-1]}, a surrogate without the "
                 "other), which is no text; write it whole, or raise data.max_bad_records"
             ) from error
+
+
+@cache
+def _say_of_columns(path: Path, count: int) -> None:
+    """Say once how a file of one object is read: libraries read one record of lists."""
+    logger.warning("%s: one JSON object that holds lists is read as the records in them (%d)", path, count)
 
 
 def _unwrapped(record: Record) -> list[Record]:

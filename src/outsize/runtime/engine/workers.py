@@ -22,7 +22,7 @@ from outsize.runtime.device.device_group import Workers
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.engine.op_handlers import PRODUCTS_WAYS
 from outsize.runtime.forward.binding import Binder, GradientSums
-from outsize.runtime.forward.module_replicas import ModuleReplica, replicate
+from outsize.runtime.forward.module_replicas import ModuleReplica, Originals, replicate
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.ops.activation_ops import ActivationOps, Below, count_fetches
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings, Stage
@@ -179,9 +179,10 @@ def make_crew(
         for each in devices
     ]
     if layout.stages is None:
-        outer, units = None, [ModuleReplica(split, boundaries.forwards)]
+        outer, originals, units = None, None, [ModuleReplica(split, boundaries.forwards)]
     else:
         assert isinstance(device, Workers)
+        originals = Originals(split)
         outer, units = _replicas(split, boundaries, device, layout, memories, settings.num_threads)
     turns = _turns(devices) if settings.draws_random and len(devices) > 1 else {}
     fetches = [] if outer is None else [count_fetches(program) for program in plan.programs]
@@ -189,7 +190,9 @@ def make_crew(
     binders = [Binder(each.split, memory.sums) for each, memory in zip(units, memories, strict=True)]
     workers = []
     for index, (each, memory, part, binder) in enumerate(zip(devices, memories, units, binders, strict=True)):
-        stage = None if outer is None else Stage(index, outer, split.modules, _ends(layout))
+        stage = None
+        if outer is not None and originals is not None:
+            stage = Stage(index, outer, originals, _ends(layout))
         compute = ComputeOps(part.split, part.forwards, binder, each, memory.weights, asked, stage)
         activations = ActivationOps(
             each, resources.scratch, codec, resources.rooms, layout.kept, fetches, below, devices

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize.compat import torch_private
 from outsize.errors import ModelError
@@ -22,6 +22,7 @@ from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, loss_of, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.module_replicas import Originals
 from outsize.runtime.forward.outer_forward import OuterForward
 from outsize.runtime.forward.random_states import Drawing, seed_generators
 from outsize.runtime.forward.selective_recompute import Selected
@@ -86,7 +87,7 @@ class Stage:
 
     worker: int
     outer: OuterForward
-    originals: tuple[nn.Module, ...]
+    originals: Originals
     ends: frozenset[int]
 
 
@@ -135,6 +136,8 @@ class ComputeOps:
         # By unit: the slot that its modules show, and its weights there.
         self._bound: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
         self._forwards = forwards
+        self._replicas = [one for unit in split.modules for one in unit.modules()]
+        self._version = 0 if stage is None else stage.originals.version
         self._binder = binder
         every = settings.first_backward == 0
         self._tracked = (True,) * len(forwards) if every else tracked_units(split.spec)
@@ -257,12 +260,21 @@ class ComputeOps:
             self._shortcuts = Shortcuts(needed, self._device.look, lambda unit: is_watched(modules[unit]))
 
     def follow(self) -> None:
-        """Train or evaluate as the model's own units do, where these are replicas; between programs only."""
-        for original, copy in (
-            zip(self._stage.originals, self._split.modules, strict=True) if self._stage else ()
-        ):
-            for module, replica in zip(original.modules(), copy.modules(), strict=True):
-                replica.training = module.training
+        """Be as the model's own units are now, where these are replicas; between programs only.
+
+        Raises:
+            ModelError: these were changed in a way that replicas cannot follow.
+        """
+        if self._stage is None:
+            return
+        originals = self._stage.originals
+        version = originals.version if self._stage.worker else originals.look()
+        if version != self._version:
+            originals.refresh(self._replicas, self._device.torch_device)
+            self._device.catch_up()
+            self._version = version
+        for module, replica in zip(originals.modules, self._replicas, strict=True):
+            replica.training = module.training
 
     def begin(self) -> None:
         """Set up the thread that calls all other methods but `follow`."""
