@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outsize.cli.text.probe_rows import several_rows
+from outsize.cli.text.probe_text import several_rows
 from outsize.errors import CodecError
 from outsize.hardware.machine_file import parse
 from outsize.probing.data_probe import measure_codecs

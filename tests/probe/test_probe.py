@@ -6,7 +6,7 @@ import torch
 
 from hardware.fake_machine import measured
 from outsize.accelerators import CPU
-from outsize.cli.text.probe_rows import streaming_rows
+from outsize.cli.text.probe_text import streaming_rows
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.machine_file import parse, readings
 from outsize.hardware.streaming import FeedRates, Overlap
