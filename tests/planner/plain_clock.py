@@ -3,8 +3,7 @@
 from dataclasses import replace
 from math import inf
 
-from outsize.planner.simulate.discrete import Work
-from outsize.planner.simulate.fairness import fair_rates
+from outsize.planner.simulate.discrete import Work, fair_rates
 
 
 def run_plainly(work, capacity):

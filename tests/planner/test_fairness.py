@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.planner.simulate.fairness import fair_rates
+from outsize.planner.simulate.discrete import fair_rates
 
 
 def test_alone_a_flow_gets_its_narrowest_resource():
