@@ -1,4 +1,6 @@
-"""SAVE, FETCH, OFFLOAD, ONLOAD, SEND, RECV, PASS and RETURN: activations leave a device and come back, or to another.
+"""Move kept activations, encoded or raw.
+
+SAVE, FETCH, OFFLOAD, ONLOAD, SEND, RECV, PASS and RETURN: activations leave a device and come back, or to another.
 
 SAVE and FETCH move the input of a unit, OFFLOAD and ONLOAD what its forward kept, SEND and RECV the gradient of its
 input, all by way of the memory below the devices. PASS and RETURN copy an input and its gradient from one device's
@@ -9,6 +11,8 @@ emptied, so that all parts of the autograd graph that refer to them stay valid. 
 memory of the one that runs the op, which need not be the one it left; and an input stays below until its last FETCH of
 the step, which may be the one for its backward. Inputs may go encoded; a stage's forward and backward then see the same
 decoded copy. All else goes as it is.
+
+What leaves a device of an activation: the bytes of a storage, or where it is shorter an encoding of its elements.
 """
 
 from collections import Counter, defaultdict
@@ -19,8 +23,9 @@ from types import MappingProxyType
 from typing import cast
 
 import torch
+from torch import Tensor
 
-from outsize.codecs.codec import Codec
+from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.lanes import Lane, lane_of
 from outsize.planner.program.ops import Kind, Op
@@ -31,9 +36,55 @@ from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.encoded_storage import EncodedTensor, pack, room_for, unpack
 from outsize.runtime.ops.handlers import handles
 from outsize.storage.scratch import Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """A storage that is away.
+
+    Attributes:
+        num_bytes: of the storage.
+        sent_bytes: of what was sent for it.
+        dtype: of its elements, where that is an encoding; None where it is the bytes themselves.
+    """
+
+    num_bytes: int
+    sent_bytes: int
+    dtype: torch.dtype | None = None
+
+
+def pack(codec: Codec | None, content: Tensor, dtype: torch.dtype) -> tuple[Tensor, EncodedTensor]:
+    """Return what is sent for the bytes of a storage, uint8, and how to read it.
+
+    Args:
+        codec: writes elements that are floating point; None none.
+        content: uint8 [num_bytes].
+        dtype: of the elements in it.
+    """
+    name = DTYPE_NAME.get(dtype)
+    if codec is not None and name in codec.spec.dtypes and not content.nbytes % dtype.itemsize:
+        assert name is not None
+        elements = content.view(dtype)
+        encoded = content.new_empty(codec.spec.max_bytes(elements.numel(), name))
+        size = codec.encode(elements, encoded)
+        if size < content.nbytes:
+            return encoded[:size], EncodedTensor(content.nbytes, size, dtype)
+    return content, EncodedTensor(content.nbytes, content.nbytes)
+
+
+def room_for(parcel: EncodedTensor, content: Tensor) -> Tensor:
+    """Return where the bytes of ``parcel`` arrive: in ``content``, uint8 [num_bytes], or beside it to be decoded."""
+    return content if parcel.dtype is None else content.new_empty(parcel.sent_bytes)
+
+
+def unpack(codec: Codec | None, parcel: EncodedTensor, arrived: Tensor, content: Tensor) -> None:
+    """Fill ``content``, uint8 [num_bytes], with what ``arrived`` in its `room_for`."""
+    if parcel.dtype is not None:
+        assert codec is not None
+        codec.decode(arrived, content.view(parcel.dtype))
+
 
 Storage = torch.UntypedStorage
 FetchCounts = Counter[tuple[int | None, int | None]]
