@@ -15,7 +15,7 @@ from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.moment_forms import as_kept
+from outsize.wrapped.optimizer_state import as_kept
 from wrapped.loops import ROOM, assert_equal, streamed_backward, wrapped
 
 BATCHES = [zoo.batch("llama", seed=step, num_sequences=2) for step in range(4)]
