@@ -181,12 +181,12 @@ def _native(fact: Fact) -> str:
 
 def _rows(probed: MachineFile) -> Iterable[tuple[str, ...]]:
     host = probed.host
-    yield ("DRAM copy", *_rate_of_probe_text(host.dram_copy_bytes_per_s))
-    yield ("DRAM triad", *_rate_of_probe_text(host.dram_triad_bytes_per_s))
+    yield ("DRAM copy", *_throughput(host.dram_copy_bytes_per_s))
+    yield ("DRAM triad", *_throughput(host.dram_triad_bytes_per_s))
     for dtype, rate in host.adamw_params_per_s.items():
         yield (f"AdamW {dtype}", *_count(rate, 1e9, "G parameters/s"))
     yield ("AdamW fp32 beside copies", *_count(host.adamw_beside_copies_params_per_s, 1e9, "G parameters/s"))
-    yield ("copies beside AdamW", *_rate_of_probe_text(host.copies_beside_adamw_bytes_per_s))
+    yield ("copies beside AdamW", *_throughput(host.copies_beside_adamw_bytes_per_s))
     for cost in host.pinning:
         chosen = (
             ""
@@ -195,7 +195,7 @@ def _rows(probed: MachineFile) -> Iterable[tuple[str, ...]]:
         )
         yield (f"{cost.way}, per GB", _seconds(cost.pin_s_per_gb), chosen)
     for numa in host.numa:
-        yield (f"memory of node {numa.memory_node} by {numa.by}", *_rate_of_probe_text(numa.copy_bytes_per_s))
+        yield (f"memory of node {numa.memory_node} by {numa.by}", *_throughput(numa.copy_bytes_per_s))
     for disk in probed.disks:
         yield from _disk_rows(disk)
     for index, device in enumerate(probed.devices):
@@ -213,11 +213,11 @@ def _disk_rows(disk: DiskRates) -> Iterable[tuple[str, ...]]:
     kind = "direct" if disk.direct.value else "buffered"
     for depth in disk.depths:
         for verb, rate in (("read", depth.read_bytes_per_s), ("write", depth.write_bytes_per_s)):
-            yield (f"{disk.directory}: {kind} {verb}, depth {depth.queue_depth}", *_rate_of_probe_text(rate))
+            yield (f"{disk.directory}: {kind} {verb}, depth {depth.queue_depth}", *_throughput(rate))
     if disk.sustained_write_bytes_per_s.median is not None:
         yield (
             f"{disk.directory}: {kind} write, without a pause",
-            *_rate_of_probe_text(disk.sustained_write_bytes_per_s),
+            *_throughput(disk.sustained_write_bytes_per_s),
         )
 
 
@@ -262,7 +262,7 @@ def _theory_bytes_per_s(device: DeviceRates, gpus: Sequence[GpuFacts]) -> float 
         return None
 
 
-def _rate_of_probe_text(rate: Measurement) -> tuple[str, str]:
+def _throughput(rate: Measurement) -> tuple[str, str]:
     return (_UNKNOWN, "") if rate.median is None else (format_rate(rate.median), f"±{rate.spread:.0%}")
 
 
