@@ -22,6 +22,7 @@ ARROWS = {
     "units": set(),
     "files": set(),
     "choices": set(),
+    "detail": set(),
     "spin": set(),
     "local_server": {"errors"},
     "user_cache": set(),
@@ -138,6 +139,7 @@ ARROWS = {
     "streamed": GROUND | {"accelerators", "choices", "config", "group"},
     "session.job": GROUND
     | {
+        "detail",
         "accelerators",
         "checkpoint.files",
         "choices",
@@ -158,6 +160,7 @@ ARROWS = {
     },
     "session.decide": GROUND
     | {
+        "detail",
         "accelerators",
         "choices",
         "codecs",
@@ -193,6 +196,7 @@ ARROWS = {
     },
     "checkpoint": GROUND
     | {
+        "detail",
         "checkpoint.files",
         "choices",
         "compat",
@@ -206,6 +210,7 @@ ARROWS = {
     },
     "training": GROUND
     | {
+        "detail",
         "accelerators",
         "checkpoint",
         "choices",
@@ -282,7 +287,8 @@ ARROWS = {
         "training",
         "wrapped",
     },
-    "cli.text": GROUND | {"config", "doctor", "hardware", "objectives", "planner", "probing", "training"},
+    "cli.text": GROUND
+    | {"config", "detail", "doctor", "hardware", "objectives", "planner", "probing", "training"},
     "cli.plan": GROUND
     | {
         "accelerators",

@@ -117,9 +117,14 @@ def backend(monkeypatch):
 def test_train_prints_a_line_per_step_and_the_result(backend, capsys):
     assert status_of("train", *PATHS, "--steps", "2") == 0
     out, err = capsys.readouterr()
-    assert "step 1/2  loss 2.5000  500 tokens/s  2.0 s left  waits   0%" in err
+    assert "step 1/2  loss 2.5000  2.0 s left\n" in err
     assert "data: 3 text files" in err
-    assert "2 steps, loss 2.2500, 500 tokens/s" in out
+    assert "2 steps, loss 2.2500 in the last" in out
+    assert "waited" not in out
+    assert status_of("train", *PATHS, "--steps", "2", "--verbose") == 0
+    out, err = capsys.readouterr()
+    assert "2.0 s left  500 trained tokens/s  waits   0%" in err
+    assert "500 trained tokens/s\n" in out
     assert "waited for bytes 12.5% of the time (mostly for read)" in out
 
 
@@ -313,13 +318,12 @@ def test_a_step_is_one_line_that_says_where_it_is_and_what_it_waits_for():
         waits_s={"compute:w0": {"loader": {"none": 0.02}, "weights": {"up:w0": 0.5, "read": 0.1}}},
     )
     line = describe(step, 93.0)
-    assert line == (
-        "step   7/100  epoch 0.42  loss 2.5000  500 tokens/s  93.0 s left  waits  31%, mostly for weights to arrive"
-    )
+    assert line == "step   7/100  loss 2.5000  93.0 s left"
     assert describe(step, 93.0, verbose=True) == (
-        f"{line}  lr 1.00e-04  norm 0.750  in 1.00 GB/s  out 500.00 MB/s  stall   3.1% read"
+        f"{line}  epoch 0.42  500 trained tokens/s  waits  31%, mostly for weights to arrive  "
+        "lr 1.00e-04  norm 0.750  in 1.00 GB/s  out 500.00 MB/s  stall   3.1% read"
     )
-    assert describe(record(7, skipped=True), 0.0).endswith("waits   0%  skipped: not finite")
+    assert describe(record(7, skipped=True), 0.0).endswith("left  skipped: not finite")
 
 
 def test_a_terminal_shows_one_line_that_is_rewritten():
@@ -337,7 +341,7 @@ def test_a_terminal_shows_one_line_that_is_rewritten():
 
 def test_a_narrow_terminal_keeps_it_to_one_line():
     written = io.StringIO()
-    with Progress(Console(file=written, force_terminal=True, width=40)) as progress:
+    with Progress(Console(file=written, force_terminal=True, width=40), verbose=True) as progress:
         progress.update(record(1))
     assert "…" in written.getvalue()
 

@@ -339,12 +339,12 @@ def test_what_is_printed(tmp_path, make, chatml, cache_dir):
     path = write_jsonl(tmp_path / "a.jsonl", records)
     with open_small(path, make(chatml), cache_dir) as dataset:
         share = f"{dataset.detected.trained_share:.1%}"
-        lines = dataset.detected.describe().splitlines()
+        lines, shown = dataset.detected.describe().splitlines(), dataset.shown().splitlines()
     assert lines[0] == "data: format messages (detected, fields messages), 1 file"
     assert lines[1].startswith("  301 documents, ")
     assert lines[1].endswith(f"k tokens, {share} trained (sentinels)")
     assert lines[2] == "  1 document with nothing to train"
-    assert lines[4:] == [
+    assert shown[1:] == [
         "  | <|im_start|>user",
         "  | the quick brown fox 0 jumps over the lazy dog é",
         "  | <|im_end|>",

@@ -205,7 +205,7 @@ def test_a_run_tells_how_much_is_tokenised(tmp_path, monkeypatch):
     said: list[str] = []
     train(make_run(tmp_path, train={"steps": 1}), announce=said.append)
     assert any(line.startswith("tokenised 100% of ") for line in said)
-    run_data._tokenising(said.append)(0, 0)
+    run_data.tokenising(said.append)(0, 0)
     assert said[-1] == "tokenised some of a dataset"
 
 

@@ -16,6 +16,7 @@ from outsize import files
 from outsize.checkpoint import feedback, run_checkpoint
 from outsize.checkpoint.checkpoint_state import position_of
 from outsize.config import MemoryConfig
+from outsize.detail import Detail
 from outsize.errors import CheckpointError, StorageError
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Gradients, Masters
 from outsize.session import run_state
@@ -183,7 +184,7 @@ def start(
     if resumed is not None:
         trainer.position = run_checkpoint.restore(trainer, resumed, announce)
         feedback.restore(trainer, resumed, announce)
-    announce(f"resumed from {resumed.name}" if resumed else "starting with step 1")
+    announce(f"resumed from {resumed.name}" if resumed else Detail("starting with step 1"))
     return trainer
 
 

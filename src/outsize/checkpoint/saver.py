@@ -9,6 +9,7 @@ from outsize.checkpoint.checkpoint_state import name_of
 from outsize.checkpoint.files.beside_weights import Beside, read_beside, read_generation_config
 from outsize.checkpoint.saving import Saving
 from outsize.config import TrainConfig
+from outsize.detail import Detail
 from outsize.errors import OutsizeError, StalledError
 from outsize.runtime.engine.engine import StoreHandle
 from outsize.runtime.engine.executor import LaneTask
@@ -210,7 +211,7 @@ class Saver:
             return
         if saving.path is not None:
             self._saved_step = saving.step
-            self._announce(f"saved {saving.path}")
+            self._announce(Detail(f"saved {saving.path}"))
         elif saving.error is not None:
             self.num_failed += 1
             kept = self._saved_step

@@ -18,6 +18,7 @@ from outsize.cli.probe_command import probe
 from outsize.cli.report_command import report
 from outsize.cli.score_command import score
 from outsize.cli.server_commands import serve, watch
+from outsize.cli.text.columns import width_of, wrapped
 from outsize.cli.train_command import sweep, train, verify
 from outsize.errors import OutsizeError
 
@@ -36,16 +37,21 @@ class _Commands(TyperGroup):
             with storage_errors():
                 return super().invoke(ctx)
         except OutsizeError as error:
-            typer.echo(f"{_speaker()}: {type(error).__name__}: {error}", err=True)
+            _complain(f"{type(error).__name__}: {error}")
             sys.exit(2)
         except OSError as error:
             if error.errno != errno.ENOSPC or error.filename is not None:
                 raise
-            typer.echo(f"{_speaker()}: {error}: what a command writes has no room where it goes", err=True)
+            _complain(f"{error}: what a command writes has no room where it goes")
             sys.exit(2)
         except KeyboardInterrupt as interrupt:
-            typer.echo(f"{_speaker()}: {str(interrupt) or 'interrupted'}", err=True)
+            _complain(str(interrupt) or "interrupted")
             sys.exit(130)
+
+
+def _complain(text: str) -> None:
+    """Say on stderr what ended the command, in lines that its terminal has room for."""
+    typer.echo(wrapped(f"{_speaker()}: {text}", width_of(sys.stderr)), err=True)
 
 
 def _write_any_text() -> None:

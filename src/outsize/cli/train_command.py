@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", help="Show learning rate, norm, rates and lanes of each step as well.")
+    bool,
+    typer.Option("--verbose", help="Show all that is known of the run and of each step: rates, waits, norm."),
 ]
 
 
@@ -57,30 +58,40 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     with Progress(output.console, verbose=verbose) as progress:
         result = train_run(config, progress=progress.update, announce=progress.say)
     output.emit(result.to_dict())
-    output.print_result(_summary(result))
+    output.print_result(_summary(result, verbose=verbose))
     if result.steps < result.num_steps and not result.stopped_early:
         output.say(f"interrupted and saved; --resume auto --run-dir {result.run_dir} goes on from here")
 
 
-def _summary(result: "TrainResult") -> str:
-    """Return the result in a few lines."""
-    waited = f" (mostly for {result.stall_owner})" if result.stall_owner else ""
-    lines = [
-        f"{result.steps} steps, loss {result.loss:.4f}, {result.tokens_per_s:.0f} tokens/s",
-        f"device budget {format_bytes(result.budget_bytes)}, peak RSS {format_bytes(result.peak_rss_bytes)}",
-        f"waited for bytes {result.stall_share:.1%} of the time{waited}",
-        f"disk: {format_bytes(result.bytes_read)} read, {format_bytes(result.bytes_written)} written",
-        f"run directory {result.run_dir}",
-    ]
-    if result.skipped_steps:
-        lines.insert(1, f"{result.skipped_steps} steps skipped: loss or gradient norm not finite")
+def _summary(result: "TrainResult", *, verbose: bool) -> str:
+    """Return the result in a few lines; ``verbose`` with what it took."""
+    lines = [f"{result.steps} {'step' if result.steps == 1 else 'steps'}, loss {result.loss:.4f} in the last"]
     if result.eval_loss is not None:
-        lines.insert(1, f"evaluation: loss {result.eval_loss:.4f}, perplexity {result.eval_perplexity:.4g}")
+        lines.append(f"evaluation: loss {result.eval_loss:.4f}, perplexity {result.eval_perplexity:.4g}")
+    if result.skipped_steps:
+        lines.append(f"{result.skipped_steps} steps skipped: loss or gradient norm not finite")
+    if verbose:
+        lines += _figures(result)
+    lines.append(f"run directory {result.run_dir}")
     if result.best_dir and result.best_dir != result.export_dir:
         lines.append(f"best model {result.best_dir}")
     if result.export_dir:
         lines.append(f"trained model {result.export_dir}")
     return "\n".join([*lines, *_verdict(Path(result.run_dir))])
+
+
+def _figures(result: "TrainResult") -> list[str]:
+    """Return what a run took of time, memory and disk."""
+    waited = f" (mostly for {result.stall_owner})" if result.stall_owner else ""
+    everything = (
+        f", {result.all_tokens_per_s:.0f} with prompts and padding" if result.all_tokens_per_s else ""
+    )
+    return [
+        f"{result.tokens_per_s:.0f} trained tokens/s{everything}",
+        f"device budget {format_bytes(result.budget_bytes)}, peak RSS {format_bytes(result.peak_rss_bytes)}",
+        f"waited for bytes {result.stall_share:.1%} of the time{waited}",
+        f"disk: {format_bytes(result.bytes_read)} read, {format_bytes(result.bytes_written)} written",
+    ]
 
 
 def _verdict(run_dir: Path) -> list[str]:
@@ -94,11 +105,9 @@ def _verdict(run_dir: Path) -> list[str]:
         bottleneck = examine(Facts(recorded=read_run(run_dir))).bottleneck
     except ConfigError:
         return []
-    return (
-        []
-        if bottleneck is None
-        else [f"limited by {bottleneck.limits}: {bottleneck.evidence}", f"first try: {bottleneck.fix}"]
-    )
+    if bottleneck is None:
+        return []
+    return [f"limited by {bottleneck.limits}: {bottleneck.evidence}", f"first try: {bottleneck.fix}"]
 
 
 @with_run_options

@@ -81,14 +81,16 @@ class Detected:
         )
         notes = "".join(f"  {line}\n" for line in self.notes)
         bad = "".join(f"  left out: {line}\n" for line in self.bad)
-        example = "\n".join(f"  | {line}" for line in self.example.splitlines())
         return (
             f"data: format {self.format} ({how}{fields}), {_plural(self.num_files, 'file')}"
             f"{f' (left out: {left_out})' if left_out else ''}\n"
             f"  {documents}{format_count(self.num_tokens)} tokens, {self.trained_share:.1%} trained "
             f"({self.mask_source})\n{untrained}{bad}{notes}"
-            f"  first document:\n{example}"
-        )
+        ).rstrip("\n")
+
+    def shown(self) -> str:
+        """Return the lines that show the first document."""
+        return "\n".join(["  first document:", *(f"  | {line}" for line in self.example.splitlines())])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; `from_json` reads them back."""

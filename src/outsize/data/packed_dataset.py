@@ -260,6 +260,10 @@ class PackedDataset:
         lines = [f"  {line}" for line in kept.lines(self.seq_len)]
         return "\n".join([*(found.describe() for found in self.found), *lines])
 
+    def shown(self) -> str:
+        """Return what a command prints of the first document of each source."""
+        return "\n".join(found.shown() for found in self.found)
+
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences; padding is that of batches in the first epoch."""
         kept = self._layout.kept()

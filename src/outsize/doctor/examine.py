@@ -119,10 +119,10 @@ def _rank(finding: Finding, verdict: str) -> tuple[bool, bool, float, int]:
 
 def _tempered(findings: list[Finding]) -> list[Finding]:
     """Return the findings with what is good only worth knowing beside trouble, and the trouble as its fix."""
-    trouble = [finding.id for finding in findings if finding.severity in ("error", "warning")]
+    trouble = [finding for finding in findings if finding.severity in ("error", "warning")]
     if not trouble:
         return findings
-    fix = f"what is found beside it: {', '.join(trouble)}"
+    fix = max(trouble, key=lambda finding: finding.gain_share or 0.0).fix
     return [replace(f, severity="info", fix=fix) if f.severity == "good" else f for f in findings]
 
 

@@ -11,6 +11,7 @@ from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.saving_room import checkpoint_bytes
 from outsize.config import Config
 from outsize.data.loader_sweep import enough_workers, sweep_loader
+from outsize.errors import DataError
 from outsize.planner.search.step_plan import Plan
 from outsize.session.decide.decide import plan_run
 from outsize.session.job.machine import home_file
@@ -18,7 +19,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch
 from outsize.storage.directory import temporary_directory
 from outsize.streamed.spec import RunSpec
-from outsize.training.defaults import settle
+from outsize.training.defaults import Settled, settle
 from outsize.training.forecast import Forecast, forecast
 from outsize.training.run_data import files_of, notes_of, open_dataset
 from outsize.training.run_dir import as_before, choose_run_dir
@@ -72,7 +73,12 @@ def foresee(config: Config, *, predict: bool = True, announce: Announce = lambda
         resumed = run_checkpoint.find(config.train.resume, run_dir)
         has_tokens = (run_dir / "data").is_dir()
         place = run_dir if has_tokens else stack.enter_context(temporary_directory())
-        settled = settle(config, run_dir, announce, resumed=resumed, tokens_in=place)
+        settled, missing = Settled(config), None
+        try:
+            settled = settle(config, run_dir, announce, resumed=resumed, tokens_in=place)
+        except DataError as error:  # a plan can do without
+            missing = error
+            announce(f"note: planned without the data: {error}")
         config = as_before(settled.config, run_dir, resumed, announce=announce)
         config, begun = with_begun_adapters(config, resumed, announce)
         run = replace(run, config=config, may_unpack=settled.may_unpack)
@@ -80,7 +86,7 @@ def foresee(config: Config, *, predict: bool = True, announce: Announce = lambda
         for note in notes_of(config, prepared):
             announce(note)
         num_sequences = None
-        if config.train.epochs is not None:
+        if config.train.epochs is not None and missing is None:
             with open_dataset(prepared.config, prepared, place, announce) as dataset:
                 num_sequences = dataset.num_sequences
             prepared = replace(prepared, run=prepared.run.over(num_sequences))

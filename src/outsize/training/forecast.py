@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from outsize.detail import Detail
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.planner.predict.expectation import PlannedStep
@@ -149,7 +150,7 @@ def forecast(
         return None
     finally:
         trim()
-    announce(f"a step is predicted to take {format_seconds(found.step_s)}")
+    announce(Detail(f"a step is predicted to take {format_seconds(found.step_s)}"))
     return found
 
 

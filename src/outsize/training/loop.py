@@ -16,6 +16,7 @@ from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher, SharedData
+from outsize.detail import Detail
 from outsize.errors import NonFiniteError, OutsizeError
 from outsize.group.group import Group
 from outsize.planner.simulate.stalls import Window
@@ -114,6 +115,7 @@ class Run:
     forecast: Forecast | None = None
     evaluations: Evaluations | None = None
     tokens: int = 0
+    all_tokens: int = 0
     seconds: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
@@ -223,6 +225,7 @@ class Run:
             steps=self.position.step,
             loss=self.position.loss,
             tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
+            all_tokens_per_s=self.all_tokens / self.seconds if self.seconds else None,
             peak_rss_bytes=peak_rss_bytes(),
             budget_bytes=self.prepared.machine.device_bytes,
             stall_share=stall_share(stalled_s, self.seconds),
@@ -268,6 +271,7 @@ class Run:
         self.watchdog.step_ended(outcome.seconds)
         self._known_s = time.monotonic()
         self.tokens += outcome.tokens
+        self.all_tokens += self.config.tokens_per_step
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()
         failed = {
@@ -304,7 +308,7 @@ class Run:
         if self.forecast is not None and self.forecast.step_ended(window, timeline):
             assert self.forecast.comparison is not None
             for line in self.forecast.comparison.lines():
-                self.ranks.announce(line)
+                self.ranks.announce(Detail(line))
             self.heartbeat.telling.tell("the prediction", partial(self.forecast.write, self.ranks.own_dir))
 
 

@@ -120,6 +120,8 @@ class TrainResult:
         eval_perplexity: of that.
         best_dir: directory of the checkpoint with the least loss of those that were evaluated and kept.
         num_steps: optimizer steps that the run was to have.
+        all_tokens_per_s: tokens per second with prompts and padding, as `outsize plan` counts them; None where nobody
+            counts them.
         stopped_early: whether the run ended since evaluations did not get better.
     """
 
@@ -145,6 +147,7 @@ class TrainResult:
     best_dir: str | None = None
     num_steps: int = 0
     stopped_early: bool = False
+    all_tokens_per_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes, ready for JSON."""

@@ -22,6 +22,7 @@ from outsize.checkpoint.saver import Saver
 from outsize.checkpoint.saving_room import check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
+from outsize.detail import Detail
 from outsize.group.launched import launched
 from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
@@ -366,10 +367,8 @@ def _over_epochs(prepared: Job, dataset: PackedDataset, announce: Announce) -> J
     prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
     config = prepared.overall
     epochs = f"{config.train.epochs:g} {'epoch' if config.train.epochs == 1 else 'epochs'}"
-    announce(
-        f"{epochs} of {dataset.num_sequences:,} sequences are {config.train.steps:,} steps of "
-        f"{config.sequences_per_step}"
-    )
+    steps = f"{config.train.steps:,} steps of {config.sequences_per_step}"
+    announce(Detail(f"{epochs} of {dataset.num_sequences:,} sequences are {steps}"))
     return prepared
 
 

@@ -14,6 +14,7 @@ from outsize.data import Corpus, ModelLimits, open_data
 from outsize.data.masking import Masker
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
+from outsize.detail import Detail
 from outsize.errors import DataError, StorageError
 from outsize.hardware.cpu import read_cpu
 from outsize.model.build import is_masked, load_hf_config
@@ -68,6 +69,7 @@ def open_dataset(
             announce(f"held out for evaluation: {dataset.num_sequences:,} sequences")
         else:
             announce(dataset.describe(kept))
+            announce(Detail(dataset.shown()))
         kept.check(config.data.seq_len)
         unless_used.pop_all()
     return dataset

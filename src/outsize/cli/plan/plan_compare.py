@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outsize.cli.plan.plan_question import Asked
+from outsize.cli.text.columns import table_width
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.planner.predict.alternatives import (
@@ -26,7 +27,6 @@ from outsize.planner.predict.feasibility import fits_at_all
 from outsize.planner.predict.prediction import Prediction
 from outsize.units import format_bytes
 
-WIDTH = 110
 # Of a step: what waits longer is warned of.
 MUCH = 0.1
 
@@ -71,7 +71,7 @@ def render(request: Asked, prediction: Prediction, alternatives: Sequence[Altern
         where = format_bytes(way.host_bytes) if way.host_bytes else ""
         table.add_row(way.name, format_bytes(way.device_bytes), where, speed, ratio, _remark(way))
     text = StringIO()
-    console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+    console = Console(file=text, width=table_width(), highlight=False, markup=False)
     console.print(table)
     for line in warnings(request, alternatives):
         console.print(line)

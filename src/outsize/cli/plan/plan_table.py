@@ -10,6 +10,7 @@ from rich.table import Table
 
 from outsize.cli.plan.plan_compare import Scaled
 from outsize.cli.plan.plan_question import Asked, in_options
+from outsize.cli.text.columns import table_width
 from outsize.hardware.cards.gpu_table import COMPILED, LIGER
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
@@ -17,8 +18,6 @@ from outsize.planner.predict.feasibility import host_refusal
 from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.what_if import LEAST_GAIN, Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
-
-WIDTH = 110
 
 
 def to_dict(
@@ -90,7 +89,7 @@ def render_short(
     lines += _change_first(helps)
     lines += [f"note: {note}" for note in (*_notes(request), *_small_rounds(prediction))]
     text = StringIO()
-    console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+    console = Console(file=text, width=table_width(), highlight=False, markup=False)
     for line in lines:
         console.print(line)
     if outcomes:
@@ -100,7 +99,8 @@ def render_short(
         console.print("")
         console.print(_largest_table(scaled))
     console.print(
-        "A prediction, not a measurement; --full shows the figures that it rests on, memory by class, and waits."
+        "A prediction, not a measurement, of all tokens, prompts and padding too; --full shows the figures that it "
+        "rests on, memory by class, and waits."
     )
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
@@ -139,7 +139,7 @@ def render(
     """Return the tables as text."""
     question = request.question
     text = StringIO()
-    console = Console(file=text, width=WIDTH, highlight=False, markup=False)
+    console = Console(file=text, width=table_width(), highlight=False, markup=False)
     console.print(_headline(request))
     console.print("A prediction from the figures below, not a measurement.\n")
     console.print(_memory_table(request, prediction))

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from outsize.cli.text.columns import width_of, wrapped
 from outsize.errors import InfeasiblePlanError, OutsizeError
 from outsize.units import without_nan
 
@@ -47,7 +48,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Print a line for people."""
-        self.console.print(text, markup=False)
+        self.console.print(wrapped(text, width_of(self.console.file)), markup=False)
 
     def emit(self, result: Mapping[str, Any]) -> None:
         """Print ``result`` as one JSON object on one line of stdout, where ``--json`` asks for it."""
@@ -57,4 +58,4 @@ class Output:
     def print_result(self, text: str) -> None:
         """Print what a command was asked for on stdout, for people; nothing with ``--json``."""
         if not self.as_json:
-            print(text, file=self._stdout, flush=True)
+            print(wrapped(text, width_of(self._stdout)), file=self._stdout, flush=True)

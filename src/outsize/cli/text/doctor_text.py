@@ -17,8 +17,7 @@ def describe(report: Report) -> str:
 
 
 def _finding(finding: Finding) -> Iterator[str]:
-    yield f"{finding.severity}  {finding.id}"
-    yield f"  seen      {finding.evidence}"
+    yield f"{finding.severity}: {finding.evidence}"
     yield f"  expected  {finding.expected}"
     yield f"  causes    {'; '.join(finding.causes)}"
     yield f"  fix       {finding.fix}"
@@ -34,8 +33,12 @@ def _count(report: Report) -> str:
 
 
 def _lacking(not_judged: Iterable[NotJudged]) -> list[str]:
-    """Return a line for each thing that is lacking, with the rules that need it."""
+    """Return a line for each thing that is lacking, with how many rules need it."""
     rules: dict[str, list[str]] = {}
     for entry in not_judged:
         rules.setdefault(entry.lacks, []).append(entry.id)
-    return [f"  {lacks} ({', '.join(names)})" for lacks, names in rules.items()]
+    return [f"  {lacks} ({_counted(len(names))})" for lacks, names in rules.items()]
+
+
+def _counted(number: int) -> str:
+    return "1 rule" if number == 1 else f"{number} rules"

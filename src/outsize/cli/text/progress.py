@@ -1,4 +1,4 @@
-"""The live line of a run: step, epoch, loss, tokens/s, the time that is left, and what was waited for.
+"""The live line of a run: step, loss and the time that is left; with ``--verbose`` all that is known of a step.
 
 On a terminal one line is rewritten with every step; anywhere else each step is a line of its own, so that a
 log file reads like a table. Nothing runs in the background: the line changes when a step reports.
@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from outsize.cli.text.columns import width_of, wrapped
+from outsize.detail import Detail
 from outsize.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Progress:
 
     Args:
         console: where to.
-        verbose: whether learning rate, gradient norm, rates and lanes are shown as well.
+        verbose: whether details, rates, waits, learning rate, gradient norm and lanes are shown as well.
     """
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
@@ -66,8 +68,9 @@ class Progress:
             self._live = None
 
     def say(self, text: str) -> None:
-        """Print a line above the live one."""
-        self._console.print(text, markup=False)
+        """Print a line above the live one; details of those where the screen is verbose."""
+        if self._verbose or not isinstance(text, Detail):
+            self._console.print(wrapped(text, width_of(self._console.file)), markup=False)
 
     def update(self, record: "StepRecord") -> None:
         """Show ``record``."""
@@ -90,23 +93,23 @@ def describe(record: "StepRecord", left_s: float, *, verbose: bool = False) -> s
     """
     parts = [
         f"step {record.step:>{len(str(record.num_steps))}}/{record.num_steps}",
-        *([] if record.epoch is None else [f"epoch {record.epoch:.2f}"]),
         f"loss {record.loss:.4f}",
-        f"{record.tokens_per_s:.0f} tokens/s",
         f"{format_seconds(left_s)} left",
-        waited(record),
     ]
+    if record.skipped:
+        parts.append("skipped: not finite")
     if verbose:
         stall = f"stall {record.stall_share:6.1%}"
         parts += [
+            *([] if record.epoch is None else [f"epoch {record.epoch:.2f}"]),
+            f"{record.tokens_per_s:.0f} trained tokens/s",
+            waited(record),
             f"lr {record.lr:.2e}",
             f"norm {record.grad_norm:.3f}",
             f"in {format_rate(record.up_bytes_per_s)}",
             f"out {format_rate(record.down_bytes_per_s)}",
             f"{stall} {record.stall_owner}" if record.stall_owner else stall,
         ]
-    if record.skipped:
-        parts.append("skipped: not finite")
     return "  ".join(parts)
 
 
@@ -118,4 +121,6 @@ def waited(record: "StepRecord") -> str:
     causes = {cause: sum(owners.values()) for cause, owners in record.waits_s.get(lane, {}).items() if owners}
     most = max(causes, key=lambda cause: causes[cause], default=None)
     share = f"waits {min(1.0, record.idle_s[lane] / record.seconds):4.0%}"
-    return share if most is None else f"{share}, mostly for {WAITS.get(most, most)}"
+    if most is None or record.idle_s[lane] < 0.005 * record.seconds:
+        return share
+    return f"{share}, mostly for {WAITS.get(most, most)}"

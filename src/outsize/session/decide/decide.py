@@ -17,6 +17,7 @@ from pathlib import Path
 from outsize.choices import NewtonSchulz
 from outsize.codecs.transport import Transport
 from outsize.config.config_rules import contradictions
+from outsize.detail import Detail
 from outsize.errors import OutsizeError
 from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
@@ -140,7 +141,7 @@ def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
         if prepared.machine.devices.own_processor:
             open_keys.append(PRODUCTS_KEY)
         else:
-            announce(f"{PRODUCTS_KEY}: auto is host: its processor is the device's, too")
+            announce(Detail(f"{PRODUCTS_KEY}: auto is host: its processor is the device's, too"))
     if not open_keys:
         return prepared, None
     try:
@@ -156,7 +157,7 @@ def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
             announce(f"{key}: auto {nothing}: nothing could be predicted: {error}")
         return prepared, None
     for line in _told(decision, open_keys):
-        announce(line)
+        announce(Detail(line))
     timed, count = prepared.config.microbatches, decision.microbatches
     rates = replace(rates, times=decision.microbatch.times, microbatches=count) if count != timed else rates
     return planned(prepared, decision.plan), rates
@@ -182,7 +183,7 @@ def _searched(prepared: Job, crossing: str, announce: Announce) -> bool:
     reason = _why_raw(prepared, crossing)
     # Where nothing fits but encoded, `prepare` has said so.
     if reason and prepared.plan.transport.is_raw(crossing):
-        announce(f"transport.{crossing}: auto is raw{reason}")
+        announce(Detail(f"transport.{crossing}: auto is raw{reason}"))
     return not reason
 
 

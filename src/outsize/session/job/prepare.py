@@ -13,6 +13,7 @@ from torch import nn
 
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.compat.transformers_private import attention_of
+from outsize.detail import Detail
 from outsize.errors import ConfigError, ModelError
 from outsize.model.adapters import Adapters
 from outsize.model.build import load_hf_config
@@ -115,7 +116,7 @@ def prepare(
         return prepare(unpacked, announce, source, adapters_from)
     plan = decision_for(demand).plan
     for line in _facts_of(demand, plan):
-        announce(line)
+        announce(Detail(line))
     return planned(demand, plan)
 
 
@@ -135,7 +136,7 @@ def demand_of_run(
     home = home_file(run.config.memory, run.run_dir)
     run = with_masters_of(home, run, parts.spec)
     machine = describe_machine(run.memory, run.devices, _state_bytes(run, parts.spec), home)
-    announce(_described(model, parts.spec, adapters, run.dtype))
+    announce(Detail(_described(model, parts.spec, adapters, run.dtype)))
     return RunDemand(
         run=run,
         machine=machine,
