@@ -219,10 +219,15 @@ def read_bytes(path: Path, most: int = _MOST_AT_ONCE) -> bytes:
         OSError: as the system says; or no regular file; or one of more than ``most`` bytes.
     """
     with path.open("rb") if str(path).startswith(_PIPES) else open_binary(path, "r") as file:
-        content = b"" if (size := os.fstat(file.fileno()).st_size) > most else file.read(most + 1)
-    if max(size, len(content)) > most:
+        size, pieces = os.fstat(file.fileno()).st_size, []
+        while size <= most and (
+            piece := file.read(_COPY_BYTES)
+        ):  # one read of all would take `most` of memory
+            pieces.append(piece)
+            size = max(size, len(pieces) * _COPY_BYTES - _COPY_BYTES + len(piece))
+    if size > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
-    return content
+    return b"".join(pieces)
 
 
 def read_text(path: Path, encoding: str = "utf-8", most: int = _MOST_AT_ONCE) -> str:

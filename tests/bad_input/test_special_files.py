@@ -21,7 +21,7 @@ from outsize.data.chat.chat_template import ChatTemplate
 from outsize.data.reading.corpus_files import find_sources
 from outsize.doctor.run_record import read_run
 from outsize.errors import OutsizeError
-from outsize.files import read_text
+from outsize.files import read_bytes, read_text
 from outsize.hardware.from_probe import read_machine
 from outsize.model.build import load_hf_config
 from outsize.reporting.history import History
@@ -115,6 +115,13 @@ def test_it_is_read_or_refused(tmp_path: Path, reader: str, kind: str) -> None:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, former)
+
+
+def test_what_may_be_large_takes_the_memory_of_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"x" * 3_000_000)
+    assert len(read_bytes(tmp_path / "small", most=2**60)) == 3_000_000
+    with pytest.raises(OSError, match="larger than 2,999,999 bytes"):
+        read_bytes(tmp_path / "small", most=2_999_999)
 
 
 def test_a_pipe_of_the_shell_is_read() -> None:
