@@ -296,3 +296,18 @@ def test_a_null_in_a_struct_of_parquet_is_no_field_and_one_in_json_is(make, tmp_
     text, _ = ChatTemplate(make(chatml())).render(document.messages, document.turns, document.tools, "f:7")
     assert ("null" in text) == (not in_parquet)
     assert '"at": "AARG1"' in text
+
+
+@pytest.mark.parametrize("standard", ["", "<|im_start|>system\nBe kind.<|im_end|>\n"])
+def test_an_end_that_only_a_next_message_or_a_question_brings_is_the_reply_s(make, standard):
+    """As of Qwen 1.5, with a system prompt of the template's own, in which something has ended before."""
+    template = (
+        "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ standard }}{% endif %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if add_generation_prompt or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ).replace("standard", repr(standard))
+    turns = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)
+    ]
+    assert trained(make(template), turns) == "b<|im_end|>\n|d"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from outsize.data.chat.reply_reading import Reading, read
 from outsize.data.chat.reply_spans import (
     KINDS,
+    LEXEME,
     NAME,
     NOTHING,
     SENTINELS,
@@ -61,10 +62,21 @@ def _without_end(header: str, render: Render) -> str:
         shown = render([*answered, asked])
     except DataError:
         return header
-    first, last = shown.find(code_of(0, TEXT)), shown.rfind(code_of(1, TEXT))
+    last = shown.rfind(code_of(1, TEXT))
     end = common(header, shown[last + 1 : max(shown.rfind(code_of(0, TEXT)), 0)]) if last >= 0 else 0
-    is_end = header[:end].strip() and header[:end].strip() not in shown[: max(first, 0)]
-    return header[end:] if is_end and header[end:].strip() else header
+    opening = _opening_of([*answered, asked], render) or shown[: max(shown.find(code_of(0, TEXT)), 0)]
+    lexemes = LEXEME.finditer(header, 0, end)
+    end = next((one.start() for one in lexemes if one[0].strip() and one[0] in opening), end)
+    return header[end:] if header[:end].strip() and header[end:].strip() else header
+
+
+def _opening_of(messages: Sequence[Message], render: Render) -> str:
+    """Return what opens a conversation that has a system prompt of its own, so that nothing has ended there."""
+    code = code_of(len(messages), TEXT)
+    with contextlib.suppress(DataError):
+        opening, found, _ = render([{"role": "system", "content": code}, *messages]).partition(code)
+        return opening if found else ""
+    return ""
 
 
 def _written_header(render: Render, template: str) -> str:
@@ -205,10 +217,11 @@ class Borders:
             return ""
 
     def _first_header(self) -> str:
-        """Return what stands in front of a question that is the first message."""
+        """Return what stands in front of the first message: a system prompt, or a question."""
         code = code_of(0, TEXT)
+        asked = [{"role": "user", "content": code}]
         try:
-            return self._render([{"role": "user", "content": code}]).partition(code)[0]
+            return _opening_of(asked, self._render) or self._render(asked).partition(code)[0]
         except DataError:
             return ""
 

@@ -8,7 +8,7 @@ A template is a program: it moves, drops, trims and repeats. So nothing is searc
    sentinels tell which characters are whose.
 2. Between the words of two messages stand the end of the one and the header of the other. The header is what the
    template writes where a reply is asked for; the end is what stands behind a message that is the last one. Both are
-   compared by tokens of a kind (`_LEXEME`), so that ``<|im_end|>`` and ``<|im_start|>`` have nothing in common.
+   compared by tokens of a kind (`LEXEME`), so that ``<|im_end|>`` and ``<|im_start|>`` have nothing in common.
 3. The rule is checked: a span holds every word of its message that can be trained, and no word or header of another.
 """
 
@@ -35,7 +35,7 @@ NOTHING = re.compile(r"((?!))")
 _WORD = re.compile(r"[^\W_]|[^\x00-\x7f\s]")
 _MARK = re.compile(r"[^\s\w\"'\\<>]")
 _TAG = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,40}\]"
-_LEXEME = re.compile(r"<[^<>\s]*>|\[/?\w+\]|\s|\w+|.")
+LEXEME = re.compile(r"<[^<>\s]*>|\[/?\w+\]|\s|\w+|.")
 _THOUGHT = re.compile(
     r".*(?:</[^<>\s]*(?:think|thought)[^<>\s]*>|\[/THINK\]|◁/think▷|<channel\|>)", re.DOTALL
 )
@@ -228,9 +228,9 @@ def align(text: str, shown: str, num_names: Mapping[str, int]) -> tuple[list[Blo
 
 
 def common(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike, in steps of `_LEXEME`."""
+    """Return how many characters two texts begin with alike, in steps of `LEXEME`."""
     length = 0
-    for a, b in zip(_LEXEME.finditer(one), _LEXEME.finditer(other), strict=False):
+    for a, b in zip(LEXEME.finditer(one), LEXEME.finditer(other), strict=False):
         if a[0] != b[0]:
             break
         length = a.end()
@@ -241,5 +241,5 @@ def begin_of(header: str, gap: str) -> int:
     """Return where a header begins in what stands between words, or, cut off, at the end of that; else its length."""
     if header and (at := gap.rfind(header)) >= 0:
         return at
-    cut = (header[: lexeme.end()] for lexeme in _LEXEME.finditer(header))
+    cut = (header[: lexeme.end()] for lexeme in LEXEME.finditer(header))
     return len(gap) - max((len(part) for part in cut if part.strip() and gap.endswith(part)), default=0)
