@@ -193,6 +193,7 @@ def _config(
     flags: dict[str, Any] = {
         **{setting: getattr(options, name) for setting, name in SETTINGS.items()},
         "model.path": model.path,
+        "train.method": options.method,
         "model.kernels": options.kernels if options.kernels in get_args(BlockKernels) else "none",
         "data.seq_len": seq_len,
         "train.tokens_per_step": DEFAULT_SEQUENCES * seq_len if tokens_per_step is None else tokens_per_step,
@@ -205,7 +206,7 @@ def _config(
             "--base-codec is how a frozen model is held, and full training freezes none; add --method lora"
         )
     if options.method == "lora":
-        flags |= {"train.method": "lora", "lora.r": options.lora_r, "lora.base_codec": options.base_codec}
+        flags |= {"lora.r": options.lora_r, "lora.base_codec": options.base_codec}
         if options.lora_parameters is not None:
             flags["lora.target_parameters"] = tuple(options.lora_parameters.replace(" ", "").split(","))
         if modules is not None:
