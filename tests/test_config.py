@@ -114,6 +114,8 @@ def test_a_misspelled_environment_variable_is_an_error(name, meant):
         ("steps", "train.steps"),
         ("optimizer.learning_rate", "optimizer.lr"),
         ("data.batch_size", "train.batch_size"),
+        ("train.gradient_checkpointing", "memory.activations"),
+        ("train.accumulate_grad_batches", "train.microbatches"),
         ("memory.device_mem", "memory.device_memory"),
         ("trian", "train"),
     ],

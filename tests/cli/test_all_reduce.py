@@ -105,3 +105,18 @@ def test_ranks_sum_through_their_devices_where_each_has_one(monkeypatch: pytest.
     assert module.ranks_and_backend(None, num_devices=1, num_cpus=2) == (2, "gloo")
     monkeypatch.setattr(module, "device_backend", lambda: "")
     assert module.ranks_and_backend(2, num_devices=2, num_cpus=2) == (2, "gloo")
+
+
+def test_an_estimate_asks_nothing_of_the_machine(asked, capsys: pytest.CaptureFixture[str]):
+    """Of 14 GB over 8 ranks a ring moves 24.5 GB over each link, as the lesson on interconnects has it."""
+    assert run("--estimate", "14GB", "--ranks", 8, "--json") == 0
+    links = {row["link"]: row for row in json.loads(capsys.readouterr().out)["links"]}
+    assert not asked
+    for row in links.values():
+        assert row["ring"] == pytest.approx(24.5e9 / row["bytes_per_s"], rel=1e-2)
+        assert row["ring"] < row["tree"] < row["naive"]
+    assert links["PCIe 4 x16"]["ring"] > 10 * links["NVLink 4"]["ring"]
+    assert run("--estimate", "1GB", "--rate", "25GB") == 0
+    assert "25.00 GB/s" in capsys.readouterr().out
+    assert run("--rate", "25GB") == 2
+    assert "add --estimate" in capsys.readouterr().err

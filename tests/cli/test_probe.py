@@ -7,7 +7,7 @@ import pytest
 from cli.command_line import status_of
 from doctor.records import gpu_machine
 from hardware.fake_machine import CGROUP_V2, SERVER, build, link, measured, probed
-from outsize.cli.text.probe_text import describe
+from outsize.cli.text.probe_text import copies_by_size, describe
 from outsize.hardware.cgroup import Fact
 from outsize.hardware.link_fit import Piece, fit_link, summarize
 from outsize.hardware.machine_file import DataRates, parse
@@ -174,3 +174,20 @@ def test_reasons_that_many_share_are_told_once(tmp_path):
     lines = [line for line in text.splitlines() if "/empty/proc/meminfo" in line]
     assert len(lines) == 1
     assert " and 1 more: " in lines[0]
+
+
+def test_copies_by_size_are_those_that_were_timed(found, capsys):
+    machine, _ = found
+    links = [
+        link(way, path=path, bytes_per_s=rate)
+        for path, rate in (("pinned", 2e10), ("pageable", 1e10))
+        for way in ("up", "down")
+    ]
+    device = machine.devices[0].model_copy(update={"links": tuple(links)})
+    lines = copies_by_size(machine.model_copy(update={"devices": (device,)}))
+    assert len(lines) == 1 + 14
+    assert "pinned by pageable, up" in lines[0]
+    assert lines[1].split("  ")[0] == "1.00 KiB"
+    assert lines[-1].rstrip().endswith("1.98x")
+    assert run("--table") == 0
+    assert "1.00 KiB" in capsys.readouterr().out

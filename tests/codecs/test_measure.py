@@ -12,7 +12,7 @@ def test_every_codec_is_measured_on_every_kind(tmp_path):
     save_file({**tensors, "ids": torch.arange(5)}, tmp_path / "some.safetensors")
     found = measure_file(tmp_path / "some.safetensors")
     assert {(figures.kind, figures.numel) for figures in found} == {("weights", 4096), ("moments", 2048)}
-    assert {figures.codec for figures in found} == set(NAMES)
+    assert {figures.codec for figures in found} == {*NAMES, "zstd-3"}
     cast = measure_file(tmp_path / "some.safetensors", torch.bfloat16, ["int4"])
     assert [(figures.dtype, figures.codec) for figures in cast] == [("bf16", "int4")] * 2
 
@@ -32,9 +32,9 @@ def test_no_more_is_held_of_a_file_than_is_looked_at(tmp_path, monkeypatch):
 
 def test_lossless_ones_have_no_error_and_no_ratio_below_the_bound():
     for figures in measure("weights", normal(2**17, torch.bfloat16)):
-        lossless = figures.codec in ("lossless4", "lossless3")
+        lossless = figures.codec in ("lossless4", "lossless3", "zstd-3")
         assert (figures.largest_error == 0) == (figures.relative_error == 0) == lossless
-        assert not lossless or figures.bound <= figures.ratio < 0.77
+        assert not lossless or figures.bound <= figures.ratio < 0.8
         assert figures.encode_bytes_per_s > 0
         assert figures.to_dict()["codec"] == figures.codec
 

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,6 +38,16 @@ def all_reduce(
             help="Write the rates here; in a machine.json of `outsize probe` they take their place.",
         ),
     ] = None,
+    estimate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Measure nothing: how long would a sum of SIZE take, over PCIe and NVLink?"
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="With --estimate: of one link, per direction, e.g. 25GB."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time sums from 1 KiB on: latency, bus bandwidth and their fit, which `plan --net FILE` and `doctor` read.
@@ -46,6 +56,13 @@ def all_reduce(
     """
     output = Output(as_json=as_json)
     with output.guarded():
+        if estimate is not None:
+            rows = _estimated(_bytes(estimate, "--estimate"), num_ranks or 8, rate)
+            output.emit({"kind": "estimate", "ranks": num_ranks or 8, "links": rows})
+            output.print_result(_estimate_table(rows, num_ranks or 8))
+            return
+        if rate is not None:
+            raise ConfigError("--rate is of an estimate: add --estimate SIZE, e.g. 14GB")
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
         rates = _measured(num_ranks, backend, _bytes(bytes_max))
@@ -59,11 +76,47 @@ def all_reduce(
         output.print_result(_table(rates))
 
 
-def _bytes(text: str) -> int:
+def _bytes(text: str, option: str = "--bytes-max") -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ConfigError(f"--bytes-max: {error}") from error
+        raise ConfigError(f"{option}: {error}") from error
+
+
+# Of a message, where nothing was measured: a copy's fixed cost of 5 to 7 us, and a launch.
+_LATENCY_S = 10e-6
+
+
+def _estimated(num_bytes: int, num_ranks: int, rate: str | None) -> list[dict[str, Any]]:
+    """Return how long a sum takes by way and link, at the full rate of each link."""
+    from outsize.hardware.link_fit import estimates
+    from outsize.hardware.topology import LANE_BYTES_PER_S, NVLINK_BYTES_PER_S, theory_bytes_per_s
+
+    links = {f"PCIe {generation} x16": theory_bytes_per_s(generation, 16) for generation in LANE_BYTES_PER_S}
+    links |= {f"NVLink {generation}": of_all for generation, of_all in NVLINK_BYTES_PER_S.items()}
+    if rate is not None:
+        links = {rate: float(_bytes(rate, "--rate"))}
+    return [
+        {"link": name, "bytes_per_s": one, **estimates(num_bytes, num_ranks, one, _LATENCY_S)}
+        for name, one in links.items()
+        if one > 0
+    ]
+
+
+def _estimate_table(rows: list[dict[str, Any]], num_ranks: int) -> str:
+    ways = ("naive", "tree", "ring")
+    table = [("link", "each way", *ways)]
+    table += [
+        (row["link"], format_rate(row["bytes_per_s"]), *(_time(row[way]) for way in ways)) for row in rows
+    ]
+    return "\n".join(
+        [
+            *columns(table),
+            "",
+            f"Arithmetic, of {num_ranks} ranks, every link at its full rate and {_LATENCY_S * 1e6:.0f} us a message.",
+            "naive: all to one rank and back; tree: whole messages up and down a tree. NCCL does no worse than a ring.",
+        ]
+    )
 
 
 def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduceRates":

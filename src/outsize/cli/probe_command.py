@@ -61,6 +61,10 @@ class ProbeOptions:
     emulated: Annotated[
         int, typer.Option("--emulated", min=0, metavar="N", help="Describe N emulated devices instead.")
     ] = 0
+    table: Annotated[
+        bool,
+        typer.Option("--table", help="Also show copies by size: up, down, pinned and pageable, as measured."),
+    ] = False
     link_gb_per_s: Annotated[
         float | None,
         typer.Option("--link-gb-per-s", min=1e-6, help="What links of emulated devices are held to."),
@@ -97,6 +101,8 @@ def probe(options: ProbeOptions, output: Output) -> None:
     compared = {"compared": [asdict(change) for change in changes]} if old else {}
     output.emit({**probed.model_dump(mode="json"), **compared})
     output.print_result(probe_text.describe(probed))
+    if options.table:
+        output.print_result("\n" + "\n".join(probe_text.copies_by_size(probed)))
     if old:
         output.print_result(probe_text.describe_changes(changes))
 

@@ -136,6 +136,9 @@ _OTHER_NAMES = {
     "gradient_checkpointing": "memory.activations",
     "num_train_epochs": "train.epochs",
     "per_device_train_batch_size": "train.batch_size",
+    "accumulate_grad_batches": "train.microbatches",
+    "use_flash": "model.attention",
+    "runtime": "memory",
     "model_name_or_path": "model.path",
 }
 # What PEFT has and section lora has not; the nearest spelling would be something else altogether.
@@ -233,6 +236,8 @@ def _what(path: str, detail: ErrorDetails) -> str:
     if kind == "literal_error":
         expected = re.sub("True|False", lambda word: word[0].lower(), context["expected"]).replace("'", "")
         other = f"; {EXACT_WEIGHTS}" if path == "transport.weights" else ""
+        if "zstd" in str(found):
+            other += "; `outsize probe --tensors F` tells what zstd makes of yours (of others: bench_packed_claims.py)"
         return f"must be {expected}, not {_shown(found)}{other}"
     phrase = _PHRASES.get(kind)
     return phrase(context, found) if phrase else f"{detail['msg'].lower()}: {_shown(found)}"

@@ -253,7 +253,7 @@ class AllReduceRates(Record):
         return self.fit.latency_s * steps + crossing_bytes(num_bytes, ranks) / self.fit.bytes_per_s
 
 
-def crossing_bytes(num_bytes: int, num_ranks: int) -> float:
+def crossing_bytes(num_bytes: float, num_ranks: int) -> float:
     """Return the bytes that cross each link, one direction, where each of ``num_ranks`` has ``num_bytes``.
 
     Raises:
@@ -262,6 +262,26 @@ def crossing_bytes(num_bytes: int, num_ranks: int) -> float:
     if num_ranks < 2:
         raise ValueError(f"a sum over ranks needs two of them, not {num_ranks}")
     return 2 * (num_ranks - 1) / num_ranks * num_bytes
+
+
+def estimates(
+    num_bytes: float, num_ranks: int, bytes_per_s: float, latency_s: float = 0.0
+) -> dict[str, float]:
+    """Return the seconds of a sum over ranks by the way it is taken, where every rank sends and receives at a rate.
+
+    The model and the ways are those of Thakur, Rabenseifner and Gropp (2005), without the time of adding: ``naive``,
+    all to one rank and back, one after the other; ``tree``, up and down a binomial tree, whole messages; ``ring``.
+
+    Raises:
+        ValueError: fewer than two ranks have nothing to exchange.
+    """
+    crossing = crossing_bytes(num_bytes, num_ranks)
+    whole_s, depth = latency_s + num_bytes / bytes_per_s, (num_ranks - 1).bit_length()
+    return {
+        "naive": 2 * (num_ranks - 1) * whole_s,
+        "tree": 2 * depth * whole_s,
+        "ring": 2 * (num_ranks - 1) * latency_s + crossing / bytes_per_s,
+    }
 
 
 def summarize(

@@ -20,6 +20,9 @@ _CODING = {1: 8 / 10, 2: 8 / 10, 3: 128 / 130, 4: 128 / 130, 5: 128 / 130, 6: 23
 LANE_BYTES_PER_S: Final = {
     generation: transfers * _CODING[generation] / 8 for generation, transfers in _TRANSFERS_PER_S.items()
 }
+# Of NVLink by generation, all links of a GPU together, per direction: Pascal 4 of 20 GB/s, Volta 6 of 25, Ampere 12,
+# Hopper 18, Blackwell 18 of 50 (NVIDIA's data sheets, which add up both directions).
+NVLINK_BYTES_PER_S: Final = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9}
 # Headers of packets leave 80 to 87 % for large copies: 25 of 31.5 GB/s and 55 of 63 are reported of sound machines.
 SOUND_SHARE: Final = 0.8
 

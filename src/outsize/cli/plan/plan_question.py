@@ -62,17 +62,21 @@ class Asked:
         return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
 
 
-def ask_what_fits(options: PlanFlags) -> Asked:
+def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
     """Return the question of `ask`; tokens per step that the user does not name are halved while nothing fits.
 
     Gradients that wait for no norm have no memory to be summed in, so that activations of a step are all there at once:
     a home that may be anywhere is then in host memory where one of these sizes fits there, else on disk.
 
+    Args:
+        options: of the command.
+        model: that they name, where its config was read already.
+
     Raises:
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or none that can be counted.
     """
-    model = asked_model(options)
+    model = model or asked_model(options)
     request = ask(options, model)
     if options.tokens_per_step is not None:
         return request

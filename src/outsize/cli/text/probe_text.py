@@ -143,6 +143,42 @@ def describe_changes(changes: Sequence[Change]) -> str:
     )
 
 
+def copies_by_size(probed: MachineFile) -> list[str]:
+    """Return a table for each device: rates of copies by size, of the points that were timed and not of their fit."""
+    lines = []
+    for device in probed.devices:
+        links = [link for link in device.links if link.points]
+        rates = {
+            (link.path, link.direction): {
+                point.num_bytes: point.num_bytes / point.copy_s.median
+                for point in link.points
+                if point.copy_s.median
+            }
+            for link in links
+        }
+        sizes = sorted({size for by_size in rates.values() for size in by_size})
+        speedups = [way for way in ("up", "down") if {("pinned", way), ("pageable", way)} <= rates.keys()]
+        rows = [
+            (
+                f"{device.device}, size",
+                *(f"{path} {direction}" for path, direction in rates),
+                *(f"pinned by pageable, {direction}" for direction in speedups),
+            )
+        ]
+        for size in sizes:
+            of_size = [by_size.get(size) for by_size in rates.values()]
+            gains = [(rates["pinned", way].get(size), rates["pageable", way].get(size)) for way in speedups]
+            rows.append(
+                (
+                    format_bytes(size),
+                    *(_UNKNOWN if rate is None else format_rate(rate) for rate in of_size),
+                    *(f"{fast / slow:.2f}x" if fast and slow else _UNKNOWN for fast, slow in gains),
+                )
+            )
+        lines += [*columns(rows), ""]
+    return lines[:-1]
+
+
 def _inventory(probed: MachineFile) -> list[str]:
     cpu, memory, environment = probed.inventory.cpu, probed.inventory.memory, probed.inventory.environment
     rows = [
