@@ -44,13 +44,14 @@ GUIDE = {
 }
 GUIDE_STEPS = 50_000
 # RoundPipe (arXiv 2604.27085) on eight 4090s, tokens/s, in fp16 with fp16 sums and weights of one step before.
+_ADAPTERS = {"method": "lora", "lora_modules": "q_proj,k_proj,v_proj,o_proj"}
 ROUNDPIPE: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "Qwen3-1.7B": (65_417, {"kernels": "fused", "tokens_per_step": 1_048_576}),
     "Llama-3.1-8B": (24_275, {"kernels": "fused", "tokens_per_step": 524_288}),
     "Qwen3-32B": (5_516, {"kernels": "fused", "optimizer_state": "int8", "tokens_per_step": 262_144}),
     "Qwen3-235B-A22B": (
         1_820,
-        {"method": "lora", "lora_modules": "q_proj,k_proj,v_proj,o_proj", "seq_len": 31_744},
+        {**_ADAPTERS, "kernels": "fused", "seq_len": 31_744, "mlp_parts": 4},
     ),
 }
 
