@@ -142,7 +142,7 @@ def guide() -> dict[str, Any]:
             there = parse_gpus(preset) if link == "NVLink" else with_link(preset, int(link[-1]))
             file.write_text(there.to_json())
             found = predicted(NSA_125M, machine=file, tokens_per_step=count * 65_536)
-            hours = GUIDE_STEPS * count * 2 * 2048 / found.tokens_per_s / 3600
+            hours = GUIDE_STEPS * 2048 / found.tokens_per_s / 3600
             rows.append((f"{count}xA100, {link}", claimed, f"{found.tokens_per_s:,.0f}", f"{hours:.1f}"))
             result[f"{count}xA100, {link}"] = {
                 "claimed": claimed,
@@ -153,7 +153,7 @@ def guide() -> dict[str, Any]:
         "125M",
         "claimed tokens/s",
         "predicted",
-        f"hours of {GUIDE_STEPS:,} steps of 2 sequences a GPU",
+        f"hours of {GUIDE_STEPS:,} sequences",
     )
     print_table(headings, rows, title="The PCIe guide's expectations")
     return result

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.cli.all_reduce_command import all_reduce
+from outsize.cli.bench_command import bench
 from outsize.cli.doctor_command import doctor
 from outsize.cli.generate_command import generate
 from outsize.cli.inspect_command import data, export, inspect
@@ -107,6 +108,7 @@ for _command in (
     export,
     report,
     watch,
+    bench,
 ):
     app.command()(_command)
 app.command("all-reduce")(all_reduce)
