@@ -158,7 +158,7 @@ def _make(shape: dict[str, int], directory: Path) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**shape, tie_word_embeddings=False)  # type: ignore[arg-type]
+    config = LlamaConfig(**shape, tie_word_embeddings=False)
     model = LlamaForCausalLM(config)
     model.save_pretrained(directory / "model")
     ids = np.random.default_rng(0).integers(0, VOCABULARY, NUM_TOKENS, dtype=np.int32)

@@ -253,7 +253,7 @@ def _by_zstd(kind: str, source: Tensor, bound: float) -> CodecFigures:
     """Return what zstd makes of the bytes as they are, frame by frame: no codec of a run, but what others promise."""
     import zstandard
 
-    content = memoryview(source.contiguous().view(torch.uint8).numpy())
+    content = source.contiguous().view(torch.uint8).numpy().tobytes()
     compressor, decompressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL), zstandard.ZstdDecompressor()
     pieces = [content[start : start + ZSTD_FRAME_BYTES] for start in range(0, len(content), ZSTD_FRAME_BYTES)]
     frames = [compressor.compress(piece) for piece in pieces]

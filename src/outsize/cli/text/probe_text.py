@@ -148,7 +148,7 @@ def copies_by_size(probed: MachineFile) -> list[str]:
     lines = []
     for device in probed.devices:
         links = [link for link in device.links if link.points]
-        rates = {
+        rates: dict[tuple[str, str], dict[int, float]] = {
             (link.path, link.direction): {
                 point.num_bytes: point.num_bytes / point.copy_s.median
                 for point in link.points
