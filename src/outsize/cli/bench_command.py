@@ -7,6 +7,7 @@ all of it, so that the two can be compared. Nothing is sent anywhere.
 import datetime
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,10 +46,8 @@ def bench(
 
     The row is one JSON object on the last line of stdout; exit status 1 where the runs differ.
     """
-    from outsize.storage.directory import temporary_directory
-
     output = Output(as_json=True)
-    with output.guarded(), temporary_directory() as directory:
+    with output.guarded(), tempfile.TemporaryDirectory(prefix="outsize-bench-") as directory:
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
         row = _row(device, device_memory, steps, Path(directory), output)
@@ -70,14 +69,12 @@ def _row(
     """Return the row, and say on stderr what is under way."""
     from outsize.accelerators import kind_here
     from outsize.config import load_config
-    from outsize.functions import train, verify
+    from outsize.training.run import train
+    from outsize.training.verify import verify
 
     chosen = device if device != "auto" else kind_here() or "cpu"
     usual = ON_CPUS if chosen.partition(":")[0] in ("cpu", "emulated") else ON_ACCELERATORS
-    try:
-        budget = parse_bytes(device_memory or usual[0])
-    except ValueError as error:
-        raise ConfigError(f"--device-memory: {error}") from error
+    budget = _bytes(device_memory or usual[0])
     shape = shape_for(budget)
     output.say(f"making a model for a budget of {format_bytes(budget)}")
     num_parameters = _make(shape, directory)
@@ -91,12 +88,11 @@ def _row(
         "memory.device": chosen,
         "memory.device_memory": budget,
     }
-    compared = load_config(
-        flags={**settings, "train.steps": VERIFIED_STEPS, "train.run_dir": str(directory / "verify")},
-        environ={},
-    )
-    timed = load_config(
-        flags={**settings, "train.steps": steps, "train.run_dir": str(directory / "run")}, environ={}
+    compared, timed = (
+        load_config(
+            flags={**settings, "train.steps": count, "train.run_dir": str(directory / name)}, environ={}
+        )
+        for name, count in (("verify", VERIFIED_STEPS), ("run", steps))
     )
     count = format_count(num_parameters)
     output.say(f"training {count} parameters for {VERIFIED_STEPS} steps, streamed and resident")
@@ -125,6 +121,13 @@ def _row(
         "predicted_from_data_sheet": _planned(timed, shape, directory / "run"),
         "fallbacks": beats[-1].get("fallbacks"),
     }
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--device-memory: {error}") from error
 
 
 def shape_for(budget: int) -> dict[str, int]:
@@ -181,17 +184,17 @@ def _rate(step_s: float | None, tokens_per_step: int) -> float | None:
 def _machine(run_dir: Path) -> dict[str, Any]:
     """Return what the machine is, by what the run has written and the inventory of probe."""
     import platform
+    from importlib.metadata import version
 
-    import outsize
+    from outsize import __version__
     from outsize.hardware.inventory import take_inventory
-    from outsize.user_cache import versions_of
 
     run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     measured = json.loads((run_dir / "machine.json").read_text(encoding="utf-8"))
     inventory = take_inventory([run_dir])
     link = measured["links"][0]
     return {
-        "outsize": outsize.__version__,
+        "outsize": __version__,
         "commit": _commit(),
         "card": run["device_names"][0],
         "drivers": sorted({str(gpu.driver.value) for gpu in inventory.gpus}),
@@ -200,7 +203,7 @@ def _machine(run_dir: Path) -> dict[str, Any]:
         "ram_bytes": inventory.memory.total_bytes.value,
         "memlock_bytes": inventory.memory.memlock_limit_bytes.value,
         "system": platform.platform(),
-        "packages": dict(versions_of("torch", "transformers")),
+        "packages": {name: version(name) for name in ("torch", "transformers")},
         "dtype": run["dtype"],
         "link": {
             way: {name: link[f"{way}_bytes_per_s"][name] for name in ("value", "source", "measured")}
