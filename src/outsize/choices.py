@@ -25,6 +25,8 @@ Handover = Literal["auto", "host", "peer"]
 # What of a model torch compiles; a run can time both.
 Compile = Literal["off", "blocks"]
 CompileOrAuto = Literal["auto", Compile]
+# How many units rest on the device with all their state.
+Resident = Literal["auto"] | int
 # What linear layers of blocks multiply in: the model's dtype, or 8 bits, with a scale for each matrix or each row.
 Products = Literal["native", "fp8", "fp8-rowwise"]
 # Whose kernels norms, rotations and activations of a model are.

@@ -48,6 +48,8 @@ def assert_equal_run(directory: Path, name: str = "llama", **sections: Any) -> N
 CASES: dict[str, dict[str, Any]] = {
     "on disk, few slots": {"memory": {"home": "disk", "slots": 2}},
     "codecs": {"model": {"dtype": "bf16"}, "transport": {"weights": "lossless4"}},
+    "two units resident": {"memory": {"resident": 2}},
+    "all resident, split masters": {"model": {"dtype": "bf16"}, "memory": {"resident": 99}},
     "two workers": {"memory": {"device": DEVICES}, "train": {"microbatches": 4}},
     "4 bits": {
         "model": {"dtype": "bf16"},

@@ -77,7 +77,16 @@ def layouts(draw: st.DrawFn) -> StepLayout:
     kept = tuple(tuple(draw(choices)) if u in layout.keepable else none for u in range(num_streamed))
     layout = replace(layout, offload=frozenset(offload), kept=kept if draw(st.booleans()) else ())
     stays = draw(st.frozensets(st.sampled_from(range(num_streamed))))
-    return replace(layout, stays=frozenset(unit for unit in stays if weights[unit]))
+    layout = replace(layout, stays=frozenset(unit for unit in stays if weights[unit]))
+    return layout if on_disk else with_resident(layout, draw(st.frozensets(st.integers(0, num_units - 1))))
+
+
+def with_resident(layout: StepLayout, units: frozenset[int]) -> StepLayout:
+    """``layout`` with those of ``units`` resident that can be."""
+    resident = units & {*layout.step_order}
+    tiles = tuple(0 if unit in resident else count for unit, count in enumerate(layout.tiles))
+    stays = layout.stays | (resident - {layout.rest})
+    return replace(layout, stays=stays, resident=resident, tiles=tiles, ring=layout.ring and any(tiles))
 
 
 def first_kept(counts: Sequence[int], num_microbatches: int, choice: Choice = Choice.KEEP) -> Kept:
@@ -85,10 +94,16 @@ def first_kept(counts: Sequence[int], num_microbatches: int, choice: Choice = Ch
     return tuple((choice,) * count + (Choice.RECOMPUTE,) * (num_microbatches - count) for count in counts)
 
 
+def _streamed(layout: StepLayout) -> StepLayout:
+    """``layout`` without a ring, and with nothing resident."""
+    tiles = layout.tiles if layout.tiles_on_disk else (0,) * layout.num_units
+    return replace(layout, resident=frozenset(), ring=False, tiles=tiles)
+
+
 @st.composite
 def shared_layouts(draw: st.DrawFn) -> list[StepLayout]:
     """Layouts of two to four nodes that share a step: each has memory and tiles of its own, all else is the same."""
-    base = draw(layouts())
+    base = _streamed(draw(layouts()))
     on_disk = base.tiles_on_disk and any(base.tiles)
     tiles = base.tiles if on_disk else (0,) * base.num_units
     base = replace(base, ring=False, unit_clip=False, tiles=tiles)
@@ -125,7 +140,7 @@ def cuts(draw: st.DrawFn, total: int) -> list[int]:
 @st.composite
 def staged_layouts(draw: st.DrawFn) -> StepLayout:
     """Any layout of several workers: any cut, rounds, frozen and empty units, a rest that trains or not, any peers."""
-    base = draw(layouts())
+    base = _streamed(draw(layouts()))
     num_streamed = base.num_streamed
     weights = base.weight_bytes[:num_streamed]
     trainable = base.trainable[:num_streamed]

@@ -99,6 +99,7 @@ def test_a_cycle_is_counted_at_once_as_op_by_op(layout, times, depth, cut):
         cut=cut,
         clip=False,
         ring=False,
+        resident=frozenset(),
         tiles=(0,) * layout.num_units,
     )
     boundary_bytes = tuple(range(1, layout.num_streamed + 1))

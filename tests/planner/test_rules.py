@@ -22,12 +22,15 @@ TILED = make_layout(1, tiles=(2,), num_tile_buffers=2)
 CLIPPED_TILES = make_layout(1, clip=True, tiles=(2,), num_tile_buffers=2)
 RING = make_layout(1, ring=True, tiles=(2,), tiles_on_disk=False, num_tile_buffers=1)
 ROUNDS = make_layout(1, num_microbatches=3, round_microbatches=2)
+RESIDENT = make_layout(2, resident=frozenset({1}), stays=frozenset({1}), clip=True, tiles_on_disk=False)
 STAGED = make_layout(1, staged=True, num_host_buffers=2)
 
 # The whole backward of a single unit.
 DONE = "LOAD 0@w0.0; ACC 0@w0.0; FB 0.0@w0; "
 # Down and through the turn, with two units.
 TURNED = "LOAD 0@w0.0; LOAD 1@w0.1; F 0.0@w0; ACC 1@w0.0; FB 1.0@w0; "
+# The same where the second unit has slots and accumulators of its own.
+BEHIND = "LOAD 0@w0.0; LOAD 1@w0.2; F 0.0@w0; ACC 1@w0.1; FB 1.0@w0; "
 
 
 def broken(layout: StepLayout, text: str) -> str:
@@ -128,6 +131,17 @@ def broken(layout: StepLayout, text: str) -> str:
         (ONE, DONE + "STEP 0", "the gradient of unit 0 is not home"),
         (ONE, DONE + "GRAD 0@w0; STEP 0; STEP 0", "unit 0 has stepped already"),
         (FROZEN, "STEP 0", "unit 0 does not train"),
+        (RESIDENT, BEHIND + "GRAD 1@w0", "the gradient of unit 1 stays where the unit is"),
+        (RESIDENT, BEHIND + "UPDATE 1@w0", "the norm of unit 1 has not been taken"),
+        (RESIDENT, BEHIND + "NORM 1@w0; UPDATE 1@w0", "gradients have not been clipped"),
+        (RESIDENT, BEHIND + "NORM 1@w0; STEP 1", "unit 1 steps where it is resident"),
+        (RESIDENT, "LOAD 0@w0.0; F 0.0@w0; ACC 0@w0.0; UPDATE 0@w0", "unit 0 has not run all its backwards"),
+        (
+            RESIDENT,
+            BEHIND + "ACC 0@w0.0; B 0.0@w0; NORM 0@w0; UPDATE 0@w0",
+            "unit 0 rests at home, and steps there",
+        ),
+        (RESIDENT, "ACC 1@w0.0", "unit 1 has accumulator 1 of its own"),
         (ONE, "CLIP", "gradients are not clipped"),
         (CLIPPED, TURNED + "NORM 1@w0; CLIP", "the norms of units [0] have not been taken"),
         (make_layout(1, clip=True), DONE + "NORM 0@w0; CLIP; CLIP", "gradients are clipped once"),

@@ -68,6 +68,15 @@ class MemoryConfig(Section):
     slots: Annotated[int | None, Idle(*STAGES)] = Field(
         default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."
     )
+    resident: Annotated[
+        Literal["auto", "none"] | Annotated[int, Field(ge=0)],
+        Idle(*TRAINERS, *REPLICATED),
+    ] = Field(
+        default="none",
+        description="Units that rest on the device with masters, moments and gradient, and step there; the others are "
+        "streamed. auto: as many as make a step shorter; none, or a number of units. For AdamW with its exact state, "
+        "on one device over a home in host memory.",
+    )
     prefetch: Annotated[int | None, Idle(*STAGES)] = Field(
         default=None,
         ge=0,

@@ -54,6 +54,8 @@ EXP_AVG_SQ = "exp_avg_sq"
 EXP_AVG_SCALES = "exp_avg_scales"
 EXP_AVG_SQ_SCALES = "exp_avg_sq_scales"
 GRADIENT = "gradient"
+# Elements that a step on a device takes at a time: its temporaries are tens of MiB, its launches a thousandth of it.
+UPDATE_TILE_ELEMENTS = 2**22
 # What the name of a plane begins with that holds the state of a class of torch.
 STATE = "state."
 
@@ -68,6 +70,9 @@ _PASSES_BYTES, _JOINED_BYTES, _WIDENED_BYTES = 56, 16, 8
 # The same of a matrix by Muon: the gradient is clipped and mixed with the momentum, and the direction that comes out of
 # the products is read. What lies between is in their rate. For a device it is read and rounded to bf16 first.
 _MUON_BYTES, _STAGED_BYTES = 22, 6
+
+# What joining and splitting a master moves of an element in torch ops on a device, and clipping its gradient.
+_HALVES_BYTES, _CLIPPED_BYTES = 36, 8
 
 Masters = Literal["separate", "split", "split24"]
 Moments = Literal["fp32", "bf16", "int8"]
@@ -265,6 +270,13 @@ class StateLayout:
         joined, widened, _ = self._scratches
         passes = _PASSES_BYTES if self.temporaries else _MUON_BYTES + _STAGED_BYTES * self.products_on_device
         return once + passes + joined * _JOINED_BYTES + widened * _WIDENED_BYTES
+
+    @property
+    def update_bytes(self) -> float:
+        """Bytes per parameter that a step in torch ops moves in the memory of a device."""
+        moved = [*self.read_planes, *self.write_planes] + [GRADIENT] * (GRADIENT not in self.planes)
+        once = sum(_bytes_each(self.tile_planes[name]) for name in moved if name != MASTER_TIES)
+        return once + _CLIPPED_BYTES + _HALVES_BYTES * self.splits
 
     def step_bytes_of(self, unit: UnitSpec, numel: int) -> float:
         """Return the bytes that a step of ``numel`` elements of ``unit`` reads and writes, beside products of Muon."""

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
+from outsize.codecs.codec import pieces_on
 from outsize.optim.moments import chances
 
 # Masters are best halved in pieces that stay in a cache: these and what is made of them are 2 MiB.
@@ -84,7 +85,7 @@ def split_master(
     """Set the planes of ``master``.
 
     Args:
-        master: fp32 ``[n]``, in host memory like the others.
+        master: fp32 ``[n]``, in the memory that the others are in.
         hi: bf16 ``[n]``.
         lo: int16 ``[n]``, or int8 ``[n]`` of masters of 24 bits.
         ties: uint8 ``[ties_bytes(n)]``; None for planes that do not tell ties apart.
@@ -95,12 +96,13 @@ def split_master(
         ValueError: planes that do not fit one another.
     """
     _check(master, hi, lo, ties)
-    if native.available():
+    if master.device.type == "cpu" and native.available():
         chance = ctypes.c_uint32(first), ctypes.c_uint32(key or 0), ctypes.c_int32(key is not None)
         _call("split", master, hi, lo, ties, *chance)
         return
-    for start in range(0, master.numel(), _PIECE_ELEMENTS):
-        piece = slice(start, start + _PIECE_ELEMENTS)
+    length = pieces_on(master.device, _PIECE_ELEMENTS)
+    for start in range(0, master.numel(), length):
+        piece = slice(start, start + length)
         if lo.dtype is torch.int8:
             _split24(master[piece], hi[piece], lo[piece], first + start, key)
         else:
@@ -111,11 +113,12 @@ def split_master(
 def join_master(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
     """Set ``master`` from its planes; arguments and errors as those of `split_master`."""
     _check(master, hi, lo, ties)
-    if native.available():
+    if master.device.type == "cpu" and native.available():
         _call("join", master, hi, lo, ties)
         return
-    for start in range(0, master.numel(), _PIECE_ELEMENTS):
-        piece = slice(start, start + _PIECE_ELEMENTS)
+    length = pieces_on(master.device, _PIECE_ELEMENTS)
+    for start in range(0, master.numel(), length):
+        piece = slice(start, start + length)
         _join(hi[piece], lo[piece], None if ties is None else ties[start // 8 :], master[piece])
 
 
@@ -175,7 +178,7 @@ def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
 
 def _any_special(hi: Tensor, lo: Tensor) -> bool:
     """Whether any element may have a tie bit."""
-    return bool((lo == _TIE).any()) or bool(hi.isnan().any())
+    return bool(lo.amin() == _TIE) or bool(hi.amax().isnan())
 
 
 def _needs_tie(hi_bits: Tensor, lo: Tensor) -> Tensor:
@@ -205,8 +208,8 @@ def _check(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
         shapes["ties"] = torch.Size([ties_bytes(master.numel())])
     for name, (plane, dtype) in kinds.items():
         fits = plane.dtype is dtype and plane.shape == shapes[name] and master.dim() == 1
-        if not (fits and plane.is_contiguous() and plane.device.type == "cpu"):
+        if not (fits and plane.is_contiguous() and plane.device == master.device):
             raise ValueError(
-                f"{name}: need contiguous {dtype} {list(shapes[name])} in host memory,"
+                f"{name}: need contiguous {dtype} {list(shapes[name])} on {master.device},"
                 f" not {plane.dtype} {list(plane.shape)} on {plane.device}"
             )

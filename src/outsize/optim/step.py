@@ -26,7 +26,7 @@ from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim import moments
 from outsize.optim.adamw import check_range, pieces_of
 from outsize.optim.factors import factored
-from outsize.optim.optimizer_spec import MASTER, WEIGHTS
+from outsize.optim.optimizer_spec import MASTER, UPDATE_TILE_ELEMENTS, WEIGHTS
 from outsize.optim.planes import StatePlanes, Update, UpdateRule, WholeParameter, WholeRule
 from outsize.optim.split_masters import join_master, split_master
 
@@ -108,7 +108,7 @@ def step_state(
         rule: the optimizer.
         unit: whose parameters they are.
         planes: of the elements, with as many moments as the optimizer has.
-        gradient: fp32 or bf16, of the same elements; it is left as it is.
+        gradient: fp32 or bf16, of the same elements; on the host it is left as it is, else spent.
         start: first element, a multiple of 2048.
         step: how often each parameter has been stepped, this step included: one number, or one by parameter name.
         lr: learning rate of parameters whose factor is 1.
@@ -141,9 +141,11 @@ def step_state(
 
 def step_piece(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: Tensor) -> None:
     """Step parameters that touch and step alike, whole or up to a multiple of 16 elements; see `step_state`."""
-    done = rule.step_native(update, planes, gradient) if native.available() else 0
+    on_host = planes.weights.device.type == "cpu"
+    done = rule.step_native(update, planes, gradient) if on_host and native.available() else 0
     plain = planes.master_low is None and planes.moments == "fp32" and not planes.others
     length = _PLAIN_TILE_ELEMENTS if plain else _TILE_ELEMENTS
+    length = length if on_host else UPDATE_TILE_ELEMENTS
     for first in range(done, planes.numel, length):
         stop = min(first + length, planes.numel)
         _step_tile(rule, update, planes.cut(first, stop), gradient[first:stop], update.first + first)
@@ -199,13 +201,14 @@ def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: 
     """Step a tile in torch ops, beginning at element ``first`` of its unit."""
     master = planes.master
     if planes.master_low is not None:
-        master = torch.empty(planes.numel)
+        master = torch.empty(planes.numel, device=planes.weights.device)
         join_master(planes.weights, planes.master_low, planes.master_ties, master)
     elif master is None:
         master = planes.weights
     exact = planes.moments == "fp32"
     state = unpacked(planes)
-    clipped = gradient.to(torch.float32, copy=True)
+    # On a device the gradient is as long as the planes are, and spent by the step.
+    clipped = gradient.to(torch.float32, copy=gradient.device.type == "cpu")
     if update.clip != 1.0:
         clipped *= update.clip
     rule.update(update, master, clipped, state, exact=exact)

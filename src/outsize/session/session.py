@@ -62,6 +62,7 @@ class Store:
         granule_elements: what a home that commits replaces at once; None for a home that does not commit.
         file: of a home that commits, which stays; None for one that is gone with the process.
         record: of the committed home in ``file``, to go on with it.
+        resident: units of which what trains lies on the device, over a home in host memory.
         setting: name of the setting that ``directory`` comes from, for what errors say.
     """
 
@@ -74,6 +75,7 @@ class Store:
     granule_elements: int | None = None
     file: Path | None = None
     record: CommitRecord | None = None
+    resident: Collection[int] = ()
     setting: str = "memory.store_dir"
 
     def path(self, name: str) -> Path:
@@ -128,6 +130,9 @@ class Session:
             self.pool = stack.enter_context(IOPool())
             # What a home that commits takes for itself; on a CPU over a disk that is the device's own RAM.
             self._home_buffers = stack.enter_context(contextlib.closing(self._arena(self._tier_below)))
+            self._home_device: Device | None = None
+            self._at_home = contextlib.ExitStack()
+            stack.callback(self._at_home.close)  # behind the home, whose planes lie there
             self.home = self._open_home(split.spec)
             stack.enter_context(self.home)
             stack.callback(self.leave)
@@ -266,6 +271,14 @@ class Session:
             before_bytes = resident_bytes()
         return self.open_device(ResidentLimit(before_bytes, machine.device_bytes, plan.total_bytes("host")))
 
+    def _take_on_device(self, num_bytes: int, what: str) -> torch.Tensor:
+        """Return zeros in the memory of the device that last as long as the home."""
+        if self._home_device is None:
+            self._home_device = self._at_home.enter_context(contextlib.closing(self.open_device()))
+        memory = self._home_device.allocate(num_bytes, what).zero_()
+        self._home_device.catch_up()
+        return memory
+
     def _forget_engine(self) -> None:
         self._engine, self._buffers = None, None
 
@@ -273,7 +286,10 @@ class Session:
         store, planes = self._store, self._store.state.planes
         if self.machine.home == "host":
             codec = packed_codec(store.transport)
-            return HostHome(spec, planes, self.host, codec, store.own, store.whole)
+            take, whole = self._take_on_device if store.resident else None, store.whole
+            return HostHome(
+                spec, planes, self.host, codec, store.own, whole, resident=store.resident, on_device=take
+            )
         temporary = store.path("temporary.bin")  # its name goes at once
         if store.granule_elements is None:
             return DiskHome(

@@ -321,6 +321,7 @@ def _open_session(
         granule_elements=home_granule(spec, plan.tile_elements, prepared.group.size) if commits else None,
         file=home_file,
         record=record,
+        resident=plan.layout.resident,
     )
     return Session(prepared.split, prepared.machine, prepared.config.memory, store, prepared.before_bytes)
 

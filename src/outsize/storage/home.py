@@ -167,9 +167,11 @@ class HostHome(Home):
             them as they are.
         own: elements of each unit whose optimizer state is held; None for all.
         whole: planes of which all elements are held whatever ``own`` says.
+        resident: units of which what trains lies on a device; gradients of those have no plane.
+        on_device: takes so many bytes of its memory, for what is said.
 
     Raises:
-        BudgetExceededError: the arena's tier has too little left.
+        BudgetExceededError: the arena's tier has too little left, or the device's.
     """
 
     in_memory = True
@@ -182,8 +184,11 @@ class HostHome(Home):
         packed: Codec | None = None,
         own: Sequence[range] | None = None,
         whole: Collection[str] = (WEIGHTS,),
+        *,
+        resident: Collection[int] = (),
+        on_device: Callable[[int, str], Tensor] | None = None,
     ) -> None:
-        self._layout = HomeLayout(model, planes, own=own, whole=whole)
+        self._layout = HomeLayout(model, planes, own=own, whole=whole, without_gradient=resident)
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
@@ -192,8 +197,9 @@ class HostHome(Home):
                 memory = arena.take(size, "home: packed weights")
                 self._packed[unit, plane] = PackedPlane(extent.numel, extent.dtype, packed, memory)
                 continue
-            memory = arena.take(extent.num_bytes, f"home: {plane}")
-            self._planes[unit, plane] = memory.view(extent.dtype)
+            rests = unit in resident and plane in planes  # frozen parts do not: they come up once
+            take = on_device if rests and on_device is not None else arena.take
+            self._planes[unit, plane] = take(extent.num_bytes, f"home: {plane}").view(extent.dtype)
         self._statistics = Transfers()
         self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
-from outsize.optim.optimizer_spec import WEIGHTS, Plane
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ITEM_DTYPE = {**COMPUTE_DTYPE, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8}
@@ -59,6 +59,7 @@ class HomeLayout:
         own: elements of each unit whose optimizer state is held, by unit index, see `outsize.optim.shares`; None for
             all.
         whole: planes of which all elements are held whatever ``own`` says; weights are among them.
+        without_gradient: units whose gradient does not rest.
 
     Raises:
         ValueError: ``weights`` is missing, or a plane's elements have a size that no dtype of the model has.
@@ -73,6 +74,7 @@ class HomeLayout:
         twice: Collection[str] = (),
         own: Sequence[range] | None = None,
         whole: Collection[str] = (WEIGHTS,),
+        without_gradient: Collection[int] = (),
     ) -> None:
         if "weights" not in planes:
             raise ValueError(f"planes {sorted(planes)} lack 'weights'")
@@ -82,7 +84,8 @@ class HomeLayout:
         for unit in model.units:
             for name, plane in made.items():
                 held = range(unit.numel) if own is None or name in whole else own[unit.index]
-                if len(held) and (name == "weights" or unit.trainable):
+                rests = name != GRADIENT or unit.index not in without_gradient
+                if len(held) and rests and (name == "weights" or unit.trainable):
                     num_sides = 2 if unit.trainable and name in twice else 1
                     extent = PlaneExtent(
                         offset=self.num_bytes,

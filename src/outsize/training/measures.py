@@ -149,7 +149,7 @@ def lane_times(timeline: Timeline) -> LaneTimes:
         stall_s=max(stalls, key=lambda owners: sum(owners.values()), default={}),
         forward_s=by_price["forward"],
         backward_s=by_price["turn"] + by_price["recompute"] + by_price["backward"],
-        update_s=by_price["step"],
+        update_s=by_price["step"] + by_price["update"],
     )
 
 

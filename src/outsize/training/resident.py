@@ -4,10 +4,10 @@ Short on purpose, so that a reader sees that it is ordinary: a model, an optimiz
 beside `AdamW`), `clip_grad_norm_`, and a loop over microbatches. It shares no code with the engine but the chunked
 loss, which `train.loss=model` turns off, and the rounding of masters of 24 bits. For bf16 and fp16 the model computes
 in that dtype, and the optimizer steps fp32 masters with gradients summed in fp32, over the chunks of a loss as over
-microbatches. On a GPU the masters stay in host memory, and the optimizer steps there, but that Muon multiplies where
-the streamed run does. The gradient of a weight that several modules share (tied embeddings) is summed module by
-module, each over all of a round, in the order in which a backward reaches them: plain PyTorch sums microbatch by
-microbatch, which rounds differently.
+microbatches. On a GPU the masters of units that are not resident stay in host memory, and the optimizer steps there,
+but that Muon multiplies where the streamed run does. The gradient of a weight that several modules share (tied
+embeddings) is summed module by module, each over all of a round, in the order in which a backward reaches them: plain
+PyTorch sums microbatch by microbatch, which rounds differently.
 """
 
 import contextlib
@@ -255,13 +255,14 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
     Modules that share a weight have a parameter each, in the same memory, so that their gradients come apart.
 
     Yields:
-        The fp32 masters by name, in host memory: the parameters themselves where they are fp32 there. What lies in
-        frozen parts has none.
+        The fp32 masters by name, where the streamed run steps them: the parameters themselves where they are fp32
+        there. What lies in frozen parts has none.
     """
     split = prepared.split
     device = prepared.machine.devices.torch_device
     spec = split.spec
     dtypes = {t.name: part.dtype for unit in spec.units for part in unit.frozen for t in part.tensors}
+    on_device = {t.name for unit in prepared.plan.layout.resident for t in spec.units[unit].tensors}
     weights_of = Decoded(prepared.source, spec)
     masters: dict[str, Tensor] = {}
     former = {(id(m), a): (m, parameters_of(m)[a]) for places in split.owners.values() for m, a in places}
@@ -269,6 +270,8 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
         for tensor in (tensor for unit in spec.units for tensor in unit.all_tensors):
             master = torch.empty(tensor.shape, dtype=torch.float32)
             weights_of.read(tensor.name, 0, tensor.numel, master.view(-1))
+            if tensor.name in on_device:
+                master = master.to(device)
             weights = master.to(device, TORCH_DTYPE[dtypes.get(tensor.name, spec.dtype)])
             parameters = [nn.Parameter(weights) for _ in split.owners[tensor.name]]
             for (module, attribute), parameter in zip(split.owners[tensor.name], parameters, strict=True):

@@ -33,6 +33,7 @@ from outsize.optim.optimizer_spec import (
     MASTER,
     MASTER_LOW,
     MASTER_TIES,
+    UPDATE_TILE_ELEMENTS,
     WEIGHTS,
     State,
     StateLayout,
@@ -63,6 +64,9 @@ _CLASS_OF = {
 _EXTENT_BYTES = 4096
 # Tensors of what a forward kept lie in one extent, each on a sector of its own; so many where nobody has counted them.
 DEFAULT_PARTS = 64
+# What a step on the device makes of an element beside its planes: the gradient in fp32, the master where it is split,
+# and marks of what the halves do not tell.
+UPDATE_TEMPORARY_BYTES = 12
 # Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
 STORE_BUFFER_BYTES = 2**20
 
@@ -157,15 +161,17 @@ def by_class(
     own: Sequence[int] = (),
     whole: Collection[str] = (WEIGHTS,),
     transport: Transport = NO_CODECS,
+    resident: Collection[int] = (),
 ) -> dict[str, int]:
     """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
 
     Of several nodes each has ``whole`` planes, and the others of ``own`` elements of each unit. Weights that do not
-    train lie in host memory as ``transport`` sends them.
+    train lie in host memory as ``transport`` sends them; what trains of ``resident`` units lies on the device.
     """
     layout, parts = layout_of(state), Counter[str]()
     for unit in model.units:
         planes = layout.planes if unit.trainable else {WEIGHTS: layout.planes[WEIGHTS]}
+        planes = {} if unit.index in resident else planes
         for name, plane in planes.items():
             twice = commits and unit.trainable and name != GRADIENT
             numel = own[unit.index] if own and name not in whole else unit.numel
@@ -189,17 +195,31 @@ def store_buffer_bytes(model: ModelSpec, home: Tier) -> int:
     return min(STORE_BUFFER_BYTES, largest) if home == "disk" else 0
 
 
-def _device_table(demand: Demand, layout: StepLayout, activations: Live, below: Tier) -> dict[str, int]:
+def resident_state_bytes(model: ModelSpec, state: StateLayout, resident: Collection[int]) -> int:
+    """Return what the device holds of ``resident`` units besides their weights and gradients."""
+    names = tuple(name for name in state.write_planes if name != WEIGHTS)
+    return sum(state.bytes_of(model.units[unit], names=names) for unit in resident)
+
+
+def update_workspace_bytes(model: ModelSpec, state: StateLayout, resident: Collection[int]) -> int:
+    """Return the most that a step of one of ``resident`` units allocates on the device."""
+    largest = max((model.units[unit].numel for unit in resident), default=0)
+    return UPDATE_TEMPORARY_BYTES * min(largest, UPDATE_TILE_ELEMENTS)
+
+
+def _device_table(
+    demand: Demand, layout: StepLayout, activations: Live, below: Tier, updates: tuple[int, int]
+) -> dict[str, int]:
     """Return what the device holds besides optimizer tiles, in bytes by class."""
     resident = sum(layout.weight_bytes[unit] for unit in layout.own_slots)
-    if layout.rest is not None:
-        resident += layout.gradient_bytes[layout.rest] * layout.rest_trains
+    resident += sum(layout.gradient_bytes[unit] for unit in layout.own_accumulators)
     return {
         "weight slots": sum(layout.slot_bytes),
         "gradient accumulators": sum(layout.accumulator_bytes),
         "resident": resident,
+        "optimizer state": updates[0],
         "activations": activations.device_bytes,
-        "workspace": demand.workspace_bytes,
+        "workspace": max(demand.workspace_bytes, updates[1]),
         "shared": demand.shared_bytes * layout.round_size,
         "fixed": demand.fixed_bytes + demand.bounce_bytes * (below == "disk"),
     }
@@ -230,6 +250,7 @@ def memory_table(
     below: Tier,
     codecs: tuple[int, int],
     products: int,
+    updates: tuple[int, int] = (0, 0),
 ) -> dict[str, dict[str, int]]:
     """Return bytes by tier and class; classes without bytes are left out.
 
@@ -241,9 +262,10 @@ def memory_table(
         below: the tier next to the device.
         codecs: what they take on the device and in host memory.
         products: what `products_bytes` says.
+        updates: what `resident_state_bytes` and `update_workspace_bytes` say.
     """
     table: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
-    table["device"] = {**_device_table(demand, layout, activations, below), "codecs": codecs[0]}
+    table["device"] = {**_device_table(demand, layout, activations, below, updates), "codecs": codecs[0]}
     table["device"][PRODUCTS] = products
     table["host"]["encoded weights"] = codecs[1]
     table[below]["saved activations"] = _scratch_bytes(layout, demand.boundary_bytes)
@@ -309,4 +331,5 @@ def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Tra
         )
         return twice + 2 * commit_record_bytes(model, planes=planes.planes)
     size = sum(home_bytes(unit, planes, num_elements[unit.index], whole_planes) for unit in model.units)
+    size -= sum(planes.bytes_of(model.units[unit]) for unit in layout.resident)
     return size - packed_bytes(transport, model) if home == "host" else size

@@ -104,6 +104,8 @@ class OpBytes:
         """Return the bytes of an op on the link of its worker, as a codec writes them where there is one."""
         unit, content = op.unit or 0, op.row.carries
         if content == "weights":
+            if unit in self.layout.resident:
+                return 0
             stays = unit in self.layout.stays
             return load_bytes(self.transport, self.model.units[unit], self.model.dtype, stays=stays)
         if content == "sum":

@@ -127,6 +127,12 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
     for (number, unit), indices in indices_of.items():
         if not layout.trainable[unit]:
             continue
+        if (own := layout.own_accumulators.get(unit)) is not None:
+            if not number:
+                before[indices[0]].append(_accumulate(Kind.ACC, unit, own))
+            if number == layout.num_rounds - 1:
+                after[indices[-1]] += _gradient(unit, layout)
+            continue
         fitting = [
             i for i, size in enumerate(layout.accumulator_bytes) if size >= layout.gradient_bytes[unit]
         ]
@@ -147,15 +153,22 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
 
 def insert_steps(program: Program, layout: StepLayout) -> Program:
     """Step units: behind all gradients in the order of the next forward, or unclipped each behind its own."""
-    steps = tuple(Op(kind=Kind.STEP, unit=unit) for unit in layout.step_order)
+    steps = tuple(_step(unit, layout) for unit in layout.step_order)
     if layout.clip:
         clip = (Op(kind=Kind.CLIP),) if steps else ()
         return Program(program.ops + clip + steps)
     before, after = _insertions()
     whole = {op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD}  # of the last round
     for unit, index in whole.items():
-        after[index].append(Op(kind=Kind.STEP, unit=unit))
+        after[index].append(_step(unit, layout))
     return _splice(program, before, after)
+
+
+def _step(unit: int | None, layout: StepLayout) -> Op:
+    """Return the optimizer step of a unit, where it rests."""
+    if unit in layout.resident:
+        return Op(kind=Kind.UPDATE, unit=unit, worker=WORKER)
+    return Op(kind=Kind.STEP, unit=unit)
 
 
 def _compute(kind: Kind, unit: int | None, microbatch: int | None) -> Op:
@@ -169,6 +182,8 @@ def _accumulate(kind: Kind, unit: int | None, accumulator: int) -> Op:
 def _gradient(unit: int | None, layout: StepLayout, *, whole: bool = True) -> list[Op]:
     norms = whole and (layout.clip or layout.unit_clip)
     norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if norms else []
+    if unit in layout.resident:  # it steps at once, or all do behind CLIP
+        return norm if layout.clip else [*norm, _step(unit, layout)]
     return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=WORKER)]
 
 

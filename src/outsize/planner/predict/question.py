@@ -17,7 +17,7 @@ from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.sizing import PlanOptions, gradients_at_home
 from outsize.planner.search.step_plan import Budgets
-from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes, step_pace
 from outsize.planner.simulate.gpu_times import SharedRates, unit_times
 
 NODES = (
@@ -208,6 +208,8 @@ class Question:
     def _rates(self, times: UnitTimes, home: Tier) -> UnitRates:
         """Return what a device does while all of them do: all links at once move no more than host memory gives."""
         machine, count = self.machine, self.num_workers
+        state = self.options.state or StateLayout(dtype=self.model.dtype)
+        stepped = min(machine.host.adamw_params_per_s.value * ADAMW_BYTES, machine.host.bytes_per_s.value)
         most = machine.host.bytes_per_s.value / count if count > 1 else inf
         disk = machine.disk if home == "disk" else None
         return UnitRates(
@@ -216,6 +218,8 @@ class Question:
             down_bytes_per_s=min(most, *(link.down_bytes_per_s.value for link in machine.links)),
             home_up_bytes_per_s=inf if disk is None else disk.read_bytes_per_s.value / count,
             home_down_bytes_per_s=inf if disk is None else disk.write_bytes_per_s.value / count,
+            host_step_s=state.step_bytes / step_pace(state) / 4 / stepped,
+            update_s=state.update_bytes / 4 / machine.gpus[0].memory_bytes_per_s.value,
             shared=SharedRates(host=machine.host.bytes_per_s.value, uplinks=_uplinks(machine)),
         )
 

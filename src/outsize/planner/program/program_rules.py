@@ -11,7 +11,8 @@
    it has stepped.
 4. The gradient of a unit leaves once all its backwards have run, whole, or each tile once where there is a ring; where
    gradients are clipped, after its norm.
-5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP.
+5. A unit steps once (each tile once), when its gradient is home; where gradients are clipped, after CLIP. One that is
+   resident steps on the device instead, by the sum of all rounds, and its gradient never leaves.
 6. A buffer is filled, used and drained in this order, for one unit or tile at a time.
 7. A step is committed, where it is, once, behind everything else.
 8. At the end every slot, accumulator and buffer is empty, every backward has run, every trainable unit has stepped.
@@ -92,6 +93,8 @@ class Rules:
             return computing.get(row.price, self._backward)
         if row.carries in ACTIVATIONS:
             return self._follow_kept if row.carries == "kept" else self._follow_input
+        if row.price == "update":
+            return self._update
         if "slot" in (*row.fills, *row.empties):
             return self._load if row.fills else self._free
         if "accumulator" in row.fills:
@@ -141,8 +144,14 @@ class Rules:
 
     def _acc(self, op: Op, unit: int, _: int) -> None:
         layout = self._layout
-        own = {} if layout.rest is None else {layout.rest: layout.resident_accumulator}
-        _check_place(op, unit, "accumulator", layout.accumulator_bytes, own, layout.gradient_bytes[unit])
+        _check_place(
+            op,
+            unit,
+            "accumulator",
+            layout.accumulator_bytes,
+            layout.own_accumulators,
+            layout.gradient_bytes[unit],
+        )
         require(layout.trainable[unit], f"unit {unit} does not train")
         holder = self._accumulators.get((op.worker, op.slot))
         require(holder is None, f"accumulator {op.slot} still holds the gradient of unit {holder}")
@@ -278,7 +287,14 @@ class Rules:
         require(self._is_final(unit), f"unit {unit} has backwards to run in later rounds")
         self._home.norm(unit)
 
+    def _update(self, op: Op, unit: int, _: int) -> None:
+        self._check_complete(op, unit)
+        require(self._is_final(unit), f"unit {unit} has backwards to run in later rounds")
+        self._home.update(unit)
+        self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}
+
     def _grad(self, op: Op, unit: int, _: int) -> None:
+        require(unit not in self._layout.resident, f"the gradient of unit {unit} stays where the unit is")
         self._check_complete(op, unit)
         self._home.gradient(op, unit, final=self._is_final(unit))
         if self._home.all_sent(unit):

@@ -112,6 +112,7 @@ class HomeRules:
             self._come_home(unit)
         elif "home" in row.writes:
             require(not self._layout.tiles[unit], f"unit {unit} steps by tiles")
+            require(unit not in self._layout.resident, f"unit {unit} steps where it is resident")
             self._check_ready(unit)
             require(not self._stepped[unit], f"unit {unit} has stepped already")
             self._stepped[unit] = 1
@@ -159,6 +160,15 @@ class HomeRules:
             self._fill(op, unit)
         else:
             self._come_home(unit)
+
+    def update(self, unit: int) -> None:
+        """Follow an UPDATE."""
+        clips = self._layout.clip or self._layout.unit_clip
+        require(unit in self._layout.resident, f"unit {unit} rests at home, and steps there")
+        require(not clips or unit in self._normed, f"the norm of unit {unit} has not been taken")
+        require(not self._layout.clip or self._clipped, "gradients have not been clipped")
+        require(not self._stepped[unit], f"unit {unit} has stepped already")
+        self._stepped[unit] = 1
 
     def check_end(self) -> None:
         """Check that nothing is left undone or left behind.

@@ -33,6 +33,8 @@ class StepLayout:
         stays: units whose weights stay on the device, or on each worker, each in a slot of its own: those that train
             from the first visit of a step to the last (of stages, for a visit), those that never train from step to
             step.
+        resident: units whose training state rests on the device: weights, masters and moments never leave it, and the
+            gradient is summed and stepped there. Streamed ones stay as well.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
         kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty
@@ -70,6 +72,7 @@ class StepLayout:
     slot_bytes: tuple[int, ...]
     accumulator_bytes: tuple[int, ...]
     stays: frozenset[int] = frozenset()
+    resident: frozenset[int] = frozenset()
     prefetch_depth: int = 1
     offload: frozenset[int] = frozenset()
     kept: Kept = ()
@@ -104,14 +107,15 @@ class StepLayout:
         moving = (self.weight_bytes[unit] for unit in range(self.num_streamed) if unit not in self.stays)
         if max(moving, default=0) > max(self.slot_bytes, default=0):
             raise ValueError("no slot holds the largest unit")
-        largest = max(self.gradient_bytes[u] * self.trainable[u] for u in range(self.num_streamed))
-        if largest > max(self.accumulator_bytes, default=0):
+        summed = [u for u in range(self.num_streamed) if self.trainable[u] and u not in self.own_accumulators]
+        if max((self.gradient_bytes[u] for u in summed), default=0) > max(self.accumulator_bytes, default=0):
             raise ValueError("no accumulator holds the largest gradient")
         if not self.offload <= set(self.offloadable):
             raise ValueError(f"offload may name units {self.offloadable}, not {sorted(self.offload)}")
         able = {u for u in range(self.num_streamed) if self.weight_bytes[u]}
         if not self.stays <= able:
             raise ValueError(f"stays may name units {sorted(able)}, not {sorted(self.stays)}")
+        self._check_resident()
         self._check_kept()
         if self.staged and self.num_host_buffers < 1:
             raise ValueError("staged transfers need a host buffer")
@@ -122,13 +126,24 @@ class StepLayout:
             raise ValueError(
                 "a ring of gradients goes with no global norm, no step that is cut, no stages and one round"
             )
-        if self.ring and any(t and not n for t, n in zip(self.trainable, self.tiles, strict=True)):
+        if self.ring and any(not self.tiles[unit] for unit in self.step_order if unit not in self.resident):
             raise ValueError("gradients that pass through a ring pass in tiles")
         if self.clip and self.unit_clip:
             raise ValueError("gradients are clipped by one norm: the global one, or that of their unit")
         if not self.tiles_on_disk and any(self.tiles) and not self.ring:
             raise ValueError("a home that is stepped in place has tiles of gradients only, for a ring")
         self._check_stages()
+
+    def _check_resident(self) -> None:
+        if not self.resident <= set(self.step_order):
+            raise ValueError(f"resident may name units {self.step_order}, not {sorted(self.resident)}")
+        if not self.resident <= {*self.stays, self.rest}:
+            raise ValueError("the weights of a resident unit stay on the device")
+        elsewhere = self.stages is not None or self.cut or self.num_nodes > 1 or self.tiles_on_disk
+        if self.resident and (elsewhere or any(self.tiles[unit] for unit in self.resident)):
+            raise ValueError(
+                "units are resident on a single worker over a home in host memory, and step whole"
+            )
 
     def _check_nodes(self) -> None:
         if self.num_nodes < 1 or len(self.own_elements) != (self.num_units if self.num_nodes > 1 else 0):
@@ -278,6 +293,17 @@ class StepLayout:
         """Units that have a slot of their own, the rest first, and its index."""
         rest = () if self.rest is None else (self.rest,)
         return {unit: slot for slot, unit in enumerate((*rest, *sorted(self.stays)), len(self.slot_bytes))}
+
+    @property
+    def own_accumulators(self) -> dict[int, int]:
+        """Units that have an accumulator of their own, the rest first, and its index.
+
+        A resident unit needs none where it steps as soon as its backward has run.
+        """
+        waits = self.clip or self.num_rounds > 1
+        rest = (self.rest,) if self.rest is not None and self.rest_trains else ()
+        own = (*rest, *sorted(self.resident - {self.rest})) if waits else rest
+        return {unit: index for index, unit in enumerate(own, len(self.accumulator_bytes))}
 
     @property
     def rest_has_weights(self) -> bool:

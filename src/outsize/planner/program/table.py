@@ -92,6 +92,7 @@ class Kind(StrEnum):
     GATHER = "GATHER"
     READ = "READ"
     STEP = "STEP"
+    UPDATE = "UPDATE"
     WRITE = "WRITE"
     STORE = "STORE"
     COMMIT = "COMMIT"
@@ -150,6 +151,7 @@ Price = Literal[
     "link",
     "peer",
     "step",
+    "update",
     "disk",
     "exchange",
     "agree",
@@ -284,6 +286,8 @@ ROWS: Final = (
         "write", "disk", "state", reads=("buffer",), writes=("home",)),
     OpRow("STEP 3", "optimizer step of a whole unit, in place in host memory",
         "host", "step", "products", reads=("coefficient", "committed", "summed"), writes=("home",)),
+    OpRow("UPDATE 3@w0", "optimizer step of unit 3 where it is resident, by its gradient; the accumulator is free",
+        "compute", "update", reads=("coefficient", "committed"), writes=("sum", "home"), empties=("sum",)),
     OpRow("COMMIT", "what the step wrote becomes durable, and the state that a crash goes back to",
         "commit", "commit", reads=("homes",), writes=("committed",)),
     OpRow("STORE 3", "weights and optimizer state of unit 3, from their home to a checkpoint",

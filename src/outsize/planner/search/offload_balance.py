@@ -44,6 +44,8 @@ class UnitRates:
         home_up_bytes_per_s: of the home, towards all workers at once, the share of each.
         home_down_bytes_per_s: towards the home, likewise.
         shared: of what it shares with other workers.
+        host_step_s: seconds of an optimizer step in host memory, for each byte of a gradient in fp32.
+        update_s: the same of a step on the device.
     """
 
     times: UnitTimes
@@ -52,6 +54,8 @@ class UnitRates:
     home_up_bytes_per_s: float = inf
     home_down_bytes_per_s: float = inf
     shared: SharedRates = field(default_factory=SharedRates)
+    host_step_s: float = 0.0
+    update_s: float = 0.0
 
     @property
     def load_bytes_per_s(self) -> float:
@@ -75,6 +79,9 @@ class Phases:
         backward_s: computing.
         backward_up_s: weights and activations coming up meanwhile.
         backward_down_s: gradients going down meanwhile.
+        steps_s: optimizer steps in host memory, beside the next forward where a norm is waited for.
+        updates_s: those on the device.
+        clips: whether a norm is waited for.
     """
 
     forward_s: float
@@ -83,6 +90,9 @@ class Phases:
     backward_s: float
     backward_up_s: float
     backward_down_s: float
+    steps_s: float = 0.0
+    updates_s: float = 0.0
+    clips: bool = False
 
     @property
     def compute_bound(self) -> bool:
@@ -94,6 +104,14 @@ class Phases:
         """Seconds of a step whose lanes never wait for each other within a phase."""
         forward_s = max(self.forward_s, self.forward_up_s, self.forward_down_s)
         return forward_s + max(self.backward_s, self.backward_up_s, self.backward_down_s)
+
+    @property
+    def stepped_s(self) -> float:
+        """The same with the optimizer."""
+        steps_s = self.steps_s if self.clips else 0.0
+        forward_s = max(self.forward_s + self.updates_s, self.forward_up_s, self.forward_down_s, steps_s)
+        step_s = forward_s + max(self.backward_s, self.backward_up_s, self.backward_down_s)
+        return max(step_s, self.steps_s)
 
 
 def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
@@ -115,7 +133,8 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
     forward_up_s, backward_up_s = (
         one + (rounds - 1) * more for one, more in zip(first_s, again_s, strict=True)
     )
-    sums = sum(layout.gradient_bytes)
+    updated = sum(layout.gradient_bytes[unit] for unit in layout.resident)
+    sums = sum(layout.gradient_bytes) - updated
     spared_s = part * sum(often * times.spared(choice, unit) for unit, choice, often in cells)
     return Phases(
         forward_s=count * sum(times.forward_s[: layout.last]),
@@ -126,6 +145,9 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
         + (rounds - 1) * sums / rates.load_bytes_per_s
         + moved / rates.up_bytes_per_s,
         backward_down_s=rounds * sums / rates.store_bytes_per_s,
+        steps_s=sums * rates.host_step_s,
+        updates_s=updated * rates.update_s,
+        clips=layout.clip,
     )
 
 
@@ -136,7 +158,9 @@ def _loaded_bytes(layout: StepLayout, rounds: int) -> list[int]:
     the next one begins. Of units that stay what trains is loaded again, no larger than its gradient.
     """
     moved = tuple(
-        min(size, layout.gradient_bytes[unit]) if unit in layout.stays else size
+        min(size, layout.gradient_bytes[unit] * (unit not in layout.resident))
+        if unit in layout.stays
+        else size
         for unit, size in enumerate(layout.weight_bytes)
     )
     units = range(layout.num_streamed)

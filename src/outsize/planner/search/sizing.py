@@ -6,10 +6,12 @@ memory; `UPGRADES` lists what memory to spare is spent on, the most useful first
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count, takewhile
 
-from outsize.choices import Activations, Handover
+from outsize.choices import Activations, Handover, Resident
 from outsize.codecs.transport import EXACT, Transport, Wire
+from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.shares import largest_share, shares
@@ -18,6 +20,7 @@ from outsize.planner.program.activation_policy import Kept
 from outsize.planner.program.stages import Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.residency import frozen_units, resident_order, spread, why_not_resident
 from outsize.units import align_up
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
@@ -74,6 +77,7 @@ class PlanOptions:
         leaves_unasked: whether ``auto`` may offload: a link with rates of its own lies below the device.
         peers: of several workers, pairs (source, target) of which one can copy to the other by itself.
         handover: how stages hand over; ``peer`` must go between all ``peers``, ``auto`` where there is room.
+        resident: how many units rest on the device, state and all; ``auto`` as many as make a step shorter.
     """
 
     home: Tier
@@ -105,12 +109,15 @@ class PlanOptions:
     leaves_unasked: bool = True
     peers: frozenset[tuple[int, int]] = frozenset()
     handover: Handover = "auto"
+    resident: Resident = 0
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
             raise ValueError("the disk cannot lie between the device and a home in host memory")
         if self.ring and self.clip:
             raise ValueError("gradients that are clipped by their global norm wait at home for it")
+        if isinstance(self.resident, int) and self.resident and (reason := why_not_resident(self)):
+            raise ConfigError(f"memory.resident: {reason}; leave it auto")
 
     @property
     def ring(self) -> bool:
@@ -135,7 +142,8 @@ class Knobs:
         num_host_buffers: host buffers; 0 where units are not staged.
         kept: see `StepLayout.kept`.
         num_tile_buffers: buffers in the ring of tiles, where there are tiles.
-        stays: see `StepLayout.stays`.
+        stays: see `StepLayout.stays`; of units that are not resident.
+        resident: see `StepLayout.resident`.
     """
 
     num_slots: int
@@ -146,6 +154,7 @@ class Knobs:
     kept: Kept = ()
     num_tile_buffers: int = NUM_TILE_BUFFERS
     stays: frozenset[int] = frozenset()
+    resident: frozenset[int] = frozenset()
 
 
 class Sizing:
@@ -158,11 +167,9 @@ class Sizing:
         self.own_elements: tuple[int, ...] = ()
         if options.nodes > 1:
             self.own_elements = own_elements(model, options.nodes, options.rank)
-        streamed = model.units[: model.num_streamed]
-        weights = [(unit.kind, unit.weight_bytes(model.dtype)) for unit in streamed if unit.all_tensors]
-        gradients = [(unit.kind, unit.gradient_bytes) for unit in streamed if unit.trainable]
-        self._slot_sizes = _sizes(weights)
-        self._accumulator_sizes = _sizes(gradients)
+        self._resident_order = resident_order(model)
+        self._sizes_of = cache(self._shared_sizes)
+        self._slot_sizes, self._accumulator_sizes = self._sizes_of(frozenset(), frozenset())
         self._trainable = tuple(unit.trainable for unit in model.units)
         self._weight_bytes = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
         self._gradient_bytes = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
@@ -208,6 +215,9 @@ class Sizing:
             -(-numel // knobs.tile_elements) if knobs.tile_elements and trains else 0
             for numel, trains in zip(own, self._trainable, strict=True)
         )
+        tiles = tuple(0 if unit in knobs.resident else count for unit, count in enumerate(tiles))
+        stays = knobs.stays | (knobs.resident - {model.num_streamed})
+        slots, accumulators = self._sizes_of(stays, knobs.resident)
         offload = self._offloadable[: len(self._offloadable) - knobs.num_kept]
         return StepLayout(
             num_streamed=model.num_streamed,
@@ -217,9 +227,10 @@ class Sizing:
             trainable=self._trainable,
             weight_bytes=self._weight_bytes,
             gradient_bytes=self._gradient_bytes,
-            slot_bytes=self._slot_sizes[: knobs.num_slots],
-            accumulator_bytes=self._accumulator_sizes[: knobs.num_accumulators],
-            stays=knobs.stays,
+            slot_bytes=slots[: knobs.num_slots],
+            accumulator_bytes=accumulators[: knobs.num_accumulators],
+            stays=stays,
+            resident=knobs.resident,
             prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
             clip=options.clip,
             unit_clip=options.unit_clip,
@@ -299,6 +310,34 @@ class Sizing:
         for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
             yield replace(knobs, stays=spread(frozen, number))
 
+    def more_resident(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with more units resident, where that is the planner's to say."""
+        options = self.options
+        is_open = options.resident == "auto" and options.leaves_unasked and options.slots is None
+        if is_open and not why_not_resident(options):
+            for number in range(len(knobs.resident) + 1, len(self._resident_order) + 1):
+                yield replace(knobs, resident=frozenset(self._resident_order[:number]))
+
+    def named_resident(self) -> frozenset[int]:
+        """Return the units that are resident because the user says how many are."""
+        number = self.options.resident
+        return frozenset(self._resident_order[:number]) if isinstance(number, int) else frozenset()
+
+    def _shared_sizes(
+        self, stays: frozenset[int], resident: frozenset[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return sizes of the slots and accumulators that units share which have none of their own."""
+        model, options = self.model, self.options
+        streamed = model.units[: model.num_streamed]
+        moving = [unit for unit in streamed if unit.all_tensors and unit.index not in stays]
+        in_a_round = options.round_microbatches or options.microbatches
+        waits = options.clip or in_a_round < options.microbatches
+        summed = [u for u in streamed if u.trainable and not (waits and u.index in resident)]
+        return (
+            _sizes([(unit.kind, unit.weight_bytes(model.dtype)) for unit in moving]),
+            _sizes([(unit.kind, unit.gradient_bytes) for unit in summed]),
+        )
+
     def _at_most_slots(self, num_slots: int) -> int:
         return min(num_slots, len(self._slot_sizes))
 
@@ -320,17 +359,6 @@ AFTER_INPUTS: tuple[Upgrade, ...] = (
     lambda sizing, knobs: sizing.more_slots(knobs, upto=4),
 )
 UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
-
-
-def frozen_units(model: ModelSpec) -> list[int]:
-    """Return the streamed units with weights that never train."""
-    streamed = model.units[: model.num_streamed]
-    return [unit.index for unit in streamed if unit.frozen or (unit.tensors and not unit.trainable)]
-
-
-def spread(units: Sequence[int], number: int) -> frozenset[int]:
-    """Return so many of ``units`` that lie evenly among the others."""
-    return frozenset(units[index * len(units) // number] for index in range(number))
 
 
 def gradients_at_home(

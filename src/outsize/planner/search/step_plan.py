@@ -26,7 +26,9 @@ from outsize.planner.memory.memory_table import (
     memory_table,
     offload_rooms,
     products_bytes,
+    resident_state_bytes,
     store_buffer_bytes,
+    update_workspace_bytes,
 )
 from outsize.planner.memory.traffic import Traffic, count_traffic
 from outsize.planner.passes.cycle import cycle_peak
@@ -35,7 +37,7 @@ from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import Knobs, PlanOptions, Sizing
-from outsize.planner.search.smaller import smaller_microbatches, smaller_states, without_products
+from outsize.planner.search.smaller import what_to_try
 from outsize.planner.search.upgrades import as_asked, kept_for_the_host, spend
 from outsize.units import format_bytes
 
@@ -151,14 +153,17 @@ class Plan:
 
     @property
     def own_slot_bytes(self) -> tuple[int, ...]:
-        """Sizes of the slots of `StepLayout.own_slots`."""
-        return tuple(self.layout.weight_bytes[unit] for unit in self.layout.own_slots)
+        """Sizes of the slots of `StepLayout.own_slots`; what trains of a resident unit lies in its home instead."""
+        layout, units, dtype = self.layout, self.model.units, self.model.dtype
+        return tuple(
+            layout.weight_bytes[unit] - units[unit].trained_bytes(dtype) * (unit in layout.resident)
+            for unit in layout.own_slots
+        )
 
     @property
-    def resident_accumulator_bytes(self) -> tuple[int, ...]:
-        """Size of the rest's own accumulator; empty where there is none or it does not train."""
-        rest = self.layout.rest
-        return (self.layout.gradient_bytes[rest],) if rest is not None and self.layout.rest_trains else ()
+    def own_accumulator_bytes(self) -> tuple[int, ...]:
+        """Sizes of the accumulators of `StepLayout.own_accumulators`."""
+        return tuple(self.layout.gradient_bytes[unit] for unit in self.layout.own_accumulators)
 
     def total_bytes(self, tier: str) -> int:
         """Return all bytes set aside in ``tier``: ``device``, ``host`` or ``disk``."""
@@ -213,7 +218,8 @@ class Plan:
             "slot_bytes": list(layout.slot_bytes),
             "accumulator_bytes": list(layout.accumulator_bytes),
             "own_slot_bytes": list(self.own_slot_bytes),
-            "resident_accumulator_bytes": list(self.resident_accumulator_bytes),
+            "own_accumulator_bytes": list(self.own_accumulator_bytes),
+            **({"resident": sorted(layout.resident)} if layout.resident else {}),
             "commits": layout.commits,
             "num_host_buffers": layout.num_host_buffers,
             "host_buffer_bytes": self.host_buffer_bytes,
@@ -245,7 +251,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     def short(knobs: Knobs) -> dict[str, int]:
         return budgets.short_by(memory_of(knobs))
 
-    knobs = sizing.least()
+    knobs = replace(sizing.least(), resident=sizing.named_resident())
     if options.activations != "auto":
         knobs = replace(knobs, kept=as_asked(Choice(options.activations), sizing.layout(knobs), demand))
     knobs = kept_for_the_host(sizing, knobs, short)
@@ -253,7 +259,7 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     if short_by:
         shortage = partial(shortage_of, model, demand, budgets)
         raise InfeasiblePlanError(
-            lambda: _what_to_try(
+            lambda: what_to_try(
                 memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind
             ),
             short_by,
@@ -272,7 +278,8 @@ def shortage_of(
     def short(knobs: Knobs) -> dict[str, int]:
         return budgets.short_by(memory_of(knobs))
 
-    return short(kept_for_the_host(sizing, sizing.least(), short))
+    least = replace(sizing.least(), resident=sizing.named_resident())
+    return short(kept_for_the_host(sizing, least, short))
 
 
 def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
@@ -283,12 +290,12 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
         host_bytes(options.transport, model),
     )
     products = products_bytes(model, sizing.state, demand)
-    homes: dict[tuple[int, ...], Table] = {}
+    homes: dict[tuple[int | frozenset[int], ...], Table] = {}
     peaks: dict[tuple[int, int, Kept], Live] = {}
 
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
-        buffers = (knobs.tile_elements, knobs.num_tile_buffers, knobs.num_host_buffers)
+        buffers = (knobs.tile_elements, knobs.num_tile_buffers, knobs.num_host_buffers, layout.resident)
         if buffers not in homes:
             homes[buffers] = bytes_below(
                 model,
@@ -303,7 +310,11 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
         staying = (knobs.num_kept, layout.prefetch_depth, knobs.kept)
         if staying not in peaks:
             peaks[staying] = cycle_peak(layout, demand.boundary_bytes, kept_bytes)
-        return memory_table(demand, layout, peaks[staying], homes[buffers], options.below, codecs, products)
+        state = resident_state_bytes(model, sizing.state, layout.resident)
+        updates = state, update_workspace_bytes(model, sizing.state, layout.resident)
+        return memory_table(
+            demand, layout, peaks[staying], homes[buffers], options.below, codecs, products, updates
+        )
 
     return memory_of
 
@@ -334,72 +345,6 @@ def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory
             own=layout.own_elements,
             whole=layout.whole_planes,
             transport=options.transport,
+            resident=layout.resident,
         ),
-    )
-
-
-_FEWER_TOKENS = "fewer tokens per step"
-
-
-def _smaller_state(
-    options: PlanOptions,
-    state: StateLayout,
-    shortage: Callable[[PlanOptions], Mapping[str, int]],
-    otherwise: str,
-) -> str:
-    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
-    least = otherwise
-    for keys, other in smaller_states(options, state):
-        lacking = shortage(other)
-        if not lacking:
-            return f"{keys}, with which it fits"
-        if otherwise == _FEWER_TOKENS:  # which do without any of them
-            continue
-        if not shortage(replace(other, microbatches=1, round_microbatches=None)):
-            return f"{keys} with {_FEWER_TOKENS}"  # of one round, since no sums wait at home
-        least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
-    return least
-
-
-def _what_to_try(
-    memory: Table,
-    short_by: Mapping[str, int],
-    options: PlanOptions,
-    state: StateLayout,
-    shortage: Callable[[PlanOptions], Mapping[str, int]],
-    largest_kind: str | None,
-) -> str:
-    """Return the message for the first tier that is short: what takes the most there, what to try first."""
-    tier = next(iter(short_by))
-    needed = sum(memory[tier].values())
-    largest = max(memory[tier], key=lambda name: memory[tier][name])
-    size = format_bytes(memory[tier][largest])
-    chosen = options.activations not in ("auto", "recompute")
-    if chosen and not shortage(replace(options, activations="auto")):
-        advice = "memory.activations=auto, which keeps what has room"
-    elif tier == "device" and largest in ("activations", "workspace", "shared"):
-        advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
-    elif state.whole and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
-        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=adamw, which steps units piece by piece"
-    elif tier == "host" and options.home == "host":
-        room = needed - short_by[tier] > memory[tier].get("home", 0)
-        otherwise = (
-            "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
-        )
-        if room and not options.cut:
-            fits_one = not shortage(replace(options, microbatches=1, round_microbatches=None))
-            otherwise = _FEWER_TOKENS if fits_one else smaller_microbatches(options, None)
-        advice = _smaller_state(options, state, shortage, otherwise)
-    elif tier == "disk" and options.commits and largest == "home":
-        advice = (
-            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
-            "back to the last checkpoint after a crash"
-        )
-    else:
-        advice = f"a {tier} budget of {format_bytes(needed)}"
-    if tier == "device":
-        advice = without_products(state) + advice
-    return (
-        f"the smallest plan needs {format_bytes(needed)} on the {tier}, {size} of it for {largest}; "
-        f"first try {advice}"
     )

@@ -8,7 +8,7 @@ what backwards need in the tier below (`planner.search.offload_balance`). The on
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,36 @@ def as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
 
 
 def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
-    """Return the knobs on which memory to spare is spent best."""
+    """Return the knobs on which memory to spare is spent best: on units that are resident, and on those that move."""
+    best, rates = _spend_on_moving(sizing, demand, knobs, fits), sizing.options.rates
+    if rates is None:
+        return best
+
+    def step_s(knobs: Knobs) -> float:
+        return phases(sizing.layout(knobs), demand, rates).stepped_s
+
+    for start in _resident(sizing, knobs, fits):
+        way = _spend_on_moving(sizing, demand, start, fits)
+        best = min(best, way, key=step_s)
+    return best
+
+
+def _resident(sizing: Sizing, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Iterator[Knobs]:
+    """Yield knobs with some numbers of resident units: all, or as many as fit beside two slots, and fewer."""
+    choices = list(sizing.more_resident(knobs))
+    if choices and fits(choices[-1]):
+        yield choices[-1]
+        return
+    start = _upgraded(sizing, knobs, BEFORE_INPUTS[:2], fits)
+    choices = list(sizing.more_resident(start))
+    most = bisect_left(choices, True, key=lambda better: not fits(better))
+    for number in dict.fromkeys(most * quarters // 4 for quarters in (4, 3, 2, 1)):
+        if number:
+            yield choices[number - 1]
+
+
+def _spend_on_moving(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
+    """Return the knobs on which memory to spare is spent best, with the same units resident."""
     options = sizing.options
     inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
 

@@ -13,7 +13,7 @@ from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS, EXACT, PIECE_ELEMENT
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
-from outsize.optim.optimizer_spec import StateLayout, layout_of
+from outsize.optim.optimizer_spec import UPDATE_TILE_ELEMENTS, StateLayout, layout_of
 from outsize.planner.memory.activation_liveness import NOTHING
 from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
@@ -49,6 +49,8 @@ DECODE_BYTES = {"nf4": 22.5, "nf4-double": 22.5, "int8": 19.0, "fp8": 7.0}
 _MOST_DECODE_BYTES = 22.5
 # For a piece, and what a launch takes of the thread that asks for it: torch's own 5 to 10 microseconds, not measured.
 DECODE_KERNELS, LAUNCH_S = 4, 6e-6
+# The same of a step on a device: clip, join, step and split.
+UPDATE_KERNELS = 16
 
 
 NO_RATES: Mapping[str, CodecRates] = MappingProxyType({})
@@ -226,6 +228,8 @@ class _Pricing(OpBytes):
     def _link(self, op: Op) -> Cost:
         """Return the cost of a copy over the link, with what the lane encodes and decodes beside it."""
         unit, row, size = op.unit or 0, op.row, self.on_link(op)
+        if row.carries == "weights" and unit in self.layout.resident:
+            return Cost()
         copy = self._copy(op, size, row.lane, row.carries in ACTIVATIONS or op.buffer is None)
         coding_s = 0.0
         if row.carries == "input":  # other activations go as they are
@@ -262,6 +266,12 @@ class _Pricing(OpBytes):
         latency_s = count * up.seconds
         up = replace(up, seconds=latency_s + self._on_device_s(unit, there.worker or 0))
         return replace(cost, then=replace(up, then=replace(down, seconds=latency_s)))
+
+    def _update(self, op: Op) -> Cost:
+        unit = self.model.units[op.unit or 0]
+        launches = UPDATE_KERNELS * -(-unit.numel // UPDATE_TILE_ELEMENTS)
+        rate = self.machine.gpus[op.worker or 0].memory_bytes_per_s.value
+        return Cost(seconds=max(self.state.update_bytes * unit.numel / rate, launches * LAUNCH_S))
 
     def _beside_s(self, unit: int) -> float:
         """Return what products of Muon of a unit on a device take from it, as a part for each of its forwards."""
@@ -385,6 +395,7 @@ _PRICES: Mapping[Price, Callable[[_Pricing, Op], Cost]] = {
     "link": _Pricing._link,
     "peer": _Pricing._across,
     "step": _Pricing._step,
+    "update": _Pricing._update,
     "disk": _Pricing._disk,
     "exchange": _Pricing._exchange,
     "agree": lambda pricing, op: Cost(seconds=EXCHANGE_S),

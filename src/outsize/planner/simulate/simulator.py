@@ -174,5 +174,5 @@ def simulate(
 
 def _decisive(ops: Sequence[Op | None], first: int, layout: StepLayout) -> Iterable[int]:
     """Yield the indices of what the engine waits for before it submits the next step."""
-    kinds = {Kind.CLIP} if layout.clip and layout.step_order else _COMPUTE | {Kind.GRAD}
+    kinds = {Kind.CLIP} if layout.clip and layout.step_order else _COMPUTE | {Kind.GRAD, Kind.UPDATE}
     return (first + i for i, op in enumerate(ops) if op is not None and op.kind in kinds)

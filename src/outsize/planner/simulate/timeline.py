@@ -177,7 +177,8 @@ def column_of(row: OpRow) -> str | None:
     """Return the column that the seconds of an op are added to; None where they are in none."""
     if row.lane == "compute":
         computing = {"forward": "forward", "turn": "forward", "recompute": "backward", "backward": "backward"}
-        return computing.get(row.price, "gradient" if row.price == "norm" else None)
+        computing |= {"norm": "gradient", "update": "optimizer"}
+        return computing.get(row.price)
     if row.lane in ("up", "down") and row.carries != "sum":
         by_content = {
             "weights": "load",

@@ -167,7 +167,7 @@ class Engine:
         context.program = self._num_begun % len(programs)
         self._num_begun += 1
         tasks = self._executor.submit(programs[context.program].ops, context)
-        kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD}
+        kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD, Kind.UPDATE}
         self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
         return self._last
 

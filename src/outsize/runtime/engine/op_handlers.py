@@ -23,6 +23,7 @@ from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handlers import HandlerTable, check_complete, handlers_in
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
+from outsize.runtime.ops.resident_ops import ResidentOps
 from outsize.storage.disk_file import Tally
 
 if TYPE_CHECKING:
@@ -34,7 +35,17 @@ RunOp = Callable[[HandlerTable, Op, Any], None]
 # What a checkpoint computes (checksums, copies into the page cache) takes what the other lanes leave.
 STORE_LANE, STORE_NICENESS = "store", 10
 check_complete(
-    (WeightOps, GradientOps, ComputeOps, ActivationOps, OptimizerOps, CommitOps, StoreOps, ExchangeOps)
+    (
+        WeightOps,
+        GradientOps,
+        ComputeOps,
+        ActivationOps,
+        OptimizerOps,
+        ResidentOps,
+        CommitOps,
+        StoreOps,
+        ExchangeOps,
+    )
 )
 
 
@@ -52,6 +63,7 @@ def handlers_of(
         worker.compute,
         worker.activations,
         optimizer,
+        ResidentOps(worker.gradients, optimizer),
         commits,
         storing,
     )

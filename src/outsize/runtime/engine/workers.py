@@ -107,7 +107,7 @@ class _Memory:
         layout, spec = plan.layout, split.spec
         sizes = (*layout.slot_bytes, *plan.own_slot_bytes)
         self.slots = [device.allocate(size, "slot") for size in sizes]
-        sizes = (*layout.accumulator_bytes, *plan.resident_accumulator_bytes)
+        sizes = (*layout.accumulator_bytes, *plan.own_accumulator_bytes)
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
         self.sums = GradientSums()
         staging = take_staging(plan.transport, "weights", device)
@@ -121,6 +121,7 @@ class _Memory:
             staging,
             in_place=device.in_place,
             stays=layout.stays,
+            resident=layout.resident,
         )
         self.gradients = GradientOps(
             spec,
@@ -138,6 +139,7 @@ class _Memory:
                 times_home=count_times_home(plan.program),
                 dtype="fp32" if layout.ring else plan.state.gradients,
                 tile_elements=plan.tile_elements,
+                resident=layout.resident,
                 # Of several nodes each keeps its own part of a sum.
                 in_place=device.in_place and layout.num_nodes == 1,
             ),

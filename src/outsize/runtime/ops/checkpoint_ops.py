@@ -122,7 +122,8 @@ class StoreOps:
         if MASTER in planes and MASTER not in self._optimizer.state.planes:
             yield from self._joined(unit, planes)
             return
-        lent = [view for plane in planes if (view := self._home.lend(unit.index, plane)) is not None]
+        views = [self._home.lend(unit.index, plane) for plane in planes]
+        lent = [view for view in views if view is not None and view.device.type == "cpu"]
         if len(lent) == len(planes):
             yield 0, tuple(lent)
             return

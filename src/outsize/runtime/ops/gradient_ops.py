@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,7 @@ class GradientSettings:
         times_home: how often the gradient of a unit comes home in a step, where that is more than once.
         dtype: in which gradients wait at home.
         tile_elements: elements per tile.
+        resident: units whose gradients stay in their accumulators.
         in_place: whether gradients that rest in a host home as they are summed are summed there; accumulators stay
             untouched then, and leave room for first gradients, which wait for the second ones.
     """
@@ -55,6 +56,7 @@ class GradientSettings:
     times_home: Mapping[int, int] = field(default_factory=dict)
     dtype: str = "fp32"
     tile_elements: int = 0
+    resident: Set[int] = frozenset()
     in_place: bool = False
 
 
@@ -118,16 +120,20 @@ class GradientOps:
         """ACC: from now on this accumulator sums the gradient of the unit."""
         unit, plane = self._accumulator(op)
         self._plane_of[unit.index] = plane
-        self._sums.open(unit, plane, keeps_first=self._in_place)
+        self._sums.open(unit, plane, keeps_first=self._lies_at_home(unit.index))
 
     def _accumulator(self, op: Op) -> tuple[UnitSpec, Tensor]:
         """The unit of ``op``, and where its gradient is summed, fp32 [unit.numel]."""
         assert op.unit is not None
         assert op.slot is not None
         unit = self._spec.units[op.unit]
-        if self._in_place:
+        if self._lies_at_home(op.unit):
             return unit, self._home.view(op.unit, "gradient").data
         return unit, typed_plane(self._accumulators[op.slot], unit, "fp32")
+
+    def _lies_at_home(self, unit: int) -> bool:
+        """Whether the gradient of a unit is summed where it rests."""
+        return self._in_place and unit not in self._settings.resident
 
     @handles(Kind.SUM)
     def sum_on(self, op: Op, context: StepContext) -> None:
@@ -205,20 +211,34 @@ class GradientOps:
         if start + part.numel() == unit.numel:
             del self._plane_of[op.unit]
 
+    def take(self, unit: int, context: StepContext) -> Tensor:
+        """Return the gradient of a resident unit as it steps by it, in its accumulator, which is free behind that.
+
+        Raises:
+            NonFiniteError: no norm is waited for, and the loss or the gradient is not finite.
+        """
+        plane = self._close(unit, context, whole=True)
+        return plane if self._settings.dtype != "bf16" else _narrowed(plane, torch.bfloat16)
+
+    def _close(self, unit: int, context: StepContext, *, whole: bool) -> Tensor:
+        """Return a sum that nothing is added to any more; judge it and have it seen where it is ``whole``."""
+        plane = self._plane_of.pop(unit)
+        context.touched[unit] = self._sums.close(unit)
+        # A pass without losses of its own is judged by the caller, see `planner.passes.step_parts`.
+        if whole and not self._settings.clips and context.losses and not context.skipped:
+            self._judge(unit, plane, context)
+        if whole and self._observe is not None:
+            self._observe(unit, context.touched[unit], plane)
+        return plane
+
     @handles(Kind.GRAD)
     def bring_home(self, op: Op, context: StepContext) -> None:
         """GRAD: accumulator → home or host buffer."""
         assert op.unit is not None
-        plane = self._plane_of.pop(op.unit)
-        context.touched[op.unit] = self._sums.close(op.unit)
         context.brought[op.unit] += 1
         times_home = self._settings.times_home if context.times_home is None else context.times_home
         whole = context.brought[op.unit] == times_home.get(op.unit, 1)
-        # A pass without losses of its own is judged by the caller, see `planner.passes.step_parts`.
-        if whole and not self._settings.clips and context.losses and not context.skipped:
-            self._judge(op.unit, plane, context)
-        if whole and self._observe is not None:
-            self._observe(op.unit, context.touched[op.unit], plane)
+        plane = self._close(op.unit, context, whole=whole)
         target = self._target(op.unit, op.buffer)
         if self._carrier is not None and target is not None and whole:
             wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)

@@ -1,6 +1,7 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class WeightOps:
         staging: two byte buffers on the device for what arrives encoded.
         in_place: whether weights that lie in a host home as they are used are used there; slots stay untouched then.
         stays: units in slots of their own, of which what never trains is loaded once.
+        resident: units of which what trains rests on the device, lent out by the home there.
 
     Attributes:
         up: what has moved so far, or would have if it were not used in place.
@@ -53,9 +55,11 @@ class WeightOps:
         *,
         in_place: bool = False,
         stays: Set[int] = frozenset(),
+        resident: Set[int] = frozenset(),
     ) -> None:
         self._in_place = in_place
         self._stays = stays
+        self._resident = resident
         self._there: set[tuple[int, str]] = set()  # planes of units that stay, once they are loaded
         self._spec = spec
         self._device = device
@@ -78,7 +82,11 @@ class WeightOps:
         They lie in ``slot``, or at home where they are used in place.
         """
         found = self._spec.units[unit]
-        planes = weight_planes(found, self._spec.dtype, self._slots[slot])
+        if unit in self._resident:
+            frozen = weight_planes(replace(found, numel=0), self._spec.dtype, self._slots[slot])[1:]
+            planes = (self._home.view(unit, WEIGHTS), *frozen)
+        else:
+            planes = weight_planes(found, self._spec.dtype, self._slots[slot])
         parts = zip(_names(found), (None, *found.frozen), planes, strict=True)
         # With counts of changes of their own: that the optimizer steps other units is nothing to a graph of this one.
         return tuple(
@@ -88,6 +96,8 @@ class WeightOps:
 
     def _resting(self, unit: int, name: str, part: FrozenPart | None, plane: Tensor) -> Tensor | None:
         """The plane at home, where it is used there; None for one that lies in a slot."""
+        if unit in self._resident and part is None:
+            return self._home.lend(unit, name)
         if not self._in_place or not plane.numel() or (part is not None and part.codec is not None):
             return None
         sent = self._encoded is not None and bool(self._encoded.pieces(unit, name))
@@ -115,7 +125,8 @@ class WeightOps:
         staged = (None,) * len(planes) if op.buffer is None else self._staged(unit, op.buffer)
         parts = (None, *unit.frozen)
         for name, part, plane, buffer in zip(_names(unit), parts, planes, staged, strict=True):
-            if plane.numel() and (unit.index, name) not in self._there:
+            there = (unit.index, name) in self._there or (part is None and unit.index in self._resident)
+            if plane.numel() and not there:
                 self._bring(unit.index, name, part, plane, buffer)
                 if unit.index in self._stays and (part is not None or not unit.trainable):
                     self._there.add((unit.index, name))

@@ -122,11 +122,16 @@ class OptimizerOps:
             # All of the tile is written, and its weights were not read: those that do not step are made again.
             planes[WEIGHTS][: stop - start].copy_(planes[self._master][: stop - start])
 
+    def update(self, unit: int, gradient: Tensor, context: StepContext) -> None:
+        """Step a unit whose planes are lent out on the device where its ``gradient`` [unit.numel] is."""
+        self._step_in_place(self._spec.units[unit], 0, gradient.numel(), gradient, context)
+
     def _step_in_place(
         self, unit: UnitSpec, start: int, stop: int, gradient: Tensor, context: StepContext
     ) -> None:
         """Step a range of a unit in its host home by a gradient that has just arrived."""
-        planes = {name: self._home.view(unit.index, name, range(start, stop)) for name in self.state.planes}
+        names = self.state.write_planes
+        planes = {name: self._home.view(unit.index, name, range(start, stop)) for name in names}
         planes[GRADIENT] = gradient
         self._apply(unit, range(start, stop), planes, context)
         if self._encoded is not None and stop == unit.numel:

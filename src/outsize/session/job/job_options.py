@@ -87,6 +87,7 @@ def options_for(
         rank=rank,
         wire=wire,
         handover=config.parallel.handover,
+        resident=0 if memory.resident == "none" else memory.resident,
     )
 
 
