@@ -24,6 +24,7 @@ from outsize.data.record_lengths import are_records, record_lengths
 from outsize.model.build import is_masked
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.optim.optimizer_names import named
+from outsize.storage.directory import needed_directory
 from outsize.training.run_data import corpora_of, files_of, load_tokenizer, tokenising
 from outsize.training.run_dir import runs_so_far
 
@@ -104,7 +105,7 @@ def _before(config: Config, run_dir: Path, resumed: Path | None, announce: Annou
     """Return the configuration of the run that goes on; None where one begins."""
     if config.train.resume == "none":
         return None
-    found = (before for _, before in runs_so_far(config, run_dir, resumed, announce))
+    found = (before for _, before in runs_so_far(config, run_dir, resumed))
     return next((before for before in found if before is not None), None)
 
 
@@ -169,14 +170,15 @@ def _lengths(config: Config, tokens_in: Path, announce: Announce) -> tuple[NDArr
     if is_masked(model.hf_config):
         return np.empty(0, np.int64), None
     text_config = model.hf_config.get_text_config()
-    lengths = record_lengths(
-        corpora_of(config.data, config.eval),
-        lambda: load_tokenizer(model, config.model.trust_remote_code),
-        cache_dir=tokens_in / "data",
-        template=config.data.template,
-        vocab_size=getattr(text_config, "vocab_size", None),
-        progress=tokenising(announce),
-    )
+    with needed_directory(tokens_in / "data", "train.run_dir"):
+        lengths = record_lengths(
+            corpora_of(config.data, config.eval),
+            lambda: load_tokenizer(model, config.model.trust_remote_code),
+            cache_dir=tokens_in / "data",
+            template=config.data.template,
+            vocab_size=getattr(text_config, "vocab_size", None),
+            progress=tokenising(announce),
+        )
     return lengths, num_positions(text_config.to_dict()) or 2**62
 
 
