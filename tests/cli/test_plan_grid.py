@@ -100,3 +100,12 @@ def test_adapters_on_several_cards_have_no_cliff_and_wait_for_no_weights_where_a
     one = question(config, "4090", "lora", 4096, 1024, device_memory="21.5GiB")
     assert rates[-1] > 1.3 * tokens_per_s(one)
     assert rates[-1] > 1.8 * rates[0]
+
+
+def test_units_that_may_be_resident_are_never_slower_and_gain_with_memory(config):
+    rates = []
+    for size in (12, 16, 20):
+        asked = question(config, "4090", "full", 4096, 2048, device_memory=f"{size}GiB")
+        rates.append(tokens_per_s(replace(asked, options=replace(asked.options, resident="auto"))))
+        assert rates[-1] >= tokens_per_s(asked)
+    assert rates == sorted(rates)

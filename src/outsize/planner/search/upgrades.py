@@ -56,11 +56,10 @@ def _resident(sizing: Sizing, knobs: Knobs, fits: Callable[[Knobs], bool]) -> It
     choices = list(sizing.more_resident(knobs))
     if choices and fits(choices[-1]):
         yield choices[-1]
-        return
     start = _upgraded(sizing, knobs, BEFORE_INPUTS[:2], fits)
     choices = list(sizing.more_resident(start))
     most = bisect_left(choices, True, key=lambda better: not fits(better))
-    for number in dict.fromkeys(most * quarters // 4 for quarters in (4, 3, 2, 1)):
+    for number in dict.fromkeys(most * eighths // 8 for eighths in (8, 7, 6, 4, 2)):
         if number:
             yield choices[number - 1]
 
