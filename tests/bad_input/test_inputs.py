@@ -109,11 +109,6 @@ def test_no_such_model(world: World) -> None:
 # --- models that cannot be streamed -------------------------------------------------------------------------
 
 
-def test_a_model_that_calls_a_unit_twice_is_refused(world: World) -> None:
-    model = make_model(world.root / "albert", "albert")
-    world.fails(ModelError, "call each of their units once per forward, in order", model={"path": str(model)})
-
-
 def test_a_frozen_model_is_refused(world: World) -> None:
     world.fails(ModelError, "leaves no parameter to train", model={"freeze": ["*"]})
 

@@ -5,6 +5,7 @@ import zoo
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS
 from outsize.model.split import Split, split
+from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 
 
 class Tiny(nn.Module):
@@ -98,22 +99,91 @@ def test_a_module_that_stands_twice_in_one_block_is_counted_once():
     ]
 
 
-def test_the_blocks_are_the_largest_list_that_is_not_inside_another():
-    model = Tiny()
-    model.small = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+def blocks_of(model: nn.Module, choice: UnitChoice = ALL_LISTS) -> list[str]:
+    return [unit.name for unit in split(model, choice=choice).spec.units if unit.kind == "block"]
+
+
+def test_the_blocks_are_of_all_lists_that_are_not_inside_another():
+    model = Tiny(num_blocks=2)
+    model.towers = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))
     for block in model.blocks:
         block.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-    names = [unit.name for unit in split(model).spec.units if unit.kind == "block"]
-    assert names == ["blocks.0", "blocks.1", "blocks.2"]
+    assert blocks_of(model) == ["blocks.0", "blocks.1", "towers.0", "towers.2"]
+    assert blocks_of(model, UnitChoice(most_lists=1)) == ["blocks.0", "blocks.1"]
 
 
-def test_a_model_without_blocks_is_refused():
-    with pytest.raises(ModelError, match="Linear holds no list of blocks"):
+def test_lists_stay_outside_where_little_is_left_or_they_are_small():
+    model = Tiny(num_blocks=100)
+    model.second = nn.ModuleList([nn.Linear(2, 2)])
+    assert len(blocks_of(model)) == 100
+    said = split(model).said()
+    assert said == "layers of blocks (100): 99% of the parameters are streamed"
+
+
+class Stage(nn.Module):
+    """Of a U-Net."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.attentions = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.resnets = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.outward = nn.Linear(width, 1)
+
+
+def test_the_layers_of_stages_are_those_of_their_lists():
+    model = nn.Module()
+    model.down = nn.ModuleList([Stage(8, 2), Stage(16, 1)])
+    assert blocks_of(model) == [
+        *("down.0.attentions.0", "down.0.attentions.1", "down.0.resnets.0", "down.0.resnets.1"),
+        *("down.1.attentions.0", "down.1.resnets.0"),
+    ]
+    model.down[1] = Stage(8, 2)  # two of one form are layers
+    assert blocks_of(model) == ["down.0", "down.1"]
+
+
+def test_a_backbone_inside_a_sequential_is_taken_apart():
+    backbone = nn.Module()
+    backbone.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    assert blocks_of(nn.Sequential(backbone, nn.Linear(4, 1))) == ["0.layers.0", "0.layers.1"]
+
+
+def test_a_model_without_lists_is_cut_into_its_own_modules():
+    model = nn.Module()
+    model.inner = nn.Bilinear(4, 4, 4)
+    assert blocks_of(model) == ["inner"]
+    model.inner.first, model.outward = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert blocks_of(model) == ["inner", "outward"]
+
+
+def test_a_model_without_modules_is_refused():
+    with pytest.raises(ModelError, match="Linear holds no module with parameters"):
         split(nn.Linear(2, 2))
     empty = nn.Module()
     empty.layers = nn.ModuleList()
-    with pytest.raises(ModelError, match="no list of blocks"):
+    with pytest.raises(ModelError, match="no module with parameters"):
         split(empty)
+
+
+def test_units_stand_in_the_order_in_which_forwards_call_them():
+    model = Tiny(num_blocks=3)
+    choice = ALL_LISTS.after(["blocks.1", "embed", "head"]).after(["blocks.2", "blocks.1"])
+    names = [unit.name for unit in split(model, choice=choice).spec.units]
+    assert names == ["blocks.0", "blocks.2", "blocks.1", "embed", "head", "rest"]
+
+
+def test_what_forwards_call_again_or_by_turns_is_no_unit():
+    model = Tiny(num_blocks=3)
+    assert blocks_of(model, ALL_LISTS.after(["blocks.0", "blocks.1", "blocks.0"])) == ["blocks.1", "blocks.2"]
+    by_turns = ALL_LISTS.after(["blocks.0", "blocks.1"]).after(["blocks.1", "blocks.0"])
+    assert blocks_of(model, by_turns) == ["blocks.2"]
+    every = ALL_LISTS.after([*(f"blocks.{at}" for at in range(3))] * 2)
+    assert table(split(model, choice=every))[:-1] == [
+        ("embedding", "embed", ["embed.weight"]),
+        ("block", "norm", ["norm.weight", "norm.bias"]),
+        ("head", "head", ["head.weight"]),
+    ]
+    with pytest.raises(ModelError, match="several times in a forward"):
+        split(model, choice=every.after(["norm", "norm"]))
 
 
 def test_freezing_and_decay_go_by_name():

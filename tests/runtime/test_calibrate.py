@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from outsize.errors import ModelError
 from outsize.model.build import build_skeleton
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.runtime.trial import extrapolate
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
+from outsize.runtime.trial.trial_pass import UnitOrderError
 from runtime.oddities import VOCAB, WIDTH, Odd, Sparse
 
 
@@ -127,13 +127,14 @@ def test_nothing_is_left_behind():
 
 class Jumping(Sparse):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        x = self.blocks[0](torch.zeros(*input_ids.shape, WIDTH), input_ids)
-        return super().forward(x, labels)
+        self.blocks[0](torch.zeros(*input_ids.shape, WIDTH), input_ids)
+        return super().forward(input_ids, labels)
 
 
-def test_a_model_that_skips_a_unit_is_refused():
-    with pytest.raises(ModelError, match="does not call unit embed in its turn"):
+def test_the_order_of_units_that_are_called_out_of_turn_is_told():
+    with pytest.raises(UnitOrderError, match="does not call unit embed in its turn") as raised:
         measure(Jumping())
+    assert raised.value.calls[:3] == ("blocks.0", "embed", "blocks.0")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Find the units of a model: its embedding, its repeated blocks, its head, and the rest.
 
-No architecture is named here. The blocks are the largest `torch.nn.ModuleList` that is not inside another one;
-embedding and head are what the model itself calls so (``get_input_embeddings``, ``get_output_embeddings``). A
-parameter that more than one unit uses (tied embeddings) and every parameter outside all units belongs to the *rest*,
-which stays on the device. A unit whose parameters are all tied keeps its place in the order and has no bytes of its
-own.
+No architecture is named here. The blocks are the layers of its lists (`model.unit_lists`); embedding and head are what
+the model itself calls so (``get_input_embeddings``, ``get_output_embeddings``). A parameter that more than one unit
+uses (tied embeddings) and every parameter outside all units belongs to the *rest*, which stays on the device. A unit
+whose parameters are all tied keeps its place in the order and has no bytes of its own.
 """
 
 from collections import Counter
@@ -17,6 +16,7 @@ from torch import nn
 from outsize.compat.torch_private import parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
+from outsize.model.unit_lists import ALL_LISTS, LayerList, UnitChoice, layer_lists, own_parts
 
 # A parameter: name, shape, whether it trains, whether it decays.
 _Row = tuple[str, tuple[int, ...], bool, bool]
@@ -37,6 +37,25 @@ class Split:
     modules: tuple[nn.Module, ...]
     spec: ModelSpec
     owners: dict[str, tuple[tuple[nn.Module, str], ...]]
+
+    @property
+    def streamed_share(self) -> float:
+        """The share of the parameters that lies in units that are streamed."""
+        units = self.spec.units
+        sizes = [sum(tensor.numel for tensor in unit.all_tensors) for unit in units]
+        return 1 - sum(n for n, unit in zip(sizes, units, strict=True) if unit.kind == "rest") / (
+            sum(sizes) or 1
+        )
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """The lists that blocks are of, in the order of the forward, and how many of each."""
+        return Counter(unit.name.rpartition(".")[0] for unit in self.spec.units if unit.kind == "block")
+
+    def said(self) -> str:
+        """Return in words what is streamed."""
+        lists = ", ".join(f"{name or 'the model'} ({count})" for name, count in self.layers.items())
+        return f"layers of {lists}: {self.streamed_share:.0%} of the parameters are streamed"
 
     def tied_names(self) -> tuple[tuple[str, ...], ...]:
         """Return all names of each parameter as they were when the model was split.
@@ -62,6 +81,7 @@ def split(
     apart: Callable[[str], PartKind | None] = lambda _: None,
     with_head: bool = True,
     resident: Container[str] = (),
+    choice: UnitChoice = ALL_LISTS,
 ) -> Split:
     """Split ``model`` into units.
 
@@ -73,14 +93,15 @@ def split(
         apart: in which frozen part of its unit the parameter of that name lies; None for none.
         with_head: whether the head is a unit; otherwise its parameters belong to the rest.
         resident: names of further parameters that belong to the rest.
+        choice: which layers are units, and in what order.
 
     Raises:
-        ModelError: there is no list of blocks, a freeze pattern matches nothing, or what trains is to lie apart.
+        ModelError: there is nothing to stream, a freeze pattern matches nothing, or what trains is to lie apart.
     """
     owners = _owners(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _check_patterns(freeze, names.values())
-    modules = [found for found in _unit_modules(model) if with_head or found[1] != "head"]
+    modules = [found for found in _unit_modules(model, choice) if with_head or found[1] != "head"]
     claims = Counter(names[id(parameter)] for *_, module in modules for parameter in module.parameters())
     parameters = dict(model.named_parameters())
 
@@ -130,39 +151,44 @@ def _pack(
     return pack_unit(index, name, kind, kept, tuple(pack_part(*part) for part in parts.values()))
 
 
-def _unit_modules(model: nn.Module) -> Iterator[tuple[str, UnitKind, nn.Module]]:
+def _unit_modules(model: nn.Module, choice: UnitChoice) -> list[tuple[str, UnitKind, nn.Module]]:
+    """Return name, kind and module of each unit, in the order in which the forward calls them as far as is known.
+
+    Raises:
+        ModelError: there is none that is called once.
+    """
+    parts = own_parts(model)
+    for lists in (layer_lists(model, most=choice.most_lists), [] if parts is None else [parts]):
+        units = dict(_units_of(model, lists))
+        order = choice.arranged(list(units))
+        if any(units[name][0] == "block" for name in order):
+            return [(name, *units[name]) for name in order]
+    if parts is None:
+        raise ModelError(
+            f"{type(model).__name__} holds no module with parameters, so there is nothing to stream"
+        )
+    raise ModelError(
+        f"{type(model).__name__} calls each of its layers several times in a forward, or by turns, so there is nothing "
+        "to stream: outsize streams layers that are called once"
+    )
+
+
+def _units_of(
+    model: nn.Module, lists: Iterable[LayerList]
+) -> Iterator[tuple[str, tuple[UnitKind, nn.Module]]]:
     path = {id(module): name for name, module in model.named_modules()}
-    prefix, blocks = _block_list(model)
-    inside = {id(module) for module in blocks.modules()}
-    embedding = end_of(model, "get_input_embeddings")
+    embedding, head = end_of(model, "get_input_embeddings"), end_of(model, "get_output_embeddings")
+    ends = (embedding, head)
+    blocks = {name: module for one in lists for name, module in one.layers if module not in ends}
+    inside = {id(module) for block in blocks.values() for module in block.modules()}
     if embedding is not None and _has_twin(model, embedding):
         embedding = None
     if embedding is not None and id(embedding) in path and id(embedding) not in inside:
-        yield path[id(embedding)], "embedding", embedding
-    for index, block in enumerate(blocks):
-        yield f"{prefix}.{index}", "block", block
-    head = end_of(model, "get_output_embeddings")
+        yield path[id(embedding)], ("embedding", embedding)
+    for name, block in blocks.items():
+        yield name, ("block", block)
     if head is not None and head is not embedding and id(head) in path and id(head) not in inside:
-        yield path[id(head)], "head", head
-
-
-def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The outermost ModuleList with the most parameters."""
-    best: tuple[int, str, nn.ModuleList] | None = None
-    nested: set[int] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or id(module) in nested:
-            continue
-        nested.update(id(child) for child in module.modules() if child is not module)
-        size = sum(parameter.numel() for parameter in module.parameters())
-        if size and (best is None or size > best[0]):
-            best = (size, name, module)
-    if best is None:
-        raise ModelError(
-            f"{type(model).__name__} holds no list of blocks (torch.nn.ModuleList), so there is nothing to stream; "
-            "outsize trains models whose layers stand in such a list"
-        )
-    return best[1], best[2]
+        yield path[id(head)], ("head", head)
 
 
 def _has_twin(model: nn.Module, embedding: nn.Module) -> bool:

@@ -36,8 +36,9 @@ from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.context import slots_used
 from outsize.runtime.ops.gradient_ops import count_times_home
 from outsize.runtime.trial.measured import Measured
+from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.fill import summary
-from outsize.session.job.machine import check_transport, describe_machine
+from outsize.session.job.machine import check_transport, describe_machine, lists_on
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
 from outsize.wrapped import wrap_planning
@@ -119,6 +120,7 @@ class Planned:
         self._codecs, self._moments = settings.codecs, settings.moments
         self._with_head, self._transport = settings.with_head, settings.transport
         self._resident: frozenset[str] = frozenset()
+        self._choice = lists_on(self._devices)
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
@@ -238,7 +240,14 @@ class Planned:
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
         dtype, apart = dtype_and_parts(model, *self._codecs)
         with_head = self._with_head is not False
-        parts = split(model, dtype, apart=apart, with_head=with_head, resident=self._resident)
+        parts = split(
+            model,
+            dtype,
+            apart=apart,
+            with_head=with_head,
+            resident=self._resident,
+            choice=self._choice,
+        )
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
@@ -358,7 +367,13 @@ class Planned:
             forwards = self.session.boundaries.forwards
             former = self._measured
             kind = self._device.type
-            self._measured = wrap_planning.measure(self.split, forwards, inputs, rows, shape, former, kind)
+            try:
+                self._measured = wrap_planning.measure(
+                    self.split, forwards, inputs, rows, shape, former, kind
+                )
+            except UnitOrderError as error:
+                self._take_turns(model, error)
+                return self._ready(inputs, rows, shape, keeps=keeps)
             if self._measured.outside:
                 self._keep_resident(model, self._measured.outside)
                 return self._ready(inputs, rows, shape, keeps=keeps)
@@ -433,6 +448,31 @@ class Planned:
             self._resident = former
             raise
 
+    def _take_turns(self, model: nn.Module, error: UnitOrderError) -> None:
+        """From now on units are in the order in which this forward calls them; what it calls again is no unit.
+
+        Raises:
+            ModelError: nothing is left to stream.
+        """
+        former = self._choice
+        if error.calls in former.calls:
+            raise error
+        self._choice = former.after(error.calls)
+        before = {unit.name for unit in self.split.spec.units}
+        try:
+            self._move(model)
+        except BaseException:
+            self._choice = former
+            raise
+        if gone := sorted(before - {unit.name for unit in self.split.spec.units} - {"rest"}):
+            _log.warning(
+                "%s: %d of its layers stay on the device, such as %s, as forwards call them several times or by turns",
+                type(model).__name__,
+                len(gone),
+                gone[0],
+            )
+        _log.info("%s", self.split.said())
+
     def _make_room(self, model: nn.Module) -> None:
         """Move where something trains by now for whose gradient and state the home has no place."""
         names, flags = self.parameters.names, self._flags_now(model)
@@ -468,6 +508,7 @@ class Planned:
                 apart=self._apart,
                 with_head=self._with_head is not False,
                 resident=self._resident,
+                choice=self._choice,
             )
         self.session.extend(parts.spec)
         self.parameters.extend(parts.spec)

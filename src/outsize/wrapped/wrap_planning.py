@@ -22,6 +22,7 @@ from outsize.planner.search.step_plan import Plan, PlanOptions
 from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Flops, Measured
+from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_wrapped
 from outsize.wrapped.calls.autocast import Autocast
@@ -55,7 +56,7 @@ class BatchShape:
         scored: whether the model is given labels, and takes the loss itself.
         fused: whether its forward is to take the weight of the head by itself, as TRL's does.
         hidden: whether the model is asked for what its units receive.
-        given: names of the inputs that stand for tokens: with vectors instead of ids it calls other units.
+        given: names of the inputs that stand for tokens, images or sounds: which decides what units it calls.
         into_inputs: whether the caller wants gradients of inputs.
         loose: elements of the largest input without a dimension of rows, such as the pixels of all images.
     """
@@ -106,7 +107,9 @@ def shape_of(
     length = main.shape[1] if is_ids or main.dim() == 3 else 1
     scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
     padded, fused, hidden = _is_padded(inputs.get(MASK)), bool(inputs.get(FUSED)), bool(inputs.get(HIDDEN))
-    given = frozenset(TOKENS & tensors.keys())
+    given = frozenset(
+        n for n, t in tensors.items() if n in TOKENS or (t.is_floating_point() and n not in LABELS)
+    )
     into_inputs = torch.is_grad_enabled() and bool(inputs_that_train(inputs))
     return BatchShape(
         rows,
@@ -211,12 +214,15 @@ def _first_that_runs(tried: Callable[[int, int], Measured], shape: BatchShape) -
     """Try one row of a batch at short lengths, then one of its length, as of sounds, then all rows: images of several.
 
     Raises:
+        UnitOrderError: units are to be put in another order.
         ModelError: none runs; what is said is of the first.
     """
     first: ModelError | None = None
     for length, rows in dict.fromkeys([(shape.length, shape.rows), (1, shape.rows), (1, 1)]):
         try:
             return tried(length, rows)
+        except UnitOrderError:
+            raise
         except ModelError as error:
             first = first or error
     assert first is not None

@@ -89,7 +89,7 @@ class _BorderTrial:
         self._split = split
         self._forwards = forwards
         self._first: dict[Any, int] = {}  # of the units that are alike, the one that was run
-        self._alike: list[int] = []  # for each unit
+        self._alike: dict[int, int] = {}  # for each unit
         self._leaking: str | None = None
         self._num_looked_at = 0
         self._outputs: list[list[list[Tensor]]] = []  # of each pass, of each unit
@@ -98,7 +98,7 @@ class _BorderTrial:
         """Pass over documents end to end, and look for units in which one sees another."""
 
         def run(unit: int, call: UnitCall) -> Any:
-            self._alike.append(self._first.setdefault(self._form(unit, call), unit))
+            self._alike[unit] = self._first.setdefault(self._form(unit, call), unit)
             return self._watched(unit, call) if self._alike[unit] == unit else None
 
         with torch.enable_grad():
@@ -117,27 +117,25 @@ class _BorderTrial:
         """Return where documents were not kept apart, in words; None where they were."""
         if self._leaking is not None or not self._num_looked_at:
             return self._leaking or "no unit takes one hidden state for each token"
-        for unit, (both, *each) in enumerate(zip(*self._outputs, strict=True)):
+        for unit, (both, *each) in zip(self._alike, zip(*self._outputs, strict=True), strict=True):
             if not all(map(_is_near, both, map(torch.cat, zip(*each, strict=True)))):
                 return f"positions go on over the border in {self._name(unit)}"
         return None
 
     def _pass(self, ids: Tensor, position_ids: Tensor, run: Callable[[int, UnitCall], Any]) -> None:
         walk = Walk(self._split.model, {"input_ids": ids, "position_ids": position_ids})
-        made: list[Any] = []
+        made: dict[int, Any] = {}
         outputs: Any = None
         try:
-            for unit in range(len(self._forwards)):
-                call = walk.advance(outputs)
-                assert isinstance(call, UnitCall)  # calibration has refused what calls its units otherwise
+            while isinstance(call := walk.advance(outputs), UnitCall):
+                unit = call.unit
                 one = run(unit, call)
-                made.append(made[self._alike[unit]] if self._alike[unit] != unit else one)
-                tracked = torch.is_grad_enabled()
-                outputs = hand_out(made[-1], Gradients(made[-1])) if tracked else cut(made[-1])
+                made[unit] = one = made[self._alike[unit]] if self._alike[unit] != unit else one
+                outputs = hand_out(one, Gradients(one)) if torch.is_grad_enabled() else cut(one)
         finally:
             walk.close()
         length = ids.shape[1]
-        self._outputs.append([[t.detach()[0] for t in _by_token(each, length)] for each in made])
+        self._outputs.append([[t.detach()[0] for t in _by_token(each, length)] for each in made.values()])
 
     def _watched(self, unit: int, call: UnitCall) -> Any:
         """Run a unit on both documents, and note where a token of one depends on one of the other."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
 from outsize.model.products import Modes
 from outsize.model.split import Split
+from outsize.model.unit_lists import UnitChoice
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
@@ -30,6 +31,43 @@ from outsize.runtime.trial.extrapolate import Trace
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row
 from outsize.runtime.trial.unit_trials import OuterUses, is_plain, is_shifted, units_that_share
+
+T = TypeVar("T")
+
+
+class UnitOrderError(ModelError):
+    """A model calls its units in another order than they are in.
+
+    Attributes:
+        calls: names of the units that it calls, each time, in its order.
+    """
+
+    def __init__(self, message: str, calls: Sequence[str]) -> None:
+        super().__init__(message)
+        self.calls = tuple(calls)
+
+
+def in_turn(make: Callable[[UnitChoice], T], choice: UnitChoice) -> T:
+    """Return what ``make`` makes of units in the order in which the model calls them, found out by trying.
+
+    Args:
+        make: given a choice of units, raises `UnitOrderError` where the model calls them in another order.
+        choice: to begin with.
+
+    Raises:
+        UnitOrderError: it has none that holds.
+    """
+    while True:
+        try:
+            return make(choice)
+        except UnitOrderError as error:
+            if error.calls in choice.calls:
+                raise
+            choice = choice.after(error.calls)
+
+
+class _OutOfTurnError(Exception):
+    """A unit, of that index, is called again or after later ones."""
 
 
 class TrialPass:
@@ -69,8 +107,37 @@ class TrialPass:
             weights: memory of the weights that units are bound to, which is not counted.
 
         Raises:
-            ModelError: the model does not call its units in order, each at most once.
+            UnitOrderError: the model does not call its units in order, each at most once.
         """
+        try:
+            return self._run(weights)
+        except _OutOfTurnError as error:
+            unit = error.args[0]
+        names = [self._split.spec.units[each].name for each in self._all_calls(weights)]
+        raise UnitOrderError(
+            f"the model does not call unit {self._split.spec.units[unit].name} in its turn: it calls it again, or "
+            "after later ones",
+            names,
+        )
+
+    def _all_calls(self, weights: torch.UntypedStorage) -> list[int]:
+        """Return the units that the model calls, each time, in whichever order."""
+        live, walk = LiveBytes(weights), Walk(self._split.model, self._inputs)
+        self._crossed, self._has_cache = CrossedState(self._split), False
+        found: list[int] = []
+        outputs: Any = None
+        try:
+            with live, torch.enable_grad():
+                while isinstance(call := self._advance(walk, 0, outputs), UnitCall):
+                    found.append(call.unit)
+                    self._receive(call)
+                    outputs = self._unit(call.unit, call, live)
+        finally:
+            walk.close()
+            live.forget()
+        return found
+
+    def _run(self, weights: torch.UntypedStorage) -> Row:
         live = LiveBytes(weights)
         self._crossed = CrossedState(self._split)
         walk = Walk(self._split.model, self._inputs)
@@ -111,17 +178,9 @@ class TrialPass:
         return self._row
 
     def _calls(self, call: UnitCall | Finished, unit: int) -> bool:
-        """Whether the model calls ``unit`` now; else it passes over it.
-
-        Raises:
-            ModelError: it goes back to a unit, or calls one twice.
-        """
+        """Whether the model calls ``unit`` now; else it passes over it."""
         if isinstance(call, UnitCall) and call.unit < unit:
-            raise ModelError(
-                f"the model does not call unit {self._split.spec.units[call.unit].name} in its turn: it calls it "
-                "again, or after later ones; outsize streams models that call each of their units once per forward, "
-                "in order"
-            )
+            raise _OutOfTurnError(call.unit)
         return isinstance(call, UnitCall) and call.unit == unit
 
     def _pass_over(self, unit: int, call: UnitCall | Finished) -> None:
@@ -342,9 +401,10 @@ class TrialPass:
                 outputs = torch_private.map_only(Tensor, _like, made)
                 del made
             ending = self._advance(walk, unit + 1, outputs)
-        if isinstance(ending, Finished):
-            self._note_output(ending)
-            self._note_loss(outputs, ending.output)
+        if isinstance(ending, UnitCall):
+            raise _OutOfTurnError(ending.unit)
+        self._note_output(ending)
+        self._note_loss(outputs, ending.output)
         del outputs
         self._row.forward.append(())
         self._row.kept.append(Kept(flops=_of_head(ran, self._split.modules[unit])))
@@ -358,14 +418,12 @@ class TrialPass:
             self._row.backward.append(())
             return
         live.restart()
-        loss = 0
-        if isinstance(ending, Finished):
-            with self._unnoticed(effects, unit, call, live):
-                _, kept = self._backward(unit, call, live)
-            self._row.kept[-1] = kept
-            # What the loss adds: logits in fp32, their softmax and their gradient.
-            logits = getattr(ending.output, "logits", None)
-            loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
+        with self._unnoticed(effects, unit, call, live):
+            _, kept = self._backward(unit, call, live)
+        self._row.kept[-1] = kept
+        # What the loss adds: logits in fp32, their softmax and their gradient.
+        logits = getattr(ending.output, "logits", None)
+        loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0
         self._row.backward.append(live.since(before - loss))
 
     def _chunk(self, forward: Callable[..., Any], hidden: Tensor, live: LiveBytes) -> None:

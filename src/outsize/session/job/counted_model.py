@@ -11,8 +11,10 @@ from outsize.model.build import build_skeleton, unquantised
 from outsize.model.liger import save_as_liger
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.model.tiled_mlp import can_take_in_parts, take_in_parts
+from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.runtime.trial.counted import count
 from outsize.runtime.trial.counts import Counts
+from outsize.runtime.trial.trial_pass import in_turn
 from outsize.session.job.known_models import Described
 from outsize.session.job.model_setup import lora_of, made_up_inputs, split_model
 
@@ -33,14 +35,19 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
     take_in_parts(parts, config.train.mlp_parts)
     if config.model.kernels == "liger":
         save_as_liger(parts.modules)
-    lengths, rows = count(
-        parts,
-        partial(made_up_inputs, config.data.pack, described),
-        seq_len=config.data.seq_len,
-        chunk_tokens=config.train.head_chunk_tokens,
-        shifted=not type(model).__name__.endswith("ForMaskedLM"),
-    )
-    return Counts.of(parts.spec, can_part, config.train.head_chunk_tokens, lengths, rows)
+
+    def counted(choice: UnitChoice) -> Counts:
+        parts = split_model(model, dtype, config, adapters, choice)
+        lengths, rows = count(
+            parts,
+            partial(made_up_inputs, config.data.pack, described),
+            seq_len=config.data.seq_len,
+            chunk_tokens=config.train.head_chunk_tokens,
+            shifted=not type(model).__name__.endswith("ForMaskedLM"),
+        )
+        return Counts.of(parts.spec, can_part, config.train.head_chunk_tokens, lengths, rows)
+
+    return in_turn(counted, ALL_LISTS)
 
 
 def describe(hf_config: Mapping[str, Any]) -> Described:

@@ -25,6 +25,7 @@ from outsize.model.sizes.config_sizes import num_positions
 from outsize.model.split import Split, split
 from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled_mlp import take_in_parts
+from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
 from outsize.runtime.device.heap import trim
 from outsize.streamed.spec import RunSpec
@@ -139,8 +140,14 @@ def check_length(seq_len: int, hf_config: Any) -> None:
         )
 
 
-def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters | None = None) -> Split:
-    """Split a model with the rates, weight-decay groups and frozen parameters of ``config``.
+def split_model(
+    model: nn.Module,
+    dtype: str,
+    config: Config,
+    adapters: Adapters | None = None,
+    choice: UnitChoice = ALL_LISTS,
+) -> Split:
+    """Split a model with the rates, weight-decay groups and frozen parameters of ``config``; see `split`.
 
     With ``adapters`` these train, in fp32, and all else lies apart.
 
@@ -151,9 +158,9 @@ def split_model(model: nn.Module, dtype: str, config: Config, adapters: Adapters
     if adapters is not None:
         lora = config.lora
         apart = adapters.apart(model, dtype, lora.base_codec, lora.table_codec)
-        parts = split(model, "fp32", decays=decaying.__contains__, apart=apart)
+        parts = split(model, "fp32", decays=decaying.__contains__, apart=apart, choice=choice)
     else:
-        parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze)
+        parts = split(model, dtype, decays=decaying.__contains__, freeze=config.model.freeze, choice=choice)
     if not parts.spec.num_trainable:
         raise ModelError("model.freeze leaves no parameter to train")
     optimizer = config.optimizer

@@ -20,6 +20,7 @@ from outsize.model.build import load_hf_config
 from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
+from outsize.model.unit_lists import UnitChoice
 from outsize.model.walk import Boundaries
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
@@ -32,6 +33,7 @@ from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.compile_units import compile_units
 from outsize.runtime.trial.measured import Measured
+from outsize.runtime.trial.trial_pass import in_turn
 from outsize.session.job.demand import DemandTrial, RunDemand, Trials
 from outsize.session.job.job_options import named_transport
 from outsize.session.job.machine import (
@@ -40,6 +42,7 @@ from outsize.session.job.machine import (
     describe_machine,
     determinism_said,
     home_file,
+    lists_on,
 )
 from outsize.session.job.model_setup import (
     change_blocks,
@@ -131,23 +134,32 @@ def demand_of_run(
     model = skeleton_of(run, hf_config, announce)
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = sourced(run, model, source, adapters_from)
-    parts = split_model(model, run.dtype, run.config, adapters)
+    parts = split_model(model, run.dtype, run.config, adapters, lists_on(run.devices))
     change_blocks(parts, run, source, announce)
-    home = home_file(run.config.memory, run.run_dir)
-    run = with_masters_of(home, run, parts.spec)
-    machine = describe_machine(run.memory, run.devices, _state_bytes(run, parts.spec), home)
     announce(Detail(_described(model, parts.spec, adapters, run.dtype)))
-    return RunDemand(
-        run=run,
-        machine=machine,
-        directory=directory,
-        hf_config=hf_config,
-        split=parts,
-        source=source,
-        trials=_trials(run, hf_config, parts, announce),
-        before_bytes=before_bytes,
-        adapters=adapters,
-    )
+
+    def demand_of(choice: UnitChoice) -> RunDemand:
+        parts = split_model(model, run.dtype, run.config, adapters, choice)
+        home = home_file(run.config.memory, run.run_dir)
+        own = with_masters_of(home, run, parts.spec)
+        demand = RunDemand(
+            run=own,
+            machine=describe_machine(run.memory, run.devices, _state_bytes(own, parts.spec), home),
+            directory=directory,
+            hf_config=hf_config,
+            split=parts,
+            source=source,
+            trials=_trials(own, hf_config, parts, announce),
+            before_bytes=before_bytes,
+            adapters=adapters,
+        )
+        demand.trials(own.config.microbatches)
+        return demand
+
+    demand = in_turn(demand_of, lists_on(run.devices))
+    if len(demand.split.layers) > 1:
+        announce(demand.split.said())
+    return demand
 
 
 def planned(demand: RunDemand, plan: Plan) -> Job:
