@@ -29,8 +29,8 @@ No architecture is named in the code: what has its layers in a `torch.nn.ModuleL
 tiny and at random weights, in fp32: loss and every gradient of a batch, wrapped by `outsize.wrap` and plain; once where
 all fits, and once in two slots, where layers are loaded anew and recomputed. *Equal* means bit for bit, *to rounding*
 within 1e-6: what all layers take of one tensor (a decoder of its encoder, say) is summed layer by layer.
-Of models of several parts the list with the most parameters is streamed, and the other parts stay on the device. The
-refused ones call a layer several times, or out of turn. The tests train the language models as runs as well,
+Of several lists all are streamed ([which layers](wrap.md#which-layers-are-streamed)), and the table names one;
+layers that are called several times stay on the device. The tests train the language models as runs as well,
 over either home and in several microbatches.
 `outsize train` takes causal and masked language models ([which tokens are hidden](data.md#masked-language-models)), and
 by its [objectives](objectives.md) classifiers, models
@@ -207,7 +207,8 @@ def _tried(trial: Trial, way: Mapping[str, Any]) -> tuple[str, str, str]:
             result = "equal to rounding" if off <= ROUNDING else f"differs: loss or gradients by {off:.2g}"
         kinds = runner_of(streamed).split.spec.units
         named = [unit.name for unit in kinds if unit.kind == "block"]
-        blocks = f"`{named[0].rpartition('.')[0]}`" if named else ""
+        listed = named[0].rpartition(".")[0] if named else ""
+        blocks = f"`{listed}`" if listed else "its own modules"
     except outsize.OutsizeError as error:
         result = f"no: {str(error).partition(';')[0].partition(chr(10))[0]}"
     outsize.unwrap(streamed)
