@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.tiny import tiny_model, tiny_run
+from tiny import tiny_model, tiny_run
 
 from outsize.config import Config
 from outsize.config.load import load_config, parse_config
