@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import tiny_model, tiny_run
 
 from outsize.config import Config
 from outsize.config.load import load_config, parse_config
 from outsize.training.defaults import LEAST_STEPS, LORA_LR, settle
 from outsize.training.dry_run import foresee
 from outsize.training.run import train
+from tiny import tiny_model, tiny_run
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
 RECORDS = {

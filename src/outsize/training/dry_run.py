@@ -1,4 +1,4 @@
-"""What a run would do, without starting it: its plan, what its steps take, its data, and the line that says so."""
+"""Foresee a run without starting it: plan, time of steps, data, and the opening line."""
 
 import contextlib
 from collections.abc import Callable
