@@ -239,8 +239,8 @@ def test_what_if_answers_where_the_base_does_not_fit(model_dir, capsys):
     [
         ('{"model_type": "mamba3"}', "transformers does not know it"),
         ('{"model_type": "llama"}', "lacks a size"),
-        ("[1]", "not the config of a model"),
-        ("{", "cannot read"),
+        ("[1]", "it holds no object"),
+        ("{", "cannot be read"),
     ],
 )
 def test_configs_that_tell_no_sizes(tmp_path, capsys, text, words):

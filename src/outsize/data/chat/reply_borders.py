@@ -71,7 +71,7 @@ def _without_end(header: str, render: Render) -> str:
 
 
 def _opening_of(messages: Sequence[Message], render: Render) -> str:
-    """Return what opens a conversation that has a system prompt of its own, so that nothing has ended there."""
+    """Return the text that opens a conversation with its system prompt, before any reply has ended."""
     code = code_of(len(messages), TEXT)
     with contextlib.suppress(DataError):
         opening, found, _ = render([{"role": "system", "content": code}, *messages]).partition(code)
