@@ -130,7 +130,7 @@ def test_adapters_are_exact_in_rounds(device: str, home: str, codec: str, tmp_pa
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_units_with_frozen_weights_that_stay_are_exact(home: str, tmp_path: Path):
-    """All of them where there is room, and some where there is less; they come up once a step."""
+    """All of them where there is room, with nothing set aside for slots that they leave; they come up once a step."""
 
     def planned(**memory: Any) -> Any:
         own = {"method": "lora", "microbatches": 3, "round_microbatches": 2}
@@ -144,9 +144,9 @@ def test_units_with_frozen_weights_that_stay_are_exact(home: str, tmp_path: Path
     none, every = planned(slots=2), planned()
     assert not none.layout.stays
     assert len(every.layout.stays) == every.layout.num_streamed
-    some = planned(device_memory=every.total_bytes("device") * 5 // 8)
-    assert 0 < len(some.layout.stays) < some.layout.num_streamed
-    assert every.traffic.up <= some.traffic.up < none.traffic.up
+    less = planned(device_memory=every.total_bytes("device") * 5 // 8)
+    assert less.layout.stays
+    assert every.traffic.up <= less.traffic.up < none.traffic.up
 
 
 @pytest.mark.parametrize("device", ["emulated:2", "emulated:4"])

@@ -39,6 +39,7 @@ alone.
 import inspect
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,6 +85,8 @@ class CompiledKind:
         self._announce = announce
         self._num_graphs = 0
         function = _with_own_code(forward)
+        # Inputs of blocks are no leaves, and torch.compile looks at their gradients where it compiles a further form.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         self._run = torch.compile(function, backend=self._compile, fullgraph=True, dynamic=False)
 
     def __call__(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
