@@ -9,7 +9,7 @@ from outsize.planner.predict import question
 from outsize.planner.program.activation_policy import Choice
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.session import session
-from outsize.session.job import planning
+from outsize.session.job import demand
 from outsize.wrapped.calls.autocast import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of
@@ -49,7 +49,7 @@ def test_a_call_without_labels_is_planned_with_more_room():
 def test_a_budget_that_is_too_small_to_keep_all_keeps_what_is_dear(monkeypatch: pytest.MonkeyPatch):
     """What products returned, as in a run; the rest is made again, and no bit changes."""
     monkeypatch.setattr(question, "LEAST_SELECTED_S", 0.0)
-    monkeypatch.setattr(planning, "FLOPS_PER_BYTE", 0.0)
+    monkeypatch.setattr(demand, "FLOPS_PER_BYTE", 0.0)
     room = {"slots": 2, "offload": False, "microbatches": 2}
 
     def needs(activations: str) -> int:
