@@ -19,6 +19,9 @@ from patience import THREAD_PATIENCE_S
 # Before torch is imported. Tiny models gain nothing from more threads; tests that want them say so.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # others outlive what is compiled
+os.environ.setdefault(
+    "HF_HUB_DISABLE_TELEMETRY", "1"
+)  # its thread outlives a test, and no test tells anyone outside
 
 # What is counted of models is kept for the whole run, and not where the user keeps it. Workers inherit the place.
 if "XDG_CACHE_HOME" not in os.environ or "OUTSIZE_TESTS" not in os.environ:
