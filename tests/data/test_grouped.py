@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from data.test_packed import DETECTED, MemoryStore
+from outsize.data.batch import SeededPermutation
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, PackedDataset
-from outsize.data.permute import SeededPermutation
 from outsize.data.prefetch import SharedData
 
 SEQ_LEN, PAD_ID = 30, 77_777

@@ -9,8 +9,7 @@ import torch
 from transformers import DataCollatorForLanguageModeling
 
 from outsize.data import ModelLimits, open_data
-from outsize.data.batch import IGNORED, Batch
-from outsize.data.masking import Masker
+from outsize.data.batch import IGNORED, Batch, Masker
 from outsize.errors import ConfigError, DataError
 from support import make_tokenizer
 

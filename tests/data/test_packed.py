@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.data import IGNORED, ModelLimits, open_data
+from outsize.data.batch import SeededPermutation
 from outsize.data.detected import Detected
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset
-from outsize.data.permute import SeededPermutation
 from outsize.errors import ConfigError, DataError
 
 DETECTED = Detected(

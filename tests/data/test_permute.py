@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data.permute import SeededPermutation
+from outsize.data.batch import SeededPermutation
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 1000))

@@ -21,7 +21,7 @@ from outsize.checkpoint.checkpoint_state import latest
 from outsize.config import Config
 from outsize.config.load import parse_config
 from outsize.data import open_data
-from outsize.data.masking import Masker
+from outsize.data.batch import Masker
 from outsize.errors import ConfigError, DataError
 from outsize.functions import train
 from outsize.model.build import is_masked

@@ -1,4 +1,13 @@
-"""Batches of tokens: their tensors, and memory that is used again.
+"""Batches of tokens: the order they come in, their tensors in memory that is used again, and masks drawn for them.
+
+A shuffled array of sequence numbers costs 8 bytes per sequence and has to be rebuilt on resume. A block
+cipher on the domain 0..size-1 costs nothing and answers any position at once. The construction is the
+generalised Feistel network with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
+(CT-RSA 2002): a balanced Feistel network permutes 0..4**k-1, the smallest such domain that holds ``size``; a
+value that falls outside 0..size-1 is encrypted again until it falls inside. The domain is at most 4 * size,
+so four walks are expected at most. Luby and Rackoff (1988) show that four rounds suffice for a pseudo-random
+permutation; eight are used because the halves may be a few bits only. The round function is the finaliser of
+splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 
 Arrays whose memory is used again once nobody holds them.
 
@@ -10,20 +19,65 @@ batch comes back, and a run of equal batches walks round a ring of as many block
 3. when the last of them is gone, and no earlier, the block is free again.
 
 Nobody has to give anything back, and nobody can be handed memory that somebody still reads.
+
+The drawing is that of transformers' ``DataCollatorForLanguageModeling``, a sequence at a time and from a generator of
+its own, seeded by what the sequence is: the position that a run draws it at, or its number where it is measured. So
+masks are the same whichever thread makes a batch, wherever a run is resumed, and however many ranks share a step.
 """
 
+import copy
+import hashlib
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_NUM_ROUNDS = 8
+
+
+class SeededPermutation:
+    """Bijection of 0..size-1 that is a pure function of (size, seed, epoch)."""
+
+    def __init__(self, size: int, seed: int, epoch: int = 0) -> None:
+        if size < 1:
+            raise ValueError(f"a permutation needs at least one element, got {size}")
+        self.size = size
+        self._half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+        self._half_mask = np.uint64((1 << int(self._half_bits)) - 1)
+        digest = hashlib.blake2b(f"outsize permutation {seed} {epoch}".encode(), digest_size=8 * _NUM_ROUNDS)
+        self._keys = np.frombuffer(digest.digest(), dtype="<u8").astype(np.uint64)
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where each position (int64 ``[n]``, within 0..size-1) goes, as int64 ``[n]``."""
+        values = self._encrypt(positions.astype(np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._encrypt(values[outside])
+        return values.astype(np.int64)
+
+    def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values >> self._half_bits, values & self._half_mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._half_mask)
+        return (left << self._half_bits) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
 
 # Blocks that are kept: what a prefetcher has ready, the batch of the step, and the one in the making.
 _NUM_FREE_MAX = 8
@@ -143,3 +197,86 @@ class Batch:
                 "train.tokens_per_step, or start fewer ranks"
             )
         return replace(self.split(size)[rank], whole=self)
+
+
+class Masker:
+    """Hides tokens of batches, and makes targets of the hidden ones alone. May be called from any thread.
+
+    Args:
+        tokenizer: of the model; has a mask token.
+        seed: of the run.
+        mlm_probability: share of the tokens that are to be predicted, special ones aside.
+        mask_replace_prob: share of those that become the mask token.
+        random_replace_prob: share of those that become any token; the rest stay as they are.
+        vocab_size: rows of the model's embedding; None where that is not known.
+
+    Raises:
+        DataError: the tokenizer has no mask token, or tokens that the model has no rows for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        seed: int,
+        *,
+        mlm_probability: float = 0.15,
+        mask_replace_prob: float = 0.8,
+        random_replace_prob: float = 0.1,
+        vocab_size: int | None = None,
+    ) -> None:
+        from transformers import DataCollatorForLanguageModeling
+
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                f"the model is a masked language model, and its tokenizer ({type(tokenizer).__name__}) has no mask "
+                "token; set mask_token in its tokenizer_config.json to a token that the model knows"
+            )
+        if vocab_size is not None and random_replace_prob and len(tokenizer) > vocab_size:
+            raise DataError(
+                f"tokens are replaced by any of the tokenizer's {len(tokenizer)}, and the model's embedding has "
+                f"{vocab_size} rows; set data.random_replace_prob=0, or use the tokenizer of the model"
+            )
+        try:
+            self._collator = DataCollatorForLanguageModeling(
+                tokenizer,
+                mlm_probability=mlm_probability,
+                mask_replace_prob=mask_replace_prob,
+                random_replace_prob=random_replace_prob,
+            )
+        except ValueError as error:
+            raise ConfigError(f"data: {error}") from error
+        self._seed = seed
+        self._special = torch.tensor(sorted(tokenizer.all_special_ids), dtype=torch.int64)
+
+    def describe(self) -> str:
+        """Return what a command prints: how much is hidden, and how."""
+        drawn = self._collator
+        return (
+            f"masked language model: {drawn.mlm_probability:.1%} of the tokens are to be predicted; of these "
+            f"{drawn.mask_replace_prob:.1%} become {drawn.tokenizer.mask_token}, "
+            f"{drawn.random_replace_prob:.1%} any token"
+        )
+
+    def __call__(self, batch: Batch, kind: str, numbers: Iterable[int]) -> Batch:
+        """Return a batch with tokens hidden, and labels that are `IGNORED` but where one is to be predicted.
+
+        Special tokens, padding, and what the data say is not trained are neither hidden nor predicted.
+
+        Args:
+            batch: as the data have it.
+            kind: what the numbers count, e.g. ``"trained"``.
+            numbers: of each sequence.
+        """
+        collator: Any = copy.copy(self._collator)
+        ids, labels = batch.input_ids.clone(), batch.labels.clone()
+        left_alone = torch.isin(ids, self._special) | (labels == IGNORED)
+        for row, number in enumerate(numbers):
+            collator.generator = torch.Generator().manual_seed(self.seed_of(kind, number))
+            here = slice(row, row + 1)
+            ids[here], labels[here] = collator.torch_mask_tokens(ids[here], left_alone[here])
+        return replace(batch, input_ids=ids, labels=labels)
+
+    def seed_of(self, kind: str, number: int) -> int:
+        """Return the seed of a sequence's generator, below 2**63."""
+        digest = hashlib.blake2b(f"{self._seed} {kind} {number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outsize.data.batch import Batch
+from outsize.data.batch import Batch, SeededPermutation
 from outsize.data.packed_dataset import PackedLayout
-from outsize.data.permute import SeededPermutation
 from outsize.data.survey import KeptTokens
 
 

@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outsize.data.batch import IGNORED, Batch, RecycledArrays
+from outsize.data.batch import IGNORED, Batch, Masker, RecycledArrays, SeededPermutation
 from outsize.data.detected import Detected
-from outsize.data.masking import Masker
-from outsize.data.permute import SeededPermutation
 from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, num_across, survey_cut
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError

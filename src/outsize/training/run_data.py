@@ -11,7 +11,7 @@ from outsize.checkpoint import tokenizer_files
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.config import Config, DataConfig, EvalConfig, SourceConfig, Surroundings
 from outsize.data import Corpus, ModelLimits, open_data
-from outsize.data.masking import Masker
+from outsize.data.batch import Masker
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.corpus_files import find_sources
 from outsize.detail import Detail
