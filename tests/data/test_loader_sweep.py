@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from outsize.data import Batch
-from outsize.data.loader_sweep import LoaderRate, enough_workers, sweep_loader
+from outsize.data.prefetch import LoaderRate, enough_workers, sweep_loader
 
 
 class Counting:

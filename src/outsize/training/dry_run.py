@@ -10,7 +10,7 @@ from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.saving_room import checkpoint_bytes
 from outsize.config import Config
-from outsize.data.loader_sweep import enough_workers, sweep_loader
+from outsize.data.prefetch import enough_workers, sweep_loader
 from outsize.errors import DataError
 from outsize.planner.search.step_plan import Plan
 from outsize.session.decide.decide import plan_run
