@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from outsize.data import IGNORED, ModelLimits, open_data
 from outsize.data.batch import SeededPermutation
-from outsize.data.detected import Detected
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset
+from outsize.data.survey import Detected
 from outsize.errors import ConfigError, DataError
 
 DETECTED = Detected(

@@ -21,7 +21,7 @@ from outsize.checkpoint import checkpoint_state, run_checkpoint, trainer_checkpo
 from outsize.checkpoint.files.checkpoint_files import find_tensors
 from outsize.checkpoint.files.checkpoint_format import read_header, read_tensor, write_file
 from outsize.config.load import load_config
-from outsize.data.detected import Detected
+from outsize.data.survey import Detected
 from outsize.data.token_cache import CachedTokens
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts

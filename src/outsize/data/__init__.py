@@ -25,12 +25,12 @@ are what is live at any time.
 """
 
 from outsize.data.batch import IGNORED, Batch
-from outsize.data.detected import Detected
 from outsize.data.opening import ModelLimits, Progress, open_data
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher, SharedData
 from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.formats import FORMATS
+from outsize.data.survey import Detected
 
 __all__ = [
     "FORMATS",

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from outsize.data.detected import Detected
+from outsize.data.survey import Detected
 from outsize.data.token_cache import TokenWriter
 from outsize.data.tokens import ArrayReader, TokenStore, token_readers
 from outsize.errors import DataError

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outsize.choices import DataFormat, Packing
-from outsize.data.detected import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.growing import GrowingTokens, Told
@@ -20,6 +19,7 @@ from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.corpus_files import Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import FORMATS
+from outsize.data.survey import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.token_cache import (
     CachedTokens,
     TokenWriter,

@@ -21,8 +21,15 @@ import torch
 from numpy.typing import NDArray
 
 from outsize.data.batch import IGNORED, Batch, Masker, RecycledArrays, SeededPermutation
-from outsize.data.detected import Detected
-from outsize.data.survey import Bucket, KeptTokens, histogram, kept_documents, num_across, survey_cut
+from outsize.data.survey import (
+    Bucket,
+    Detected,
+    KeptTokens,
+    histogram,
+    kept_documents,
+    num_across,
+    survey_cut,
+)
 from outsize.data.tokens import TokenStore
 from outsize.errors import ConfigError, DataError
 

@@ -31,9 +31,9 @@ import psutil
 from numpy.typing import NDArray
 
 from outsize import files
-from outsize.data.detected import EXAMPLE_TOKENS, Detected
 from outsize.data.encode import Encoded
 from outsize.data.reading.corpus_files import Sources
+from outsize.data.survey import EXAMPLE_TOKENS, Detected
 from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_readers
 from outsize.errors import DataError, StorageError
 from outsize.files import open_binary, system

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.data.batch import SeededPermutation
-from outsize.data.detected import Detected
 from outsize.data.growing import GrowingTokens
 from outsize.data.packed_dataset import NUM_COMPARED, Packed, PackedDataset
-from outsize.data.survey import KeptTokens
+from outsize.data.survey import Detected, KeptTokens
 
 # Windows of an epoch have permutations of their own, and so have epochs: more windows than an epoch has.
 _WINDOWS = 2**40
