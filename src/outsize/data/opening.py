@@ -14,7 +14,6 @@ from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.growing import GrowingTokens, Told
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
-from outsize.data.pretokenized import PretokenizedTokens
 from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.corpus_files import Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
@@ -28,7 +27,7 @@ from outsize.data.token_cache import (
     whole_entry,
     write_index,
 )
-from outsize.data.tokens import TokenStore
+from outsize.data.tokens import PretokenizedTokens, TokenStore
 from outsize.data.windowed import WindowedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.runtime.device.heap import trim
