@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 from outsize.choices import DataFormat, Packing
 from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.growing import GrowingTokens, Told
 from outsize.data.mixture import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.reading.corpus import Corpus
@@ -21,7 +20,9 @@ from outsize.data.reading.formats import FORMATS
 from outsize.data.survey import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.token_cache import (
     CachedTokens,
+    GrowingTokens,
     TokenWriter,
+    Told,
     fingerprint,
     new_entry,
     whole_entry,

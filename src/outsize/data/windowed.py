@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.data.batch import SeededPermutation
-from outsize.data.growing import GrowingTokens
 from outsize.data.packed_dataset import NUM_COMPARED, Packed, PackedDataset
 from outsize.data.survey import Detected, KeptTokens
+from outsize.data.token_cache import GrowingTokens
 
 # Windows of an epoch have permutations of their own, and so have epochs: more windows than an epoch has.
 _WINDOWS = 2**40
