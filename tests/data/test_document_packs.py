@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from data.test_packed import DETECTED, MemoryStore
 from outsize.data import IGNORED
-from outsize.data.document_packs import DocumentPacks, best_fit
-from outsize.data.mixture import Mixed
+from outsize.data.layouts import DocumentPacks, Mixed, best_fit
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError
 

@@ -9,7 +9,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from data.test_packed import DETECTED, MemoryStore
 from outsize.data.batch import SeededPermutation
-from outsize.data.mixture import HeldPart, Mixed
+from outsize.data.layouts import HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, PackedDataset
 from outsize.data.prefetch import SharedData
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outsize.choices import DataFormat, Packing
-from outsize.data.document_packs import DocumentPacks
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.mixture import HeldPart, Mixed
+from outsize.data.layouts import DocumentPacks, HeldPart, Mixed, WindowedDataset
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.reading.corpus import Corpus
 from outsize.data.reading.corpus_files import Sources, find_sources
@@ -29,7 +28,6 @@ from outsize.data.token_cache import (
     write_index,
 )
 from outsize.data.tokens import PretokenizedTokens, TokenStore
-from outsize.data.windowed import WindowedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.runtime.device.heap import trim
 
