@@ -26,8 +26,7 @@ from outsize import files
 from outsize.data.chat.chat_forms import Message, forms, is_misread
 from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
 from outsize.data.chat.reply_borders import Borders, header_of
-from outsize.data.chat.reply_reading import USERS, Reading, read
-from outsize.data.chat.reply_spans import Render, Span
+from outsize.data.chat.reply_spans import USERS, Reading, Render, Span, read
 from outsize.data.chat.unread_fields import UnreadFields
 from outsize.errors import ConfigError, DataError
 

@@ -7,8 +7,7 @@ the tags get characters of their own into what they enclose, which are read and 
 import re
 from collections.abc import Sequence
 
-from outsize.data.chat.reply_reading import Reading
-from outsize.data.chat.reply_spans import Message, Span
+from outsize.data.chat.reply_spans import Message, Reading, Span
 from outsize.errors import DataError
 
 MARKED = re.compile(r"{%-?\s*generation\s*-?%}")

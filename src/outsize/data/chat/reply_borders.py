@@ -4,7 +4,6 @@ import contextlib
 import re
 from collections.abc import Sequence
 
-from outsize.data.chat.reply_reading import Reading, read
 from outsize.data.chat.reply_spans import (
     KINDS,
     LEXEME,
@@ -13,6 +12,7 @@ from outsize.data.chat.reply_spans import (
     SENTINELS,
     TEXT,
     Message,
+    Reading,
     Render,
     Span,
     begin_of,
@@ -20,6 +20,7 @@ from outsize.data.chat.reply_spans import (
     common,
     kept_patterns,
     message_of,
+    read,
     veil,
 )
 from outsize.errors import DataError
