@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.damage import JUNK, documents, holes
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.errors import OutsizeError
 from outsize.objectives.objective_records import _row

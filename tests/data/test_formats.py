@@ -3,7 +3,7 @@ from typing import get_args
 import pytest
 
 from outsize.config import DataConfig
-from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.corpus_files import Corpus
 from outsize.data.reading.formats import FORMATS, detect_format, renamed, to_document
 from outsize.errors import DataError
 

@@ -6,8 +6,7 @@ import json
 import datasets
 import pytest
 
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.record_reader import read_records
 from outsize.errors import DataError

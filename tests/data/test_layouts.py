@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from outsize.data.encode import Encoder
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.errors import DataError
 from zoo import make_config

@@ -7,8 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.errors import DataError
 

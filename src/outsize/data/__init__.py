@@ -28,7 +28,7 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.data.opening import ModelLimits, Progress, open_data
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher, SharedData
-from outsize.data.reading.corpus import Corpus
+from outsize.data.reading.corpus_files import Corpus
 from outsize.data.reading.formats import FORMATS
 from outsize.data.survey import Detected
 

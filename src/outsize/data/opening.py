@@ -12,8 +12,7 @@ from outsize.choices import DataFormat, Packing
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.layouts import DocumentPacks, HeldPart, Mixed, WindowedDataset
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import Sources, find_sources
+from outsize.data.reading.corpus_files import Corpus, Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import FORMATS
 from outsize.data.survey import EXAMPLE_TOKENS, Detected, render_example

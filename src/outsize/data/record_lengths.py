@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.data.opening import Making, Progress
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.survey import kept_documents
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from outsize.config import Config
 from outsize.data.reading.conversations import listed, read_template_arguments
-from outsize.data.reading.corpus import Corpus, Tolerance
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, Tolerance, find_sources
 from outsize.data.reading.formats import renamed, unread_fields
 from outsize.data.reading.json_records import Record
 from outsize.data.reading.record_reader import read_records

@@ -10,8 +10,7 @@ from data.chat.families import MARKED, chatml, without_marks
 from data.chat.shapes import TEXT_CALL, TOOLS, Message, call, result, said, system, user
 from outsize.data.chat import ChatTemplate
 from outsize.data.encode import Encoder
-from outsize.data.reading.corpus import Corpus
-from outsize.data.reading.corpus_files import find_sources
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import Document
 from outsize.errors import DataError

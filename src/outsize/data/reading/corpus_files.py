@@ -1,4 +1,4 @@
-"""Source files: which ones a path names, and their bytes, decompressed, a chunk at a time.
+"""Sources of a data set: their settings, the files a path names, and the bytes of those, decompressed by chunks.
 
 A directory is read recursively, in sorted order, without hidden files. Its kind is that of the suffixes that
 say most: of records and prose (``.jsonl``, ``.parquet``, ``.txt``), else of other text (``.md``, ``.py``, ...), else
@@ -11,10 +11,11 @@ import codecs
 import gzip
 import itertools
 import lzma
+import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -22,6 +23,92 @@ from outsize.data.reading.dataset_records import HubDataset, is_saved_dataset
 from outsize.data.reading.splits import TO_MEASURE, TO_TRAIN, find_splits
 from outsize.errors import DataError
 from outsize.files import open_binary
+
+DEFAULT_TEXT_FIELD = "text"
+TrainOn = Literal["replies", "last", "all"]
+_NUM_KEPT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """One source of a data set.
+
+    Attributes:
+        path: a file or a directory.
+        glob: which files of a directory are read; None takes every known kind.
+        format: one of `FORMATS`; ``auto`` looks at the first record.
+        text_field: field of a record that holds its text.
+        columns: our name of a field to the name that the records give to the field.
+        roles: name of a speaker in the records to the role that the speaker has.
+        train_on: what of a conversation is trained: the replies, the last reply, or everything.
+        max_bad_records: records that may be malformed; they are left out and counted.
+        weight: how often each sequence is used in an epoch.
+        split: share of the sequences that is held out.
+        held: whether these are what is held out, and not all the rest.
+        measured: whether a model is only measured on it: of a directory with splits, the one for that is read.
+    """
+
+    path: str | Path
+    glob: str | None = None
+    format: str = "auto"
+    text_field: str = DEFAULT_TEXT_FIELD
+    columns: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    train_on: TrainOn = "replies"
+    max_bad_records: int = 0
+    weight: float = 1.0
+    split: float = 0.0
+    held: bool = False
+    measured: bool = False
+
+    def options(self) -> dict[str, object]:
+        """Return all that decides over the tokens, besides the files themselves."""
+        return {
+            "format": self.format,
+            "text_field": self.text_field,
+            "columns": dict(self.columns),
+            "roles": dict(self.roles),
+            "train_on": self.train_on,
+            "max_bad_records": self.max_bad_records,
+        }
+
+
+class Tolerance:
+    """Counts the malformed records of a source, up to a limit. Safe to use from several threads.
+
+    Args:
+        limit: malformed records that are left out; one more ends the reading.
+
+    Attributes:
+        count: malformed records so far.
+        messages: what was wrong with the first of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self.count = 0
+        self.messages: list[str] = []
+
+    def forgive(self, error: DataError) -> None:
+        """Count a malformed record.
+
+        Raises:
+            DataError: ``error``, where the limit is reached.
+        """
+        with self._lock:
+            if self.count >= self._limit:
+                if not self._limit:
+                    raise DataError(
+                        f"{error}; mend the record, or leave up to ten such out with data.max_bad_records=10"
+                    ) from error
+                raise DataError(
+                    f"more than {self._limit} malformed records (data.max_bad_records); the last: {error}"
+                ) from error
+            self.count += 1
+            if len(self.messages) < _NUM_KEPT:
+                self.messages.append(str(error))
+
 
 Container = Literal["text", "json", "csv", "tsv", "parquet", "tokens", "dataset"]
 CHUNK_BYTES = 1 << 18

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outsize.choices import DataFormat
-from outsize.data.reading.corpus import Corpus, Tolerance
-from outsize.data.reading.corpus_files import Sources, read_chunks
+from outsize.data.reading.corpus_files import Corpus, Sources, Tolerance, read_chunks
 from outsize.data.reading.formats import Document, blank_replies, detect_format, renamed, to_document
 from outsize.data.reading.json_records import Forgive, Record
 from outsize.data.reading.lines import cut_pieces, decode_chunks

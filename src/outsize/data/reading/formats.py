@@ -19,7 +19,7 @@ from outsize.data.reading.conversations import (
     system_field,
     with_system,
 )
-from outsize.data.reading.corpus import DEFAULT_TEXT_FIELD, Corpus, TrainOn
+from outsize.data.reading.corpus_files import DEFAULT_TEXT_FIELD, Corpus, TrainOn
 from outsize.data.reading.json_records import Record
 from outsize.errors import DataError
 
