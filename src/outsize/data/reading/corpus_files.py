@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from outsize.data.reading.dataset_records import HubDataset, is_saved_dataset
-from outsize.data.reading.splits import TO_MEASURE, TO_TRAIN, find_splits
+from outsize.data.reading.hub_datasets import TO_MEASURE, TO_TRAIN, HubDataset, find_splits, is_saved_dataset
 from outsize.errors import DataError
 from outsize.files import open_binary
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.data.reading.corpus_files import Container, read_chunks
-from outsize.data.reading.dataset_records import read_dataset, without_nulls
+from outsize.data.reading.hub_datasets import read_dataset, without_nulls
 from outsize.data.reading.json_records import Forgive, Record, read_json
 from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks
 from outsize.errors import DataError
