@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.data.reading import lines
-from outsize.data.reading.lines import PIECE_CHARS, cut_pieces, decode_chunks, read_lines
+from outsize.data.reading import text_records
+from outsize.data.reading.text_records import PIECE_CHARS, cut_pieces, decode_chunks, read_lines
 from outsize.errors import DataError
 
 WHERE = Path("file.txt")
@@ -26,7 +26,7 @@ def test_lines_do_not_depend_on_chunks(parts, size):
 
 
 def test_a_line_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(text_records, "MAX_LINE_BYTES", 100)
     with pytest.raises(DataError, match=r"file.txt:2.*JSON lines"):
         list(read_lines([b"a\n", b"x" * 60, b"x" * 60], WHERE))
 

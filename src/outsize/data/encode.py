@@ -18,7 +18,7 @@ from outsize.compat.transformers_private import encodes_as_the_library
 from outsize.data.chat import ChatTemplate
 from outsize.data.chat.reply_spans import Span
 from outsize.data.reading.formats import Document
-from outsize.data.reading.lines import PIECE_CHARS
+from outsize.data.reading.text_records import PIECE_CHARS
 from outsize.errors import DataError
 
 if TYPE_CHECKING:

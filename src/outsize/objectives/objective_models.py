@@ -34,7 +34,7 @@ from outsize.data.reading.conversations import (
     with_system,
 )
 from outsize.data.reading.formats import alpaca_prompt
-from outsize.data.reading.json_records import Record
+from outsize.data.reading.text_records import Record
 from outsize.errors import ConfigError, DataError
 from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outsize.data.reading.json_records import Record
+from outsize.data.reading.text_records import Record
 from outsize.errors import DataError
 
 Message = dict[str, Any]

@@ -10,9 +10,8 @@ from pathlib import Path
 from outsize.choices import DataFormat
 from outsize.data.reading.corpus_files import Corpus, Sources, Tolerance, read_chunks
 from outsize.data.reading.formats import Document, blank_replies, detect_format, renamed, to_document
-from outsize.data.reading.json_records import Forgive, Record
-from outsize.data.reading.lines import cut_pieces, decode_chunks
 from outsize.data.reading.record_reader import read_records
+from outsize.data.reading.text_records import Forgive, Record, cut_pieces, decode_chunks
 from outsize.errors import DataError
 
 logger = logging.getLogger(__name__)

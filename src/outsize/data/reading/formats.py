@@ -20,7 +20,7 @@ from outsize.data.reading.conversations import (
     with_system,
 )
 from outsize.data.reading.corpus_files import DEFAULT_TEXT_FIELD, Corpus, TrainOn
-from outsize.data.reading.json_records import Record
+from outsize.data.reading.text_records import Record
 from outsize.errors import DataError
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from outsize.data.reading.corpus_files import Container, read_chunks
 from outsize.data.reading.hub_datasets import read_dataset, without_nulls
-from outsize.data.reading.json_records import Forgive, Record, read_json
-from outsize.data.reading.lines import MAX_LINE_BYTES, decode_chunks
+from outsize.data.reading.text_records import MAX_LINE_BYTES, Forgive, Record, decode_chunks, read_json
 from outsize.errors import DataError
 
 
