@@ -10,7 +10,7 @@ import zstandard
 
 from outsize.data.reading import corpus_files
 from outsize.data.reading.corpus_files import find_sources, read_chunks
-from outsize.data.reading.record_reader import read_records
+from outsize.data.reading.documents import read_records
 from outsize.errors import DataError
 
 

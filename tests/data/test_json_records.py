@@ -7,8 +7,7 @@ import datasets
 import pytest
 
 from outsize.data.reading.corpus_files import Corpus, find_sources
-from outsize.data.reading.documents import DocumentReader
-from outsize.data.reading.record_reader import read_records
+from outsize.data.reading.documents import DocumentReader, read_records
 from outsize.errors import DataError
 
 ROWS = [{"text": "one", "label": 1}, {"text": "zwei 😀", "label": 2}]

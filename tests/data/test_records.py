@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from outsize.data.reading import record_reader, text_records
-from outsize.data.reading.record_reader import read_records
+from outsize.data.reading import documents, text_records
+from outsize.data.reading.documents import read_records
 from outsize.errors import DataError
 
 
@@ -46,7 +46,7 @@ json_objects = st.dictionaries(
 def test_an_array_reads_like_its_objects_whatever_the_chunks(objects, indent, size):
     body = json.dumps(objects, indent=indent)
     texts = [body[i : i + size] for i in range(0, len(body), size)]
-    found = list(text_records._read_values(texts, "a.json", record_reader._refuse))
+    found = list(text_records._read_values(texts, "a.json", documents._refuse))
     assert [record for _, record in found] == objects
     if indent:  # an object begins on the line that its number says
         assert all(body.split("\n")[number - 1].lstrip().startswith("{") for number, _ in found)
