@@ -2,21 +2,19 @@
 
 How a data set becomes batches, one file per step::
 
-    reading.corpus        what is read and how
-    reading.corpus_files  which files a path names, and their decompressed bytes
-    reading.lines         lines and pieces of text
-    reading.record_reader JSON lines, JSON arrays, CSV, TSV, Parquet
+    reading.corpus_files  sources, the files a path names, and their decompressed bytes
+    reading.hub_datasets  splits of a directory, records of the datasets library
+    reading.text_records  lines, pieces of text, JSON records
     reading.formats       what a record means
-    reading.documents     the stream of documents
+    reading.documents     records of every kind of file, and the stream of documents
     chat                  conversations and their mask
     encode                token ids and masks
-    writer, token_cache   tokens on disk, written once
-    tokens, pretokenized  reading them
+    token_cache           tokens on disk, written once
+    tokens                reading them, and those made elsewhere
+    survey                what a data set holds, and how much of it is trained
     packed_dataset, batch the order, the sequences, the batch
-    permute, mixture      what an order is, and of several sources
-    survey                what of documents is trained
-    prefetch              batches made ahead of the step
-    shared                one rank's part of each
+    layouts               mixtures, packed documents, windows
+    prefetch              batches made ahead of the step, and one rank's part of each
     record_lengths        tokens of each record, before anything is laid out
     opening               all of the above, in order
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-Message = dict[str, Any]
+from outsize.data.chat.reply_spans import Message
+
 _PART = re.compile(r"""(['"])type\1: ?(['"])text\2""")
 
 
