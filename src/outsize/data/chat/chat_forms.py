@@ -1,15 +1,19 @@
-"""The forms of a conversation: one record, written as one or another chat template reads it.
+"""Fit conversations to a chat template: forms of a message, fields the template ignores, and its generation marks.
 
 Arguments of a tool call are an object (transformers) or that object as text (OpenAI). Contents are text, or a list of
 parts, which templates of models that also see read. A template that expects the one fails at the other, or is silent.
+
+transformers tells it by tokens, which runs on to the end where a mark ends in white space that the tokenizer drops. So
+the tags get characters of their own into what they enclose, which are read and taken out again.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from outsize.data.chat.reply_spans import Message
+from outsize.data.chat.reply_spans import REASONING_FIELDS, Message, Reading, Span
+from outsize.errors import DataError
 
 _PART = re.compile(r"""(['"])type\1: ?(['"])text\2""")
 
@@ -70,3 +74,140 @@ def _parsed(arguments: Any) -> Any:
 
 def _as_text(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+
+
+# What is looked after elsewhere, of an assistant; and what says nothing that a model would learn.
+_OF_REPLIES = {"tool_calls", *REASONING_FIELDS}
+_OF_RESULTS = {"name"}
+# fmt: off
+_BOOKKEEPING = {
+    "role", "content", "id", "tool_call_id", "call_id", "uuid", "message_id", "parent_id", "parent", "index", "idx",
+    "turn", "created", "created_at", "timestamp", "time", "date", "lang", "language", "model", "source", "metadata",
+    "tokens", "num_tokens", "token_count", "finish_reason", "usage", "annotations", "status", "type",
+}
+# fmt: on
+
+
+class UnreadFields:
+    """Finds fields that change nothing of what templates write; each is looked at once for a template and a role."""
+
+    def __init__(self) -> None:
+        self._looked_at: set[tuple[str, ...]] = set()
+
+    def of(
+        self,
+        messages: Sequence[Message],
+        given: Mapping[str, Any],
+        text: str,
+        template: str,
+        render: Callable[..., str],
+    ) -> Iterator[tuple[int, str]]:
+        """Yield the numbers of messages and what a template does not read of them.
+
+        Args:
+            messages: a conversation.
+            given: to the template beside it; its tools are looked at as well.
+            text: the conversation, rendered.
+            template: of the conversation.
+            render: renders messages by the template, with ``given`` or what is given instead.
+        """
+        for number, message in enumerate(messages):
+            looked_after = _looked_after(message["role"])
+            for name, value in message.items():
+                if name in looked_after or value in (None, "", [], {}):
+                    continue
+                if not self._is_new(template, message["role"], name):
+                    continue
+                without = {key: value for key, value in message.items() if key != name}
+                if _is_same(text, render, [*messages[:number], without, *messages[number + 1 :]], given):
+                    yield number, f"the field {name!r} of messages of the role {message['role']}"
+        if (
+            given.get("tools")
+            and self._is_new(template, "tools")
+            and _is_same(text, render, messages, {**given, "tools": None})
+        ):
+            yield 0, "the tools that a record offers"
+
+    def _is_new(self, *what: str) -> bool:
+        is_new = what not in self._looked_at
+        self._looked_at.add(what)
+        return is_new
+
+
+def _looked_after(role: str) -> set[str]:
+    return _BOOKKEEPING | {"assistant": _OF_REPLIES, "tool": _OF_RESULTS}.get(role, set())
+
+
+def _is_same(
+    text: str, render: Callable[..., str], messages: Sequence[Message], given: Mapping[str, Any]
+) -> bool:
+    try:
+        return render(messages, given=given) == text
+    except DataError:  # the template needs it
+        return False
+
+
+MARKED = re.compile(r"{%-?\s*generation\s*-?%}")
+_BEGIN = re.compile(r"({%-?\s*generation\s*)(-?%})")
+_END = re.compile(r"({%-?)(\s*endgeneration\s*-?%})")
+_OPENS, _CLOSES = "\U000323ae", "\U000323af"
+_BORDER = re.compile(f"[{_OPENS}{_CLOSES}]")
+
+
+def mark(template: str) -> str:
+    """Return a template that writes a character at each end of what it marks, and is the same otherwise."""
+    template = _BEGIN.sub(rf'\1%}}{{{{ "{_OPENS}" }}}}{{% if true %}}{{% endif \2', template)
+    return _END.sub(rf'\1 if true %}}{{% endif %}}{{{{ "{_CLOSES}" }}}}{{%\2', template)
+
+
+def marked_spans(rendered: str) -> tuple[str, list[Span]]:
+    """Return what a template of `mark` has rendered without those characters, and what they enclose."""
+    pieces, spans, length, begin, start = [], [], 0, 0, 0
+    for border in _BORDER.finditer(rendered):
+        pieces.append(rendered[begin : border.start()])
+        length, begin = length + len(pieces[-1]), border.end()
+        if border[0] == _OPENS:
+            start = length
+        else:
+            spans.append((start, length))
+    return "".join([*pieces, rendered[begin:]]), spans
+
+
+def spans_of(
+    spans: list[Span], messages: Sequence[Message], turns: Sequence[int], reading: Reading | None, where: str
+) -> list[Span]:
+    """Return the spans of some replies out of those of all.
+
+    Args:
+        spans: in order.
+        messages: the conversation.
+        turns: numbers of the replies.
+        reading: of the conversation, where the template can be read.
+        where: ``file:line``, for errors.
+
+    Raises:
+        DataError: the marks enclose words of others, or it cannot be told whose a span is.
+    """
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    owners: list[int | None] = [None] * len(spans)
+    for block in reading.blocks if reading else ():
+        for n, (start, end) in enumerate(spans):
+            if block.start < end and start < block.end:
+                if block.message not in replies:
+                    raise DataError(
+                        f"{where}: the chat template marks message {block.message + 1} with {{% generation %}}, which "
+                        f"is one of the role {messages[block.message]['role']}"
+                    )
+                owners[n] = block.message
+    if len(turns) == len(replies):
+        return spans
+    if len(spans) == len(replies):
+        owners = list(replies)
+    for n, owner in enumerate(owners):  # a mark of no words goes on with the reply before, e.g. with its end
+        owners[n] = owners[n - 1] if owner is None and n else owner
+    if reading is None and len(spans) != len(replies):
+        raise DataError(
+            f"{where}: the chat template marks {len(spans)} parts as the assistant's, but the conversation has "
+            f"{len(replies)} of its messages, so they cannot be trained apart; use data.train_on=replies"
+        )
+    return [span for span, owner in zip(spans, owners, strict=True) if owner in turns]

@@ -23,11 +23,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from outsize import files
-from outsize.data.chat.chat_forms import Message, forms, is_misread
-from outsize.data.chat.generation_marks import MARKED, mark, marked_spans, spans_of
+from outsize.data.chat.chat_forms import (
+    MARKED,
+    Message,
+    UnreadFields,
+    forms,
+    is_misread,
+    mark,
+    marked_spans,
+    spans_of,
+)
 from outsize.data.chat.reply_borders import Borders, header_of
 from outsize.data.chat.reply_spans import USERS, Reading, Render, Span, read
-from outsize.data.chat.unread_fields import UnreadFields
 from outsize.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
