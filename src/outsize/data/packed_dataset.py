@@ -1,9 +1,8 @@
 """Sequences of equal length out of stored tokens, and batches as a pure function of the step.
 
-Sequences are numbered without end: sequence g of the run is sequence ``permutation(g mod N)`` of epoch ``g
-div N``, where N is the number of sequences in the data. Step s takes sequences ``s * n`` to ``s * n + n -
-1``. So a run resumed at step k sees what an uninterrupted run would have seen, with no state to save, and
-every sequence is used once per epoch.
+Sequences are numbered without end: sequence g of the run is sequence ``permutation(g mod N)`` of epoch ``g div N``, N
+the sequences in the data. Step s takes sequences ``s * n`` to ``s * n + n - 1``. So a run resumed at step k sees what
+an uninterrupted run would have seen, with no state to save, and every sequence is used once per epoch.
 
 Sequences that are padded may be grouped by length, as transformers' ``LengthGroupedSampler`` does: in runs of up to 50
 batches the longest come first, so that those of a batch are about as long, and columns of nothing but padding are cut.
