@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from outsize import files
 from outsize.data.chat.chat_forms import (
     MARKED,
-    Message,
     UnreadFields,
     forms,
     is_misread,
@@ -34,7 +33,7 @@ from outsize.data.chat.chat_forms import (
     spans_of,
 )
 from outsize.data.chat.reply_borders import Borders, header_of
-from outsize.data.chat.reply_spans import USERS, Reading, Render, Span, read
+from outsize.data.chat.reply_spans import USERS, Message, Reading, Render, Span, read
 from outsize.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
