@@ -186,3 +186,13 @@ def test_a_file_that_cannot_be_opened_leaves_no_other_open(
     with replaced(Failing()), pytest.raises(DataError, match="cannot open: Input/output error"):
         token_cache.CachedTokens(entry)
     assert os.listdir("/proc/self/fd") == held
+
+    class Unclosed(System):
+        def close(self, descriptor: int) -> None:
+            super().close(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    reading = token_cache.CachedTokens(entry)
+    with replaced(Unclosed()):
+        reading.close()
+    assert os.listdir("/proc/self/fd") == held

@@ -63,11 +63,15 @@ def test_loading_a_model_from_a_disk_that_fails_says_so_and_not_to_download_it(
     with files.replaced(Failing()), pytest.raises(StorageError, match="use another disk") as refused:
         outsize.load(model, device="cpu")
     assert "download" not in str(refused.value)
-    looks_like_a_file = os.path.isfile
+    looks_like_a_file, looks_like_a_directory = os.path.isfile, os.path.isdir
     with monkeypatch.context() as patch:  # a library takes a look that fails for a file that is not there
         patch.setattr(
             os.path, "isfile", lambda path: "config.json" not in str(path) and looks_like_a_file(path)
         )
+        with pytest.raises(StorageError, match="a moment later could not be"):
+            outsize.load(model, device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "isdir", lambda path: path != str(model) and looks_like_a_directory(path))
         with pytest.raises(StorageError, match="a moment later could not be"):
             outsize.load(model, device="cpu")
 

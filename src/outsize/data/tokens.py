@@ -12,7 +12,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -231,9 +231,9 @@ def token_readers(directory: Path, count: int) -> tuple[ArrayReader, ArrayReader
 
 
 def _close_all(descriptors: list[int]) -> None:
-    with ExitStack() as stack:  # one that says an error leaves no other open
-        for descriptor in descriptors:
-            stack.callback(system().close, descriptor)
+    for descriptor in descriptors:
+        with suppress(OSError):  # nothing was written to it; the next one is closed all the same
+            system().close(descriptor)
 
 
 _BLOCK_TOKENS = 1 << 20

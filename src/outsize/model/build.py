@@ -61,7 +61,7 @@ def load_hf_config(
             has, or code of its own is not trusted.
         StorageError: a library could not read what was read a moment before.
     """
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import HFValidationError, StrictDataclassError
     from transformers import AutoConfig
 
     name = os.fspath(path_or_hub_id)
@@ -85,7 +85,8 @@ def load_hf_config(
                 "in the configuration of a run, --trust-remote-code of a command, trust_remote_code=True of a call"
             ) from error
         first_line = str(error).strip().partition("\n")[0]
-        if "config.json" in first_line and isinstance(fields, dict) and "model_type" in fields:
+        unseen = "config.json" in first_line or isinstance(error.__cause__ or error, HFValidationError)
+        if unseen and isinstance(fields, dict) and "model_type" in fields:
             raise StorageError(_NOT_READ_AGAIN.format(name)) from error
         raise ModelError(
             f"cannot read the config of {name}: {first_line}; check the name, and that this version of "
