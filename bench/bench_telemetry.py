@@ -103,7 +103,9 @@ def measure(directory: Path, name: str, steps: int) -> dict[str, Any]:
         "telemetry_s": cost.median,
         "share": cost.median / step.median,
         "line_bytes": len(json.dumps(lines[-1])),
-        "worst_booked_error": max(booked_error(lines[index]) for index in counted),
+        "worst_booked_error": max(
+            booked_error(lines[index]) for index in range(1, steps - 1) if lines[index]["waits_s"]
+        ),
         "steps": len(counted),
     }
 

@@ -46,11 +46,13 @@ def test_every_line_is_what_the_schema_says(beats):
 
 
 def test_waits_add_up_to_the_idle_time_of_every_compute_lane(beats):
+    assert [bool(beat["waits_s"]) for beat in beats] == [beat["step"] % 4 == 3 for beat in beats]
     for beat in beats:
-        assert beat["waits_s"].keys() == beat["idle_s"].keys()
+        assert beat["waits_s"].keys() <= beat["idle_s"].keys()
         for lane, idle_s in beat["idle_s"].items():
-            booked = sum(s for owners in beat["waits_s"][lane].values() for s in owners.values())
-            assert booked == pytest.approx(idle_s, rel=0.02)
+            if beat["waits_s"]:
+                booked = sum(s for owners in beat["waits_s"][lane].values() for s in owners.values())
+                assert booked == pytest.approx(idle_s, rel=0.02)
             assert beat["busy_s"][lane] + idle_s == pytest.approx(beat["seconds"], rel=0.02, abs=0.02)
 
 

@@ -76,10 +76,11 @@ def test_each_rank_tells_what_it_moved_and_what_it_waited_for(rank_runs):
             assert beat["wire_bytes"]["net:reduce"] == beat["logical_bytes"]["net:reduce"] > 4 * 10_000
             assert beat["busy_s"]["compute:w0"] > 0
             assert beat["busy_s"]["net:reduce"] > 0
-            booked = beat["waits_s"]["compute:w0"]
-            assert booked["ranks"]["net:reduce"] > 0
-            waited_s = sum(seconds for owners in booked.values() for seconds in owners.values())
-            assert waited_s == pytest.approx(beat["idle_s"]["compute:w0"], rel=0.02)
+            if booked := beat["waits_s"].get("compute:w0"):
+                assert booked["ranks"]["net:reduce"] > 0
+                waited_s = sum(seconds for owners in booked.values() for seconds in owners.values())
+                assert waited_s == pytest.approx(beat["idle_s"]["compute:w0"], rel=0.02)
+        assert any(beat["waits_s"] for beat in beats(own))
         assert json.loads((own / "timeline.json").read_text())["traceEvents"]
     result = json.loads(told(root, "whole", 0).splitlines()[-1])
     assert result["stall_share"] > 0

@@ -11,12 +11,13 @@ time in which the compute lane did nothing:
    waited for waited for one of them;
 4. what is left then, what was booked as ``dispatch``, and what no stall holds is Python's: no op was under way.
 
-From schema 4 on the run has followed every wait back to its cause itself (``waits_s``), and nothing is shared out.
+From schema 4 on the run itself follows waits back to their causes (``waits_s``), in every step or in one of several,
+and nothing is shared out.
 """
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -132,19 +133,19 @@ class RunRecord:
 
     @cached_property
     def _waits(self) -> dict[str, float]:
-        followed = all(step.get("waits_s") for step in self.typical)
-        causes = self._followed_s() if followed else self._shared_out_s()
+        booked = [step for step in self.typical if step.get("waits_s")]
+        causes = self._followed_s(booked) if booked else self._shared_out_s()
         seconds = self.mean("seconds")
         shares = {cause: min(1.0, waited_s / seconds) for cause, waited_s in causes.items() if waited_s > 0}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
-    def _followed_s(self) -> Mapping[str, float]:
-        """Return mean seconds by cause, as the run has followed them."""
+    def _followed_s(self, booked: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+        """Return mean seconds by cause of the steps in which the run has followed them."""
         causes: defaultdict[str, float] = defaultdict(float)
-        for step in self.typical:
+        for step in booked:
             for cause, owners in step["waits_s"][_COMPUTE].items():
                 for owner, seconds in owners.items():
-                    causes[_CAUSES.get(cause) or self.kind_of(owner)] += seconds / len(self.typical)
+                    causes[_CAUSES.get(cause) or self.kind_of(owner)] += seconds / len(booked)
         return causes
 
     def _shared_out_s(self) -> Mapping[str, float]:

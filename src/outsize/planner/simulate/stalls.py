@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from outsize.planner.program.ops import Op
-from outsize.planner.simulate.timeline import Event, Stall, Timeline
+from outsize.planner.simulate.timeline import Event, Stall, Timeline, idle_s
 
 WORKERS, RANKS = "workers", "ranks"
 LOADER, BETWEEN, PYTHON = "loader", "between steps", "python"
@@ -102,8 +102,7 @@ class Waits:
 
     def idle_s(self, lane: str) -> float:
         """Return the part of the window in which ``lane`` ran nothing."""
-        busy_s = sum(min(e.end_s, self._end_s) - max(e.start_s, self._start_s) for e in self._inside(lane))
-        return max(0.0, self._end_s - self._start_s - busy_s)
+        return idle_s(self._by_lane.get(lane, ()), lane, self._start_s, self._end_s)
 
     def of(self, lane: str) -> Booked:
         """Return the seconds that ``lane`` stood still, by cause and owner, the longest first.

@@ -228,3 +228,10 @@ def _with_ops(events: Iterable[Event]) -> Iterator[tuple[Event, Op]]:
     for event in events:
         if isinstance(event.op, Op):
             yield event, event.op
+
+
+def idle_s(events: Iterable[Event], lane: str, began_s: float, ended_s: float) -> float:
+    """Return the seconds between two times in which ``lane`` ran nothing."""
+    inside = (e for e in events if e.lane == lane and e.end_s > began_s and e.start_s < ended_s)
+    busy_s = sum(min(event.end_s, ended_s) - max(event.start_s, began_s) for event in inside)
+    return max(0.0, ended_s - began_s - busy_s)
