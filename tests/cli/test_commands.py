@@ -2,6 +2,7 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -323,6 +324,8 @@ def test_a_step_is_one_line_that_says_where_it_is_and_what_it_waits_for():
         f"{line}  epoch 0.42  500 trained tokens/s  waits  31%, mostly for weights to arrive  "
         "lr 1.00e-04  norm 0.750  in 1.00 GB/s  out 500.00 MB/s  stall   3.1% read"
     )
+    later = describe(replace(step, step=9, waits_s={}), 93.0, step, verbose=True)
+    assert "waits  31%, mostly for weights to arrive (step 7)  " in later
     assert describe(record(7, skipped=True), 0.0).endswith("left  skipped: not finite")
 
 

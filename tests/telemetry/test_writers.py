@@ -43,8 +43,17 @@ def test_what_is_told_is_finite_and_named():
     values = values_of(record().to_dict())
     assert values["loss"] == 2.5
     assert values["bytes/up:w0"] == 7.0
-    assert (values["waits/loader"], values["waits/workers"]) == pytest.approx((0.375, 0.1))
     assert not {"grad_norm", "mfu"} & values.keys()
+
+
+def test_a_writer_is_told_the_waits_that_were_followed_last():
+    """They are followed in one step of several, and told of every second one here."""
+    with Writers({"all": (memory := Memory())}, 2, print) as writers:
+        for step in (1, 2, 3, 4):
+            writers.tell(record(step) if step == 3 else record(step, waits_s={}))
+    (_, first), (_, second) = memory.told
+    assert "waits/loader" not in first
+    assert (second["waits/loader"], second["waits/workers"]) == pytest.approx((0.375, 0.1))
 
 
 def test_a_writer_that_fails_is_left_out_and_the_others_go_on():

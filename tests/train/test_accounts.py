@@ -46,7 +46,9 @@ def test_every_line_is_what_the_schema_says(beats):
 
 
 def test_waits_add_up_to_the_idle_time_of_every_compute_lane(beats):
-    assert [bool(beat["waits_s"]) for beat in beats] == [beat["step"] % 4 == 3 for beat in beats]
+    assert [bool(beat["waits_s"]) for beat in beats] == [
+        beat["step"] <= 3 or beat["step"] % 4 == 1 for beat in beats
+    ]
     for beat in beats:
         assert beat["waits_s"].keys() <= beat["idle_s"].keys()
         for lane, idle_s in beat["idle_s"].items():

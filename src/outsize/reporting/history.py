@@ -16,6 +16,7 @@ from outsize.errors import ConfigError
 from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.telemetry.run_reading import lines_of, read_mapping, step_of
+from outsize.telemetry.writers import shares_waited
 
 HEARTBEAT = "heartbeat.jsonl"
 # Fields of a line that become columns as they are.
@@ -124,13 +125,8 @@ def shares_of(step: Mapping[str, Any], seconds: float) -> dict[str, float]:
     waits = step.get("waits_s", {})
     if not waits or seconds <= 0:
         return {}
-    shares: dict[str, float] = {}
-    for causes in waits.values():
-        waited = {cause: sum(owners.values()) / seconds for cause, owners in causes.items()}
-        shares[COMPUTE] = shares.get(COMPUTE, 0.0) + 1 - sum(waited.values())
-        for cause, share in waited.items():
-            shares[cause] = shares.get(cause, 0.0) + share
-    return {cause: max(0.0, share / len(waits)) for cause, share in shares.items()}
+    shares = shares_waited(waits, seconds)
+    return {COMPUTE: max(0.0, 1 - sum(shares.values())), **shares}
 
 
 # Ops of a timeline that a page holds; a step of more loses its shortest ones, and says so.

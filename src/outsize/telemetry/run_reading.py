@@ -288,7 +288,8 @@ class Line(Part):
     )
     idle_s: ByLane = Field(description="s of the step in which each compute lane ran nothing")
     waits_s: dict[str, dict[str, ByLane]] = Field(
-        description="`idle_s` by compute lane, cause and owner; adds up to it; of one step in four, else empty"
+        description="`idle_s` by compute lane, cause and owner; adds up to it; of the first three "
+        "steps and one in four, else empty"
     )
     forward_s: Seconds = Field(description="s of compute lanes in forwards, but for the last unit")
     backward_s: Seconds = Field(

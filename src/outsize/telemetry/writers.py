@@ -44,6 +44,14 @@ class WriterRecord(Protocol):
     def step(self) -> int:
         """From 1."""
 
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+
+    @property
+    def waits_s(self) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+        """Seconds by compute lane, cause and owner; empty where they were not followed."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return its line in the heartbeat."""
 
@@ -104,12 +112,18 @@ class Writers:
         self._every = every
         self._announce = announce
         self.num_failed = 0
+        self._waits: dict[str, float] = {}
 
     def tell(self, record: WriterRecord) -> None:
         """Tell of a step, as its line in the heartbeat does."""
+        if not self._writers:
+            return
         step = record.step
-        if self._writers and step % self._every == 0:
-            values = values_of(record.to_dict())
+        # Causes are followed in one step of several, perhaps never in one that writers are told of.
+        self._waits = shares_waited(record.waits_s, record.seconds) or self._waits
+        if step % self._every == 0:
+            waits = {f"waits/{cause}": share for cause, share in self._waits.items()}
+            values = {**waits, **values_of(record.to_dict())}
             self._each(lambda writer: writer.write(step, values))
 
     def close(self) -> None:
@@ -138,21 +152,27 @@ class Writers:
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a step by name; waits as shares of the step, by cause, means over workers."""
+    """Return the finite numbers of a step by name."""
     fields = {name: record[name] for name in FIELDS}
     for name, num_bytes in record["wire_bytes"].items():
         fields[f"bytes/{name}"] = num_bytes
-    waits = record["waits_s"]
-    for causes in waits.values():
-        for cause, owners in causes.items():
-            name = f"waits/{cause}"
-            share = sum(owners.values()) / record["seconds"] / len(waits)
-            fields[name] = fields.get(name, 0.0) + share
     return {
         name: float(value)
         for name, value in fields.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def shares_waited(
+    waits_s: Mapping[str, Mapping[str, Mapping[str, float]]], step_s: float
+) -> dict[str, float]:
+    """Return the waits of a step as shares of it, by cause, means over workers."""
+    shares: dict[str, float] = {}
+    for causes in waits_s.values():
+        for cause, owners in causes.items():
+            share = sum(owners.values()) / step_s / len(waits_s)
+            shares[cause] = shares.get(cause, 0.0) + share
+    return shares
 
 
 def open_writers(

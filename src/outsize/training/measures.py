@@ -154,9 +154,9 @@ def lane_times(timeline: Timeline) -> LaneTimes:
 
 
 _READ, _WRITTEN = "disk:read", "disk:write"
-# Waits are followed to their causes in one of so many steps, the third first: it takes a third of the calls of a step,
-# and steps of a run wait alike. What lanes idle is known of every step.
-BOOKED_EVERY, BOOKED_AT = 4, 2
+# Waits are followed to their causes in the first steps and then in one of so many: it takes a third of the calls of a
+# step, and steps of a run wait alike. What lanes idle is known of every step.
+BOOKED_FIRST, BOOKED_EVERY = 3, 4
 
 
 class Accounts:
@@ -195,6 +195,7 @@ class Accounts:
         self._cpu_s = time.process_time()
         self._overhang: tuple[Event, ...] = ()
         self._saving_s = 0.0
+        self._num_recorded = 0
         self.stalled_s: dict[str, float] = {}
 
     def record(
@@ -208,7 +209,8 @@ class Accounts:
         for lane, seconds in times.stall_s.items():
             self.stalled_s[lane] = self.stalled_s.get(lane, 0.0) + seconds
         events, window = self._events_of(timeline, outcome.window), outcome.window
-        booked = outcome.number % BOOKED_EVERY == BOOKED_AT
+        booked = self._num_recorded < BOOKED_FIRST or self._num_recorded % BOOKED_EVERY == 0
+        self._num_recorded += 1
         waits = Waits(events, replace(window, saving_s=self._saving_s)) if booked else None
         before, self._cpu_s = self._cpu_s, time.process_time()
         host = self._host.sample()

@@ -52,6 +52,7 @@ class Progress:
         self._verbose = verbose
         self._live: Live | None = None
         self._recent_s: deque[float] = deque(maxlen=_RECENT)
+        self._followed: StepRecord | None = None  # the last step whose waits were followed to their causes
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -76,19 +77,23 @@ class Progress:
         """Show ``record``."""
         self._recent_s.append(record.seconds)
         left_s = (record.num_steps - record.step) * sum(self._recent_s) / len(self._recent_s)
-        line = describe(record, left_s, verbose=self._verbose)
+        self._followed = record if record.waits_s else self._followed
+        line = describe(record, left_s, self._followed, verbose=self._verbose)
         if self._live is None:
             self.say(line)
         else:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def describe(record: "StepRecord", left_s: float, *, verbose: bool = False) -> str:
+def describe(
+    record: "StepRecord", left_s: float, followed: "StepRecord | None" = None, *, verbose: bool = False
+) -> str:
     """Return a step as one line, its columns aligned from step to step.
 
     Args:
         record: of the step.
         left_s: seconds that the run is expected to take from here on.
+        followed: the last step whose waits were followed to their causes; ``record`` by default.
         verbose: whether learning rate, gradient norm, rates and lanes are told as well.
     """
     parts = [
@@ -103,7 +108,7 @@ def describe(record: "StepRecord", left_s: float, *, verbose: bool = False) -> s
         parts += [
             *([] if record.epoch is None else [f"epoch {record.epoch:.2f}"]),
             f"{record.tokens_per_s:.0f} trained tokens/s",
-            waited(record),
+            waited(record, followed or record),
             f"lr {record.lr:.2e}",
             f"norm {record.grad_norm:.3f}",
             f"in {format_rate(record.up_bytes_per_s)}",
@@ -113,14 +118,20 @@ def describe(record: "StepRecord", left_s: float, *, verbose: bool = False) -> s
     return "  ".join(parts)
 
 
-def waited(record: "StepRecord") -> str:
-    """Return which share of a step the compute lane that stood still longest waited, and mostly for what."""
+def waited(record: "StepRecord", followed: "StepRecord") -> str:
+    """Return which share of a step the compute lane that stood still longest waited, and mostly for what.
+
+    The cause is that of ``followed``, which is named where it is another step: causes are known of one step in several.
+    """
     lane = max(record.idle_s, key=lambda name: record.idle_s[name], default=None)
     if lane is None or record.seconds <= 0:
         return "waits   0%"
-    causes = {cause: sum(owners.values()) for cause, owners in record.waits_s.get(lane, {}).items() if owners}
+    causes = {
+        cause: sum(owners.values()) for cause, owners in followed.waits_s.get(lane, {}).items() if owners
+    }
     most = max(causes, key=lambda cause: causes[cause], default=None)
     share = f"waits {min(1.0, record.idle_s[lane] / record.seconds):4.0%}"
     if most is None or record.idle_s[lane] < 0.005 * record.seconds:
         return share
-    return f"{share}, mostly for {WAITS.get(most, most)}"
+    at = "" if followed.step == record.step else f" (step {followed.step})"
+    return f"{share}, mostly for {WAITS.get(most, most)}{at}"
