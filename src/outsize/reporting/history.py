@@ -105,8 +105,8 @@ class History:
         for name, column in self.columns.items():
             value = step.get(name)
             column.append(float(value) if isinstance(value, int | float) else None)
-        former = self.shares[-1] if self.shares else {}
-        self.shares.append(shares_of(step, seconds) or former)  # waits are booked in one of several steps
+        before = self.shares[-1] if self.shares else {}
+        self.shares.append(shares_of(step, seconds) or before)  # waits are booked in one of several steps
         self.tiers.append({name: tier["used_bytes"] for name, tier in step.get("tiers", {}).items()})
         self.recent.append(step)
         return True
