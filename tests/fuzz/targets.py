@@ -33,7 +33,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.model.split import split
 from outsize.optim.optimizer_spec import commit_record_bytes, planes_for
 from outsize.planner.passes.slots import validate
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.program import parse, render
 from outsize.planner.program.step_layout import StepLayout
 from outsize.reporting.collect import collect

@@ -7,8 +7,7 @@ from hypothesis import assume, given
 
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import validate
-from outsize.planner.passes.step_parts import cut_step, forward_alone, step_units, summing
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step, cut_step, forward_alone, step_units, summing
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.ops import Kind

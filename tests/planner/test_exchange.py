@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import validate
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import Kind

@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
 from outsize.planner.program.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind
 from outsize.planner.program.program import parse, parse_op

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outsize.planner.memory.activation_liveness import ActivationMeter, Live
 from outsize.planner.passes.cycle import cycle_peak, insert_saves, v_cycle
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.stages import Stages, spans_down, spans_up
 from outsize.planner.search.partition import Pipeline, partition

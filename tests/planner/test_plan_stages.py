@@ -11,7 +11,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.slots import validate
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.stages import Stages, cursor_after, spans_down, spans_up

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import validate
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind

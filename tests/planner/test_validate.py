@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import MemoryLimits, validate
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.ops import Kind
 from outsize.planner.program.program import Program, parse, parse_op, render

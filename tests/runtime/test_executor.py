@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ExecutionError, NonFiniteError
-from outsize.planner.passes.step_schedule import build_step
+from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import Op

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.passes.step_schedule import steps_from
+from outsize.planner.passes.step_parts import steps_from
 from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.lanes import Lane
 from outsize.planner.program.ops import Kind

@@ -12,8 +12,7 @@ from functools import partial
 
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.planner.passes.step_parts import forward_alone
-from outsize.planner.passes.step_schedule import build_store
+from outsize.planner.passes.step_parts import build_store, forward_alone
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.lanes import lane_of
 from outsize.planner.program.ops import COMPUTE_KINDS, Kind
