@@ -9,8 +9,7 @@ import pytest
 from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision
-from outsize.planner.predict.decision_search import decide, planned_at
-from outsize.planner.predict.feasibility import fits_at_all
+from outsize.planner.predict.decision_search import decide, fits_at_all, planned_at
 from outsize.planner.predict.prediction import predict
 from outsize.planner.program.ops import Kind
 from outsize.planner.search.microbatch_search import NEAR

@@ -7,8 +7,7 @@ from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict import decision, decision_search
 from outsize.planner.predict.assumptions import figures_used
-from outsize.planner.predict.decision_search import decide, planned_at
-from outsize.planner.predict.feasibility import missing_host_bytes
+from outsize.planner.predict.decision_search import decide, missing_host_bytes, planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
 from outsize.planner.search.plan_stages import plan_stages

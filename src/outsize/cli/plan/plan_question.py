@@ -22,7 +22,7 @@ from outsize.hardware.machine_spec import (
     Machine,
 )
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.predict.feasibility import fits_at_all, fits_encoded
+from outsize.planner.predict.decision_search import fits_at_all, fits_encoded
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for

@@ -1,4 +1,4 @@
-"""What a run does, decided in one place: codecs, home, where Muon multiplies, microbatches, stages, and what is kept.
+"""Decide what a run does: codecs, home, where Muon multiplies, microbatches, stages, activations.
 
 `decide` is a pure function of a `Question`. ``outsize plan`` asks it with what a config tells of a model and data
 sheets of a machine, ``outsize train`` with what a trial and a clock have found; the decision is the same where these
@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
+from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
@@ -28,6 +29,7 @@ from outsize.planner.predict.question import MicrobatchCost, Question
 from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
 from outsize.planner.search.plan_stages import (
     estimate_s,
+    fits_stages,
     plan_stages,
     without_peers,
 )
@@ -332,3 +334,39 @@ def tiers_of(question: Question) -> tuple[Tier, ...]:
     if question.home == "disk" and question.machine.disk is None:
         raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
     return homes[question.home] if question.machine.disk is not None else ("host",)
+
+
+def fits_at_all(question: Question) -> bool:
+    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
+    count = question.microbatches
+    assert count is not None
+    one, sizes = question.microbatch(count), list(question.round_sizes(count))
+
+    def fits(tier: Tier, size: int) -> bool:
+        options = question.options_for(count, tier, one.times, size)
+        if options.num_workers > 1:
+            return fits_stages(question.model, one.demand, question.budgets, options)
+        return not shortage_of(question.model, one.demand, question.budgets, options)
+
+    # The smallest round asks for the least, one of all microbatches for the least at home.
+    return any(fits(tier, size) for tier in tiers_of(question) for size in {sizes[-1], sizes[0]})
+
+
+def fits_encoded(question: Question) -> bool:
+    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
+    return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))
+
+
+def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
+    """Return why the home is not in host memory, with what to try; None where it fits there."""
+    try:
+        planned_at(question, microbatches, "host")
+    except InfeasiblePlanError as error:
+        return error
+    return None
+
+
+def missing_host_bytes(question: Question, microbatches: int) -> int:
+    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
+    refusal = host_refusal(question, microbatches)
+    return 0 if refusal is None else refusal.short_by.get("host", 0)

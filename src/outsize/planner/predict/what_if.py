@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.predict.changes import parse_change
-from outsize.planner.predict.decision_search import clocked_s
-from outsize.planner.predict.feasibility import missing_host_bytes
+from outsize.planner.predict.decision_search import clocked_s, missing_host_bytes
 from outsize.planner.predict.prediction import (
     COMPUTE,
     FULL_SHARE,
