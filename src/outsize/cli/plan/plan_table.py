@@ -13,9 +13,8 @@ from outsize.cli.plan.plan_question import Asked, in_options
 from outsize.cli.text.columns import table_width
 from outsize.hardware.cards.gpu_table import COMPILED, LIGER
 from outsize.hardware.streaming import slower_than_fp32
-from outsize.planner.predict.assumptions import ALWAYS, UsedFigure, figures_used
 from outsize.planner.predict.decision_search import host_refusal
-from outsize.planner.predict.prediction import Prediction
+from outsize.planner.predict.prediction import ALWAYS, Prediction, UsedFigure, figures_used
 from outsize.planner.predict.what_if import LEAST_GAIN, Outcome
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
