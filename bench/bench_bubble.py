@@ -25,7 +25,7 @@ from common import finish, machine, print_table
 
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Stages, cursor_after, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, partition

@@ -20,8 +20,7 @@ import common
 
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op, lane_of
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.engine.executor import Executor

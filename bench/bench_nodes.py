@@ -48,7 +48,7 @@ import bench_speed
 import common
 import ranks
 
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 
 # Microbatches of all ranks together.
 SHAPE = {"seq_len": 256, "sequences": 4, "layers": 32, "hidden": 192, "vocabulary": 2048, "microbatches": 4}

@@ -23,8 +23,7 @@ from outsize.hardware.cards.presets import parse_gpus
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import Program, lane_of
 from outsize.planner.program.stages import cursor_after, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, partition

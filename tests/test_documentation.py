@@ -28,7 +28,7 @@ PAGES = sorted(
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-# A file of the project, from its root or from the package: `bench/common.py`, `planner/program/ops.py`.
+# A file of the project, from its root or from the package: `bench/common.py`, `planner/program/program.py`.
 FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|c|h|md|sh|toml|yaml))`")
 PLACES = (ROOT, ROOT / "src" / "outsize")
 # What ends the words of a command in a line of shell.

@@ -12,7 +12,7 @@ import reference
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.program.activation_policy import Choice
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.verify import verify

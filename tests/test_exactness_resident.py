@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.dry_run import plan

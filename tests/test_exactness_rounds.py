@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outsize.errors import ConfigError
 from outsize.planner.program.activation_policy import Choice
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.dry_run import plan

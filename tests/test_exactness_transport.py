@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import zoo
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import UnitSpec
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.ops.link_codecs import EncodedWeights, GradientCarrier
 from outsize.session.decide.decide import choose_plan
 from outsize.session.job.prepare import prepare

@@ -13,7 +13,7 @@ from accelerator import late
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
 from outsize.inference.caller import Caller
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
 from outsize.runtime.ops.activation_ops import ActivationOps

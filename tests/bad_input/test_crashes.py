@@ -11,7 +11,7 @@ import pytest
 from bad_input.world import World, make_model, run_well
 from outsize.checkpoint.saver import Saver
 from outsize.errors import ConfigError, InfeasiblePlanError, StorageError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.engine import engine
 from outsize.session.run_state import Position
 from outsize.training.dry_run import plan

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from bad_input.traps import Trap, raiser
 from bad_input.world import World, run_well
 from outsize.errors import DataError, ExecutionError, ModelError, StorageError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.ops import optimizer_ops
 from outsize.runtime.ops.optimizer_ops import OptimizerOps

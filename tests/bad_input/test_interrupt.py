@@ -14,7 +14,7 @@ import pytest
 from bad_input.traps import Trap, while_saving
 from bad_input.world import World, half_written, names_below, run_well
 from outsize.config import dump_config
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.ops.compute_ops import ComputeOps
 from outsize.session.stream import StreamedTrainer
 from outsize.training.stopping import Interrupt

@@ -19,7 +19,7 @@ from bad_input.world import SEQ_LEN, WEIGHTS, World, change_weight
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import NonFiniteError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.session.job.prepare import prepare
 from outsize.session.process_settings import borrowed_torch
 from outsize.session.steps import StepOutcome

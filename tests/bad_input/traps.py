@@ -10,7 +10,7 @@ import pytest
 from outsize.checkpoint.files import checkpoint_format
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
 from outsize.checkpoint.saving import Saving
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.engine import engine
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.handlers import HandlerTable

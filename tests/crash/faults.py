@@ -28,7 +28,7 @@ from typing import Any
 
 from crash.operations import APPLICABLE, CLEAN_UPS, LANE, Fault, Key, Operation, faults_of
 from outsize import files
-from outsize.planner.program.ops import Op
+from outsize.planner.program.program import Op
 from outsize.runtime.engine import engine
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.handlers import HandlerTable

@@ -2,8 +2,7 @@
 
 import pytest
 
-from outsize.planner.program.ops import Kind
-from outsize.planner.program.program import parse_op
+from outsize.planner.program.program import Kind, parse_op
 from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
 from outsize.planner.simulate.crowding import crowded
 from outsize.planner.simulate.discrete import Cost

@@ -12,9 +12,7 @@ from outsize.errors import ProgramError
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.ops import Kind
-from outsize.planner.program.program import Program, parse_op, render
+from outsize.planner.program.program import Kind, Program, lane_of, parse_op, render
 from planner.layouts import layouts, make_layout, shared_layouts, staged_layouts
 
 EXCHANGES = (Kind.REDUCE, Kind.AGREE, Kind.GATHER)

@@ -3,8 +3,7 @@ from hypothesis import given, settings
 
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
-from outsize.planner.program.ops import COMPUTE_KINDS, FORWARD_KINDS, Kind
-from outsize.planner.program.program import parse, parse_op
+from outsize.planner.program.program import COMPUTE_KINDS, FORWARD_KINDS, Kind, parse, parse_op
 from planner.layouts import layouts, make_layout
 
 

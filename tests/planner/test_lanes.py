@@ -1,7 +1,6 @@
 import pytest
 
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.program import parse_op
+from outsize.planner.program.program import lane_of, parse_op
 
 
 @pytest.mark.parametrize(

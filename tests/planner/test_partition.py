@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Stages, spans_down, spans_up
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.step_bound import StepBound

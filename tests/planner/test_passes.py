@@ -14,8 +14,7 @@ from outsize.planner.passes.cycle import (
 )
 from outsize.planner.passes.slots import insert_disk, validate
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.ops import Kind
-from outsize.planner.program.program import Program, parse, render
+from outsize.planner.program.program import Kind, Program, parse, render
 from planner.layouts import layouts, make_layout
 
 

@@ -10,7 +10,7 @@ from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
 from outsize.planner.memory.memory_table import COMMIT_COPIES
 from outsize.planner.passes.slots import MemoryLimits, validate
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.planner.search.step_plan import Budgets, Demand, PlanOptions, plan_step
 
 MiB = 2**20

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import ProgramError
-from outsize.planner.program.ops import Kind, Op
 from outsize.planner.program.program import (
+    Kind,
+    Op,
     Program,
     excerpt,
     is_well_formed,

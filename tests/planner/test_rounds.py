@@ -11,7 +11,7 @@ from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import decide, fits_at_all, planned_at
 from outsize.planner.predict.prediction import predict
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.planner.search.microbatch_search import NEAR
 from outsize.planner.search.stage_layout import num_handed_over
 from outsize.planner.search.step_plan import Budgets

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import parse
+from outsize.planner.program.program import Kind, Op, parse
 from outsize.planner.program.program_rules import Rules
 from outsize.planner.program.rules_home import BrokenRuleError
 from outsize.planner.program.step_layout import StepLayout

@@ -13,8 +13,7 @@ from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
-from outsize.planner.program.ops import COMPUTE_KINDS, Kind
-from outsize.planner.program.program import Program, parse, render
+from outsize.planner.program.program import COMPUTE_KINDS, Kind, Program, parse, render
 from outsize.planner.program.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
 from outsize.planner.search.stage_layout import arrival_bytes, num_handed_over
 from outsize.planner.search.stage_offload import ON_THEIR_WAY, Way, kept_in_stages

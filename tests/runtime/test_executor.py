@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from outsize.errors import ExecutionError, NonFiniteError
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.ops import Op
-from outsize.planner.program.program import parse
+from outsize.planner.program.program import Op, lane_of, parse
 from outsize.planner.program.step_layout import StepLayout
 from outsize.runtime.device.device import CpuDevice, Device
 from outsize.runtime.engine.executor import Executor, Waiting

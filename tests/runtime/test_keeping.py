@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.saved_tensors import Shown
 from planner.layouts import first_kept

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.program import parse, parse_op
+from outsize.planner.program.program import lane_of, parse, parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.engine.executor import Executor
 

@@ -23,7 +23,7 @@ from outsize.checkpoint.run_checkpoint import check_files
 from outsize.checkpoint.saving import Saving
 from outsize.config import Config
 from outsize.errors import CheckpointError, StorageError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.engine import engine
 from outsize.runtime.ops.checkpoint_ops import UnitAtRest
 from outsize.session.job.prepare import prepare

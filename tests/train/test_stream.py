@@ -10,7 +10,7 @@ import torch
 import zoo
 from outsize.data.batch import IGNORED, Batch
 from outsize.errors import BudgetExceededError, InfeasiblePlanError, NonFiniteError
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.runtime.ops.context import Microbatch
 from outsize.session.job.prepare import prepare
 from outsize.session.steps import microbatches_of, schedule_of

@@ -10,7 +10,7 @@ import pytest
 from outsize import files
 from outsize.config import dump_config
 from outsize.errors import StalledError
-from outsize.planner.program.ops import Op
+from outsize.planner.program.program import Op
 from outsize.runtime.engine import engine
 from outsize.runtime.engine.executor import Waiting
 from outsize.training import watchdog

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext

@@ -33,8 +33,7 @@ from outsize.optim.factors import muon_matrices, newton_schulz_flops
 from outsize.optim.muon import orthogonal
 from outsize.optim.optimizer_spec import State, StateLayout, masters_for
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op, lane_of
 from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.engine.executor import Executor

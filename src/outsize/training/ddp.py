@@ -37,7 +37,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
 from outsize.optim.learning_rates import parameter_groups
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.head_loss import loss_of

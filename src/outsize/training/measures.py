@@ -17,8 +17,7 @@ from outsize.accelerators import Devices, module_of
 from outsize.hardware.inventory import take_inventory
 from outsize.hardware.streaming import slower_than_fp32
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.program.lanes import Lane, lane_named
-from outsize.planner.program.ops import COMPUTE_KINDS, Op
+from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named
 from outsize.planner.program.table import Price
 from outsize.planner.simulate.comparison import compute_lanes
 from outsize.planner.simulate.stalls import Waits, Window

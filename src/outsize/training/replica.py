@@ -38,8 +38,7 @@ from outsize.optim.optimizer_spec import (
     StateLayout,
     planes_for,
 )
-from outsize.planner.program.lanes import Lane
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Lane, Op
 from outsize.planner.simulate.timeline import Event, Timeline
 from outsize.runtime.device.device import open_device
 from outsize.runtime.device.driver import Moved, OpRanges

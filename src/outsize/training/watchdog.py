@@ -34,7 +34,7 @@ from typing import Protocol
 
 from outsize import files
 from outsize.errors import StalledError
-from outsize.planner.program.lanes import lane_named
+from outsize.planner.program.program import lane_named
 from outsize.runtime.engine.executor import Waiting
 from outsize.units import format_seconds
 

@@ -32,8 +32,7 @@ from types import MappingProxyType
 from outsize.errors import ProgramError
 from outsize.planner.memory.activation_liveness import ActivationMeter
 from outsize.planner.program.activation_policy import KeptBytes
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import Program, excerpt
+from outsize.planner.program.program import Kind, Op, Program, excerpt
 from outsize.planner.program.program_rules import Rules
 from outsize.planner.program.rules_home import BrokenRuleError
 from outsize.planner.program.step_layout import StepLayout

@@ -23,8 +23,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import Kind, Op, Program
 from outsize.planner.program.stages import Visit, visits_of
 from outsize.planner.program.step_layout import StepLayout
 

@@ -36,8 +36,7 @@ from itertools import takewhile
 from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
 from outsize.planner.passes.slots import insert_disk
 from outsize.planner.passes.stage_passes import build_staged, staged_backward, staged_forward
-from outsize.planner.program.ops import FORWARD_KINDS, Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import FORWARD_KINDS, Kind, Op, Program
 from outsize.planner.program.stages import cursor_after
 from outsize.planner.program.step_layout import StepLayout
 

@@ -17,7 +17,7 @@ cheap: so of the bytes that a forward makes for its backward less than a half sa
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from outsize.planner.program.ops import Kind
+from outsize.planner.program.program import Kind
 
 
 class Extent(StrEnum):

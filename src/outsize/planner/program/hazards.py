@@ -35,7 +35,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from outsize.planner.program.ops import Op
+from outsize.planner.program.program import Op
 from outsize.planner.program.table import (
     ACTIVATIONS,
     COMPUTE_KINDS,

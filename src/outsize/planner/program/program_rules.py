@@ -32,8 +32,7 @@ business of
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import is_well_formed
+from outsize.planner.program.program import Kind, Op, is_well_formed
 from outsize.planner.program.rules_handover import HandoverRules
 from outsize.planner.program.rules_home import HomeRules, require
 from outsize.planner.program.step_layout import StepLayout

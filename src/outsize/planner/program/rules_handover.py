@@ -13,7 +13,7 @@ its F.
 
 from collections import defaultdict
 
-from outsize.planner.program.ops import Op
+from outsize.planner.program.program import Op
 from outsize.planner.program.rules_home import require
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.program.table import ACTIVATIONS, Content

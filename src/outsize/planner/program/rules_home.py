@@ -7,7 +7,7 @@ Rule 10 of `planner.program.program_rules`: what several nodes exchange in a ste
 
 from collections import Counter, defaultdict
 
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.planner.program.step_layout import StepLayout
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outsize.planner.program.lanes import Lane, lane_named
+from outsize.planner.program.program import Lane, lane_named
 from outsize.planner.simulate.stalls import waits_by_cause
 from outsize.planner.simulate.timeline import Timeline
 from outsize.units import format_seconds

@@ -9,7 +9,7 @@ second of one core. They are taken to use one core at a time, and compute to sha
 from collections.abc import Iterable
 from dataclasses import replace
 
-from outsize.planner.program.ops import COMPUTE_KINDS, Op
+from outsize.planner.program.program import COMPUTE_KINDS, Op
 from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
 from outsize.planner.simulate.simulator import CostModel
 

@@ -12,9 +12,7 @@ from itertools import pairwise
 from math import inf
 
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program, lane_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.simulate.discrete import Cost, LaneRun, Order, run_order
 from outsize.planner.simulate.timeline import Event, Timeline

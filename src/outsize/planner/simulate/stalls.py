@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from outsize.planner.program.ops import Op
+from outsize.planner.program.program import Op
 from outsize.planner.simulate.timeline import Event, Stall, Timeline, idle_s
 
 WORKERS, RANKS = "workers", "ranks"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from outsize.planner.program.ops import COMPUTE_KINDS, Op
+from outsize.planner.program.program import COMPUTE_KINDS, Op
 from outsize.planner.program.table import OpRow
 
 # Owner of a gap that no op accounts for: the lane was not given work, or it was not on the way yet.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, check_here, module_of, new_event
 from outsize.errors import ExecutionError
-from outsize.planner.program.lanes import lane_named
+from outsize.planner.program.program import lane_named
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.driver import last_calls
 from outsize.storage.arena import Arena

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from outsize.accelerators import Devices
-from outsize.planner.program.lanes import Lane, lane_named
+from outsize.planner.program.program import Lane, lane_named
 from outsize.runtime.device.device import Device, open_device
 from outsize.storage.ledger import Ledger
 

@@ -14,9 +14,7 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.passes.step_parts import build_store, forward_alone
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.lanes import lane_of
-from outsize.planner.program.ops import COMPUTE_KINDS, Kind
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import COMPUTE_KINDS, Kind, Program, lane_of
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.allocator import release_team

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 from outsize.errors import ExecutionError, OutsizeError
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.ops import Op
+from outsize.planner.program.program import Op
 from outsize.planner.simulate.timeline import Event
 from outsize.runtime.device.device import Device
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outsize.planner.program.lanes import lane_named, lane_of
-from outsize.planner.program.ops import COMPUTE_KINDS, Op
+from outsize.planner.program.program import COMPUTE_KINDS, Op, lane_named, lane_of
 from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.ops.activation_ops import ActivationOps

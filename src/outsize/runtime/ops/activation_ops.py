@@ -27,9 +27,7 @@ from torch import Tensor
 
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.planner.program.activation_policy import Extent, Kept
-from outsize.planner.program.lanes import Lane, lane_of
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import Kind, Lane, Op, Program, lane_of
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.handlers import handles
 from outsize.storage.home import Home

@@ -14,9 +14,7 @@ from outsize.compat import torch_private
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
-from outsize.planner.program.lanes import Lane
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import Kind, Lane, Op, Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, loss_of, shift_labels

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.planner.program.ops import COMPUTE_KINDS, Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
 

@@ -33,7 +33,7 @@ from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.optim.shares import shares
 from outsize.planner.memory.link_bytes import NetStaging
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import StepContext

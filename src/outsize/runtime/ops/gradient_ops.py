@@ -12,8 +12,7 @@ from outsize.codecs.codec import pieces_on
 from outsize.errors import NonFiniteError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.step import clip_coefficient, gradient_norms
-from outsize.planner.program.ops import Kind, Op
-from outsize.planner.program.program import Program
+from outsize.planner.program.program import Kind, Op, Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from outsize.errors import ModelError, OutsizeError
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.planner.program.table import ROWS
 
 # By the verb, and whether the op is about a tile.

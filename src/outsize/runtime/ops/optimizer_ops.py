@@ -18,7 +18,7 @@ from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes, UpdateRule, WholeRule
 from outsize.optim.step import step_state, step_whole
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.handlers import handles

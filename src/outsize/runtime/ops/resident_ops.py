@@ -4,7 +4,7 @@ The arithmetic is that of a STEP, over planes which a home lends out on the devi
 done here: the sums are closed, a step or a unit that is not finite goes no further, and observers see the gradient.
 """
 
-from outsize.planner.program.ops import Kind, Op
+from outsize.planner.program.program import Kind, Op
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.handlers import handles
