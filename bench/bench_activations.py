@@ -31,7 +31,7 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 def plan(args: argparse.Namespace, directory: Path, activations: str, budget: int | str) -> dict[str, int]:
     """Return what a run would set aside, and how much of it is recomputed."""
     from outsize.config import load_config
-    from outsize.planner.program.activation_policy import Choice
+    from outsize.planner.program.stages import Choice
     from outsize.session.job.prepare import prepare
 
     overrides = [

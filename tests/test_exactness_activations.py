@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import reference
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.program import Kind
+from outsize.planner.program.stages import Choice
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.verify import verify

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import ConfigError
-from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.program import Kind
+from outsize.planner.program.stages import Choice
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.dry_run import plan

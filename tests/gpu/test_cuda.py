@@ -13,7 +13,7 @@ import pytest
 from devices import DEVICE, ON_ACCELERATOR, needs_accelerator
 from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
-from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.stages import Choice
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from outsize.planner.memory.activation_liveness import NOTHING, ActivationMeter, Live
-from outsize.planner.program.activation_policy import KeptBytes, bytes_of
 from outsize.planner.program.program import FORWARD_KINDS, Kind, Op, Program
+from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.simulate.discrete import LaneRun
 from outsize.planner.simulate.simulator import Simulation

@@ -6,8 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from outsize.planner.program.activation_policy import Choice, Kept
-from outsize.planner.program.stages import HALVES, Stages, slots_for, spans_down, spans_up
+from outsize.planner.program.stages import HALVES, Choice, Kept, Stages, slots_for, spans_down, spans_up
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_offload import Way, kept_in_stages
 

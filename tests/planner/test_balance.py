@@ -10,8 +10,8 @@ from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Demand, offload_rooms
 from outsize.planner.passes.slots import MemoryLimits, validate
 from outsize.planner.predict.prediction import fastest
-from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import Kind
+from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.search.offload_balance import UnitRates, balanced, offload_order, phases
 from outsize.planner.search.step_plan import Budgets, plan_step
 from outsize.planner.simulate.costs import UnitTimes

@@ -10,9 +10,8 @@ from outsize.model.sizes.model_spec import ModelSpec, PartKind, pack_part, pack_
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import parse_op
-from outsize.planner.program.stages import Stages
+from outsize.planner.program.stages import Choice, Extent, Stages
 from outsize.planner.simulate.costs import DECODE_KERNELS, EXCHANGE_S, LAUNCH_S, UnitTimes, cost_model
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import simulate

@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step, cut_step, forward_alone, step_units, summing
-from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import Kind, Program, parse, render
+from outsize.planner.program.stages import Choice
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_layout import num_handed_over
 from outsize.planner.search.stage_offload import Way, away_in, kept_in_stages

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from outsize.planner.memory.activation_liveness import ActivationMeter, Live
 from outsize.planner.passes.cycle import cycle_peak, insert_saves, v_cycle
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import FORWARD_KINDS, Kind, lane_of, parse
+from outsize.planner.program.stages import Choice, Extent, bytes_of
 from planner.held_bytes import peak_activations
 from planner.layouts import first_kept, layouts, make_layout
 

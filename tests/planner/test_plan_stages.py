@@ -12,9 +12,8 @@ from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import Kind
-from outsize.planner.program.stages import Stages, cursor_after, spans_down, spans_up
+from outsize.planner.program.stages import Choice, Extent, Stages, cursor_after, spans_down, spans_up
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.stage_layout import num_handed_over

@@ -9,9 +9,8 @@ from outsize.hardware.machine_spec import Figure
 from outsize.planner.passes.slots import validate
 from outsize.planner.predict.decision_search import clocked_s, planned_at
 from outsize.planner.predict.prediction import fastest
-from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.program import Kind
-from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.planner.program.stages import Choice, Stages, spans_down, spans_up
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.simulator import simulate
 from planner.held_bytes import held_bytes

@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.program import Kind, parse
+from outsize.planner.program.stages import Extent
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel, simulate
 from planner.held_bytes import critical_path, held_bytes, peak_activations

@@ -11,10 +11,19 @@ from hypothesis import strategies as st
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.activation_policy import Choice, Extent, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW, Hazards
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Program, parse, render
-from outsize.planner.program.stages import Stages, cursor_after, slots_for, spans_down, spans_up, visits_of
+from outsize.planner.program.stages import (
+    Choice,
+    Extent,
+    Stages,
+    bytes_of,
+    cursor_after,
+    slots_for,
+    spans_down,
+    spans_up,
+    visits_of,
+)
 from outsize.planner.search.stage_layout import arrival_bytes, num_handed_over
 from outsize.planner.search.stage_offload import ON_THEIR_WAY, Way, kept_in_stages
 from outsize.planner.simulate.discrete import Cost

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from outsize.errors import ProgramError
 from outsize.planner.passes.slots import MemoryLimits, validate
 from outsize.planner.passes.step_parts import build_step
-from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.program import Kind, Program, parse, parse_op, render
+from outsize.planner.program.stages import Choice
 from planner.layouts import first_kept, layouts, make_layout
 
 ESSENTIAL = (Kind.LOAD, Kind.FORWARD, Kind.FORWARD_BACKWARD, Kind.BACKWARD, Kind.GRAD, Kind.STEP)

@@ -14,8 +14,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.passes.slots import validate
-from outsize.planner.program.activation_policy import OFFLOADED, Extent
-from outsize.planner.program.stages import Stages
+from outsize.planner.program.stages import OFFLOADED, Extent, Stages
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.stage_layout import num_handed_over

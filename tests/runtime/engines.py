@@ -20,7 +20,7 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
 from outsize.optim.shares import shares
 from outsize.planner.memory.link_bytes import net_staging
-from outsize.planner.program.activation_policy import Kept
+from outsize.planner.program.stages import Kept
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.runtime.device.device import open_device
 from outsize.runtime.engine.engine import Engine

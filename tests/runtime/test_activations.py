@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.planner.program.activation_policy import Choice, Extent
 from outsize.planner.program.program import parse_op
+from outsize.planner.program.stages import Choice, Extent
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.saved_tensors import storages_of
 from outsize.runtime.ops.activation_ops import ActivationOps

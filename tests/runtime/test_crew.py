@@ -17,9 +17,8 @@ from torch import nn
 import reference
 from outsize.compat.torch_private import watching
 from outsize.errors import ExecutionError, ModelError, NonFiniteError
-from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.program import Kind
-from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.planner.program.stages import Extent, Stages, spans_down, spans_up
 from outsize.runtime.device.device import EmulatedDevice
 from outsize.runtime.forward.selective_recompute import PRODUCTS
 from outsize.runtime.forward.staged_run import StagedRun

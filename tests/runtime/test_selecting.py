@@ -9,7 +9,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.stages import Choice
 from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS, DivergedError, Selected
 from planner.layouts import first_kept
 from reference import Recipe

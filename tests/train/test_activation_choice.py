@@ -10,8 +10,8 @@ from outsize.errors import ConfigError, ModelError
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict import question
-from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.program import Kind
+from outsize.planner.program.stages import Extent
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates

@@ -12,7 +12,7 @@ from torch import nn
 import outsize
 import zoo
 from outsize.errors import ModelError
-from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.stages import Choice
 from outsize.wrapped.module import runner_of
 from wrapped.loops import (
     assert_equal,

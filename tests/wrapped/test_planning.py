@@ -6,7 +6,7 @@ import torch
 import zoo
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.predict import question
-from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.stages import Choice
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.session import session
 from outsize.session.job import demand

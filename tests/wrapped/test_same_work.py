@@ -14,8 +14,8 @@ from torch import nn
 
 import outsize
 import zoo
-from outsize.planner.program.activation_policy import Choice
 from outsize.planner.program.program import Kind
+from outsize.planner.program.stages import Choice
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.forward import short_recompute
 from outsize.session.job.prepare import prepare

@@ -25,8 +25,8 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.step_parts import Passes, cut_step, lean
-from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.program import Program
+from outsize.planner.program.stages import Extent, Kept
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from outsize.planner.program.activation_policy import KeptBytes, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW
 from outsize.planner.program.program import COMPUTE_KINDS, Op
+from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.program.table import Content
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from outsize.planner.memory.activation_liveness import Live
 from outsize.planner.passes.slots import assign_slots
-from outsize.planner.program.activation_policy import Choice, KeptBytes, bytes_of
 from outsize.planner.program.hazards import SAVE_WINDOW
 from outsize.planner.program.program import FORWARD_KINDS, Kind, Op, Program
+from outsize.planner.program.stages import Choice, KeptBytes, bytes_of
 from outsize.planner.program.step_layout import WORKER, StepLayout
 
 COMPUTE = FORWARD_KINDS | {Kind.FORWARD_BACKWARD, Kind.BACKWARD}

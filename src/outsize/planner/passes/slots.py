@@ -31,10 +31,10 @@ from types import MappingProxyType
 
 from outsize.errors import ProgramError
 from outsize.planner.memory.activation_liveness import ActivationMeter
-from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.program import Kind, Op, Program, excerpt
 from outsize.planner.program.program_rules import Rules
 from outsize.planner.program.rules_home import BrokenRuleError
+from outsize.planner.program.stages import KeptBytes
 from outsize.planner.program.step_layout import StepLayout
 from outsize.units import format_bytes
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from outsize.planner.predict.expectation import PlannedStep, Simulated
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
-from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.stages import Choice
 from outsize.planner.search.offload_balance import phases
 from outsize.planner.search.partition import Pipeline
 from outsize.planner.search.sizing import PlanOptions

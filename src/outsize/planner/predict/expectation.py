@@ -14,8 +14,8 @@ from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.passes.step_parts import steps_from
-from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.program import Kind, Lane, Program
+from outsize.planner.program.stages import KeptBytes
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.comparison import Steps

@@ -11,8 +11,7 @@ from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
-from outsize.planner.program.activation_policy import Choice
-from outsize.planner.program.stages import Stages
+from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_layout import ARRIVALS
 from outsize.planner.search.step_plan import Plan, Table

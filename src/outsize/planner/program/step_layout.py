@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
-from outsize.planner.program.activation_policy import LEAVING_STAGES, Choice, Kept
 from outsize.planner.program.program import Op
-from outsize.planner.program.stages import Stages, rounds_in_turn
+from outsize.planner.program.stages import LEAVING_STAGES, Choice, Kept, Stages, rounds_in_turn
 
 # The only worker of a step that is not cut into stages.
 WORKER = 0

@@ -23,7 +23,7 @@ from math import inf
 
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.passes.slots import assign_slots
-from outsize.planner.program.activation_policy import OFFLOADED, Kept, bytes_of, merged
+from outsize.planner.program.stages import OFFLOADED, Kept, bytes_of, merged
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.recompute_policy import Raise, keep_order, most_kept
 from outsize.planner.simulate.costs import UnitTimes

@@ -9,8 +9,7 @@ held for the shortest time.
 from collections.abc import Callable, Sequence
 
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.program.activation_policy import ON_DEVICE, Choice, Extent, Kept, bytes_of, everywhere
-from outsize.planner.program.stages import Stages
+from outsize.planner.program.stages import ON_DEVICE, Choice, Extent, Kept, Stages, bytes_of, everywhere
 from outsize.planner.program.step_layout import StepLayout
 
 # Units and microbatches that are told apart one by one.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.program.activation_policy import Choice, everywhere
+from outsize.planner.program.stages import Choice, everywhere
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.microbatch_search import NEAR
 from outsize.planner.search.offload_balance import Phases, UnitRates, phases

@@ -16,8 +16,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.shares import largest_share, shares
 from outsize.planner.memory.memory_table import Tier
-from outsize.planner.program.activation_policy import Kept
-from outsize.planner.program.stages import Stages
+from outsize.planner.program.stages import Kept, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.residency import frozen_units, resident_order, spread, why_not_resident
@@ -65,7 +64,7 @@ class PlanOptions:
         cut: whether somebody else decides when the backward begins.
         into_inputs: whether gradients go through to the inputs of the model.
         transport: codecs on the link.
-        activations: what becomes of what backwards need of their forwards, see `planner.program.activation_policy`;
+        activations: what becomes of what backwards need of their forwards, see `planner.program.stages`;
             ``auto`` keeps on the
             device what has room when all else has, and offloads where that is known to be faster.
         rates: of a worker; several are needed for stages. None leaves what waits on the device.

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.program.activation_policy import KeptBytes
 from outsize.planner.program.hazards import SAVE_WINDOW
-from outsize.planner.program.stages import Span, Stages, slots_for
+from outsize.planner.program.stages import KeptBytes, Span, Stages, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_offload import Away, Way, kept_in_stages, on_its_way

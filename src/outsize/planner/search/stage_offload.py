@@ -12,17 +12,18 @@ from dataclasses import dataclass, field, replace
 
 from outsize.errors import ConfigError
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.program.activation_policy import (
+from outsize.planner.program.stages import (
     OFFLOADED,
     ON_DEVICE,
     Choice,
     Extent,
     Kept,
     KeptBytes,
+    Span,
+    Stages,
     bytes_of,
     merged,
 )
-from outsize.planner.program.stages import Span, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.recompute_policy import Raise, kept_at_the_turn, worthwhile_extents

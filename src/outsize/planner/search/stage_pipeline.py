@@ -3,8 +3,7 @@
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.program.activation_policy import bytes_of
-from outsize.planner.program.stages import Span
+from outsize.planner.program.stages import Span, bytes_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, usual_round_sizes
 from outsize.planner.search.sizing import PlanOptions

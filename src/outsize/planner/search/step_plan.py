@@ -33,8 +33,8 @@ from outsize.planner.memory.memory_table import (
 from outsize.planner.memory.traffic import Traffic, count_traffic
 from outsize.planner.passes.cycle import cycle_peak
 from outsize.planner.passes.step_parts import build_step, successive_steps
-from outsize.planner.program.activation_policy import Choice, Extent, Kept
 from outsize.planner.program.program import Program, render
+from outsize.planner.program.stages import Choice, Extent, Kept
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import Knobs, PlanOptions, Sizing
 from outsize.planner.search.smaller import what_to_try

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.program.activation_policy import Choice, Extent, Kept, bytes_of, everywhere, merged
+from outsize.planner.program.stages import Choice, Extent, Kept, bytes_of, everywhere, merged
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import balanced, phases
 from outsize.planner.search.recompute_policy import keep_order, most_kept

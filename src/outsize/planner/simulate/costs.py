@@ -18,8 +18,8 @@ from outsize.planner.memory.activation_liveness import NOTHING
 from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
 from outsize.planner.memory.traffic import OpBytes
-from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes
 from outsize.planner.program.program import Kind, Lane, Op
+from outsize.planner.program.stages import Choice, Extent, KeptBytes
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.program.table import ACTIVATIONS, ROWS, Price
 from outsize.planner.simulate.discrete import Cost

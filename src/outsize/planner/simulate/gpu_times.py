@@ -19,8 +19,8 @@ from math import hypot, inf
 
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import Workload
-from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op
+from outsize.planner.program.stages import Extent
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.pipeline import sums

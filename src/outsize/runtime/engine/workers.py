@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
-from outsize.planner.program.activation_policy import Extent
 from outsize.planner.program.program import Lane
+from outsize.planner.program.stages import Extent
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device import Device

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec import DTYPE_NAME, Codec
-from outsize.planner.program.activation_policy import Extent, Kept
 from outsize.planner.program.program import Kind, Lane, Op, Program, lane_of
+from outsize.planner.program.stages import Extent, Kept
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun

@@ -23,7 +23,7 @@ from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, worth_it
 from outsize.planner.predict.question import CodingRates
-from outsize.planner.program.activation_policy import Choice
+from outsize.planner.program.stages import Choice
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim

@@ -19,7 +19,7 @@ from outsize.group.group import Group, Pace
 from outsize.hardware.machine_spec import Machine
 from outsize.model.compiled import as_they_are
 from outsize.model.walk import Boundaries
-from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.crowding import scaled
 from outsize.runtime.device.allocator import ResidentLimit

@@ -15,7 +15,7 @@ from outsize.hardware.machine_spec import CUBLAS_BYTES, STREAM_BYTES
 from outsize.model.adapters import Adapters
 from outsize.model.split import Split
 from outsize.planner.memory.memory_table import Demand
-from outsize.planner.program.activation_policy import Choice, Extent, KeptBytes
+from outsize.planner.program.stages import Choice, Extent, KeptBytes
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import HEAP_WORKSPACES
 from outsize.runtime.ops.decoding import decoding_bytes

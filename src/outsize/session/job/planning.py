@@ -19,7 +19,7 @@ from outsize.planner.passes.slots import validate
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import decide, plan_within
 from outsize.planner.predict.question import CodingRatesOf, MicrobatchCost, Question, in_seconds, unmeasured
-from outsize.planner.program.activation_policy import Choice, Extent
+from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.search.microbatch_search import cuts_to_try
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.step_plan import Budgets, Plan, PlanOptions
