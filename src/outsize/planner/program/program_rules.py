@@ -22,7 +22,7 @@
 
 A step of several rounds obeys the same rules: gradients leave once the backwards of a round have run, and the next
 round sums on. So does one that is cut into stages, on the worker that runs the op. Where inputs and their gradients lie
-then is checked by `planner.program.rules_handover`.
+then is checked by `planner.program.rules_home`.
 
 Rules 5 and 6 are checked by `planner.program.rules_home`, rule 10 by `planner.program.rules_home`. Bytes are the
 business of
@@ -33,8 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from outsize.planner.program.program import Kind, Op, is_well_formed
-from outsize.planner.program.rules_handover import HandoverRules
-from outsize.planner.program.rules_home import HomeRules, require
+from outsize.planner.program.rules_home import HandoverRules, HomeRules, require
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.program.table import ACTIVATIONS, OpRow
 
