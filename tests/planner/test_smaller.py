@@ -3,8 +3,8 @@
 import pytest
 
 from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.search.microbatch_search import smaller_microbatches, smaller_states
 from outsize.planner.search.sizing import PlanOptions
-from outsize.planner.search.smaller import smaller_microbatches, smaller_states
 
 
 @pytest.mark.parametrize(

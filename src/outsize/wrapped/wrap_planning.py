@@ -17,7 +17,7 @@ from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.search.round_search import smaller_rounds
+from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
 from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.trial.calibrate import calibrate

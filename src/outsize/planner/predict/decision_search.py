@@ -26,14 +26,20 @@ from outsize.planner.memory.link_bytes import packed_bytes
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.question import MicrobatchCost, Question
-from outsize.planner.search.microbatch_search import NEAR, PER_GPU, cuts_to_try, may_shorten, search_cuts
+from outsize.planner.search.microbatch_search import (
+    NEAR,
+    PER_GPU,
+    cuts_to_try,
+    may_shorten,
+    rounds_to_try,
+    search_cuts,
+)
 from outsize.planner.search.plan_stages import (
     estimate_s,
     fits_stages,
     plan_stages,
     without_peers,
 )
-from outsize.planner.search.round_search import rounds_to_try
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
 

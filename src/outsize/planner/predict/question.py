@@ -13,8 +13,8 @@ from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.program.stages import Extent
+from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.offload_balance import UnitRates
-from outsize.planner.search.round_search import smaller_rounds
 from outsize.planner.search.sizing import PlanOptions, gradients_at_home
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes, step_pace

@@ -1,16 +1,28 @@
-"""Into how many microbatches a step is cut where nobody says: the numbers worth trying, and the search among them.
+"""Search microbatches and rounds for a step, and what to give up where no plan fits.
 
 One worker moves no more weights for more microbatches, and needs less memory with them; a large one is never slower to
 compute. Several workers hand microbatches on to each other: with few of them the filling and draining of stages shows.
 Compute is taken to be as fast on small microbatches as on large ones, which flatters the small ones. So a search goes
 from the largest microbatch that fits to smaller ones, which have to gain a percent. One that gains less ends nothing:
 what a forward may keep of half a microbatch grows by steps, and so does what that spares.
+
+A smaller round keeps more of what its backward needs, since less of it is there at once, and loads weights more often.
+So as long as loads are hidden the smallest round is the fastest, and once they are not, no round is faster than its
+loads.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from outsize.errors import InfeasiblePlanError
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.memory.memory_table import Demand
+from outsize.planner.program.stages import Choice, everywhere
+from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.offload_balance import Phases, UnitRates, phases
+from outsize.planner.search.sizing import PlanOptions
+from outsize.units import format_bytes
 
 # Sequences per microbatch that several workers try; one worker tries no more than the last, unless they are short.
 SIZES = (1, 2, 4, 8, 16)
@@ -103,3 +115,170 @@ def search_cuts(
     if best is None:
         raise min(failures, key=lambda error: sum(error.short_by.values()))
     return best
+
+
+def smaller_rounds(size: int) -> Iterator[int]:
+    """Yield how many microbatches smaller rounds than those of ``size`` take, the most first."""
+    while size > 1:
+        size = -(-size // 2)
+        yield size
+
+
+def rounds_to_try(
+    layout: StepLayout, demand: Demand, rates: UnitRates, sizes: Sequence[int]
+) -> Iterator[int]:
+    """Yield those of ``sizes`` whose rounds could take a percent less than those of ``layout``, the most first.
+
+    Args:
+        layout: of the largest rounds that fit.
+        demand: of a microbatch.
+        rates: of the worker.
+        sizes: microbatches of smaller rounds, the most first.
+    """
+    step_s = phases(layout, demand, rates).step_s
+    least = {size: _all_kept(layout, demand, rates, size) for size in sizes}
+    hidden = [size for size, lanes in least.items() if lanes.step_s <= lanes.forward_s + lanes.backward_s]
+    for size in sizes:
+        if least[size].step_s * NEAR < step_s and size <= min(hidden, default=size):
+            yield size
+
+
+def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -> Phases:
+    """Return what lanes take in rounds of ``size`` with room for everything on the device."""
+    kept = everywhere(Choice.KEEP, layout.keepable, layout.num_streamed, size)
+    tiles = (0,) * layout.num_units
+    roomy = replace(layout, round_microbatches=size, offload=frozenset(), kept=kept, ring=False, tiles=tiles)
+    return phases(roomy, demand, rates)
+
+
+SPLIT, BY_UNIT, INT8 = "optimizer.masters=split", "optimizer.clip=unit", "optimizer.state=int8"
+SPLIT24 = "optimizer.masters=split24"
+_FEWER_TOKENS = "fewer tokens per step"
+
+
+def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[str, PlanOptions]]:
+    """Yield settings, as a user writes them, and the options that they make; each takes less than those before.
+
+    Args:
+        options: as they are.
+        state: how a trained unit lies at home with them.
+    """
+    # A training loop of the user's own decides on these.
+    if options.cut:
+        return
+    keys: list[str] = []
+    options = replace(options, resident=0)
+    if state.dtype == "bf16" and not state.splits:
+        keys.append(SPLIT)
+        state = replace(state, masters="split")
+        yield _joined(keys), replace(options, state=state)
+    steps_at_once = options.nodes == 1 and not options.may_skip and options.transport.is_raw("gradients")
+    if state.gradients != "none" and steps_at_once:
+        keys += [BY_UNIT] if options.clip else []
+        state = replace(state, gradients="none")
+        # What has no gradients at home cannot sum them there from round to round.
+        unit_clip = options.clip or options.unit_clip
+        options = replace(options, clip=False, unit_clip=unit_clip, round_microbatches=None)
+        yield _joined(keys or [BY_UNIT]), replace(options, state=state)
+    if state.moments != "int8" and state.num_moments:
+        keys = [INT8, *keys]
+        state = replace(state, moments="int8")
+        yield _joined(keys), replace(options, state=state)
+    if state.dtype == "bf16" and state.masters != "split24":
+        keys = [*(key for key in keys if key == INT8), SPLIT24, *(k for k in keys if k == BY_UNIT)]
+        yield _joined(keys), replace(options, state=replace(state, masters="split24"))
+
+
+def without_products(state: StateLayout) -> str:
+    """Return what frees the room of Muon's products on a device, as a user writes it; empty without any."""
+    return "optimizer.ns_on=host, or " if state.products_on_device else ""
+
+
+def smaller_microbatches(options: PlanOptions, largest_kind: str | None) -> str:
+    """Return what makes a microbatch take less of the device, of what can still be done, as a user writes it.
+
+    Args:
+        options: as they are.
+        largest_kind: of the unit whose workspace is the most of it; None where something else is.
+    """
+    most = options.most_microbatches
+    ideas = []
+    if most is None or options.microbatches < most:
+        ideas.append(f"more microbatches than {options.microbatches}")
+    if largest_kind == "head" and not options.cut:
+        ideas.append("a smaller train.head_chunk_tokens")
+    if largest_kind == "block" and options.can_part:
+        ideas.append("train.mlp_parts=4")
+    if most is None or options.microbatches >= most:
+        ideas.append("shorter sequences")
+    return ", or ".join([", ".join(ideas[:-1]), ideas[-1]] if ideas[1:] else ideas)
+
+
+def _joined(keys: list[str]) -> str:
+    return " and ".join([", ".join(keys[:-1]), keys[-1]] if keys[1:] else keys)
+
+
+def _smaller_state(
+    options: PlanOptions,
+    state: StateLayout,
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
+    otherwise: str,
+) -> str:
+    """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
+    least = otherwise
+    for keys, other in smaller_states(options, state):
+        lacking = shortage(other)
+        if not lacking:
+            return f"{keys}, with which it fits"
+        if otherwise == _FEWER_TOKENS:  # which do without any of them
+            continue
+        if not shortage(replace(other, microbatches=1, round_microbatches=None)):
+            return f"{keys} with {_FEWER_TOKENS}"  # of one round, since no sums wait at home
+        least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
+    return least
+
+
+def what_to_try(
+    memory: Mapping[str, Mapping[str, int]],
+    short_by: Mapping[str, int],
+    options: PlanOptions,
+    state: StateLayout,
+    shortage: Callable[[PlanOptions], Mapping[str, int]],
+    largest_kind: str | None,
+) -> str:
+    """Return the message for the first tier that is short: what takes the most there, what to try first."""
+    tier = next(iter(short_by))
+    needed = sum(memory[tier].values())
+    largest = max(memory[tier], key=lambda name: memory[tier][name])
+    size = format_bytes(memory[tier][largest])
+    chosen = options.activations not in ("auto", "recompute")
+    if options.resident and not shortage(replace(options, resident=0)):
+        advice = "memory.resident=auto, which takes as many as fit"
+    elif chosen and not shortage(replace(options, activations="auto")):
+        advice = "memory.activations=auto, which keeps what has room"
+    elif tier == "device" and largest in ("activations", "workspace", "shared"):
+        advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
+    elif state.whole and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
+        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=adamw, which steps units piece by piece"
+    elif tier == "host" and options.home == "host":
+        room = needed - short_by[tier] > memory[tier].get("home", 0)
+        otherwise = (
+            "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
+        )
+        if room and not options.cut:
+            fits_one = not shortage(replace(options, microbatches=1, round_microbatches=None))
+            otherwise = _FEWER_TOKENS if fits_one else smaller_microbatches(options, None)
+        advice = _smaller_state(options, state, shortage, otherwise)
+    elif tier == "disk" and options.commits and largest == "home":
+        advice = (
+            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
+            "back to the last checkpoint after a crash"
+        )
+    else:
+        advice = f"a {tier} budget of {format_bytes(needed)}"
+    if tier == "device":
+        advice = without_products(state) + advice
+    return (
+        f"the smallest plan needs {format_bytes(needed)} on the {tier}, {size} of it for {largest}; "
+        f"first try {advice}"
+    )

@@ -36,8 +36,8 @@ from outsize.planner.passes.step_parts import build_step, successive_steps
 from outsize.planner.program.program import Program, render
 from outsize.planner.program.stages import Choice, Extent, Kept
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.microbatch_search import what_to_try
 from outsize.planner.search.sizing import Knobs, PlanOptions, Sizing
-from outsize.planner.search.smaller import what_to_try
 from outsize.planner.search.upgrades import as_asked, kept_for_the_host, spend
 from outsize.units import format_bytes
 
