@@ -16,7 +16,7 @@ from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Choice, Extent, Stages, cursor_after, spans_down, spans_up
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
-from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.stage_memory import num_handed_over
 from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Budgets, PlanOptions
 from outsize.planner.simulate.costs import UnitTimes

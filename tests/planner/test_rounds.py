@@ -13,7 +13,7 @@ from outsize.planner.predict.decision_search import decide, fits_at_all, planned
 from outsize.planner.predict.prediction import predict
 from outsize.planner.program.program import Kind
 from outsize.planner.search.microbatch_search import NEAR
-from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.stage_memory import num_handed_over
 from outsize.planner.search.step_plan import Budgets
 from outsize.planner.simulate.stalls import waits_by_cause
 from planner.questions import CONFIG, GIB, ask

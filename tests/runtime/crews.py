@@ -17,7 +17,7 @@ from outsize.planner.passes.slots import validate
 from outsize.planner.program.stages import OFFLOADED, Extent, Stages
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages
-from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.stage_memory import num_handed_over
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.device import Device, EmulatedDevice

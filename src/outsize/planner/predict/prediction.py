@@ -13,7 +13,7 @@ from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
 from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.stage_layout import ARRIVALS
+from outsize.planner.search.stage_memory import ARRIVALS
 from outsize.planner.search.step_plan import Plan, Table
 from outsize.planner.simulate.simulator import Simulation
 from outsize.planner.simulate.stalls import waits_by_cause

@@ -19,11 +19,17 @@ from outsize.planner.search.microbatch_search import PER_GPU, smaller_microbatch
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.residency import frozen_units, spread
 from outsize.planner.search.sizing import PlanOptions
-from outsize.planner.search.stage_layout import single_units, staged_layout
-from outsize.planner.search.stage_memory import StageMemory
+from outsize.planner.search.stage_memory import (
+    HostRoom,
+    StageMemory,
+    in_room,
+    rooms,
+    single_units,
+    staged_layout,
+    state_of,
+)
 from outsize.planner.search.stage_offload import Way, ways_of
 from outsize.planner.search.stage_pipeline import bottom_of, is_large, pipeline_of, round_sizes_of, way_of
-from outsize.planner.search.stage_room import HostRoom, in_room, rooms, state_of
 from outsize.planner.search.step_plan import Budgets, Plan
 from outsize.planner.search.upgrades import ENOUGH
 from outsize.units import format_bytes

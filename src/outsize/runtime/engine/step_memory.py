@@ -10,7 +10,7 @@ from torch import Tensor
 from outsize.optim.muon import Muon
 from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.program.stages import Extent
-from outsize.planner.search.stage_layout import num_handed_over
+from outsize.planner.search.stage_memory import num_handed_over
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
