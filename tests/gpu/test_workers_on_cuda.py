@@ -11,7 +11,7 @@ import pytest
 
 from devices import DEVICES, ON_ACCELERATOR, needs_accelerator
 from outsize.accelerators import Devices
-from outsize.runtime.device.peer_copies import can_copy
+from outsize.runtime.device.device_group import can_copy
 from outsize.training.verify import verify
 from support import make_model_dir, make_run
 

@@ -1,4 +1,4 @@
-"""Several devices as one: each worker's lanes run on its own, and a mark of one makes lanes of another wait.
+"""Several devices as one, and which of them copy to each other without host memory between.
 
 The lanes of worker 1 are called ``compute:w1``, ``up:w1`` and ``down:w1``; what leaves it for the memory of worker 2
 has ``peer:w1-w2``. Lanes of the machine (``host``, ``read``) belong to no device; they wait for marks on their threads.
@@ -7,11 +7,13 @@ has ``peer:w1-w2``. Lanes of the machine (``host``, ``read``) belong to no devic
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from outsize.accelerators import Devices
+from outsize.accelerators import Devices, vendor_of
 from outsize.planner.program.program import Lane, lane_named
 from outsize.runtime.device.device import Device, open_device
 from outsize.storage.ledger import Ledger
@@ -126,3 +128,30 @@ def open_workers(
             opened.append(device)
         stack.pop_all()
     return Workers(opened)
+
+
+# 1 MiB of numbers, enough to go over the wire that large copies take.
+_NUMBERS = 2**18
+
+
+def can_copy(source: Devices, target: Devices) -> bool:
+    """Return whether copies go from one device's memory to the other's, and arrive as they were sent.
+
+    The driver may promise it where an IOMMU or the mainboard then loses bytes, so a copy is tried. Copies between two
+    workers on one device stay in its memory.
+
+    Args:
+        source: an accelerator.
+        target: another of its kind.
+    """
+    return source == target or _arrives(source, target)
+
+
+@cache
+def _arrives(source: Devices, target: Devices) -> bool:
+    here, there, reaches = source.torch_device, target.torch_device, vendor_of(source.kind).reaches
+    one, other = source.index, target.index
+    if not (reaches(one, other) and reaches(other, one)):
+        return False
+    sent = torch.arange(_NUMBERS, dtype=torch.int32)
+    return torch.equal(sent.to(here).to(there).cpu(), sent)

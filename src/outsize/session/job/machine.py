@@ -27,7 +27,7 @@ from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, 
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.planner.memory.memory_table import Tier
-from outsize.runtime.device.peer_copies import can_copy
+from outsize.runtime.device.device_group import can_copy
 from outsize.session.job.job_options import AUTO
 from outsize.storage.zram import check_not_a_device
 from outsize.units import format_bytes
