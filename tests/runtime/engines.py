@@ -25,8 +25,7 @@ from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions,
 from outsize.runtime.device.device import open_device
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
-from outsize.runtime.engine.step_memory import open_rooms
-from outsize.runtime.engine.workers import Resources
+from outsize.runtime.engine.workers import Resources, open_rooms
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.runtime.ops.exchange_ops import Shared

@@ -33,8 +33,7 @@ from outsize.runtime.device.driver import DriverPinner, pinner_of
 from outsize.runtime.device.heap import trim
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.engine_settings import EngineSettings
-from outsize.runtime.engine.step_memory import open_rooms, open_scratch
-from outsize.runtime.engine.workers import Resources
+from outsize.runtime.engine.workers import Resources, open_rooms, open_scratch
 from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.link_codecs import packed_codec
