@@ -23,7 +23,7 @@ from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.device import Device, EmulatedDevice
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.engine.workers import Resources
 from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome

@@ -24,7 +24,7 @@ from outsize.planner.program.stages import Kept
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.runtime.device.device import open_device
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.engine.workers import Resources, open_rooms
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import Microbatch, StepContext

@@ -32,7 +32,7 @@ from outsize.runtime.device.device_group import open_workers, tier_of
 from outsize.runtime.device.driver import DriverPinner, pinner_of
 from outsize.runtime.device.heap import trim
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.engine.workers import Resources, open_rooms, open_scratch
 from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.exchange_ops import Shared

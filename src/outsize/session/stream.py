@@ -19,7 +19,7 @@ from outsize.optim.shares import home_granule
 from outsize.planner.memory.link_bytes import net_staging
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.engine.engine import StepHandle
-from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.exchange_ops import Shared

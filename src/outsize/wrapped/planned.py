@@ -30,7 +30,7 @@ from outsize.planner.program.stages import Extent, Kept
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.engine.engine_settings import EngineSettings
+from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.engine.workers import extent_bytes
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.context import slots_used

@@ -19,9 +19,15 @@ from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
-from outsize.runtime.engine.engine_settings import EngineSettings
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
-from outsize.runtime.engine.op_handlers import MovedByOp, handlers_of, lane_thread, run_on_worker, run_op
+from outsize.runtime.engine.op_handlers import (
+    EngineSettings,
+    MovedByOp,
+    handlers_of,
+    lane_thread,
+    run_on_worker,
+    run_op,
+)
 from outsize.runtime.engine.workers import Resources, links_of, make_crew, rule_on, take_step_memory
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps

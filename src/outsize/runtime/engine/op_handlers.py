@@ -1,24 +1,27 @@
-"""What runs the ops of a worker, and what surrounds the thread of a lane."""
+"""What runs the ops of a worker, and the settings that follow from neither model nor plan."""
 
 import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.program.program import COMPUTE_KINDS, Op, lane_named, lane_of
 from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
+from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import StoreOps
-from outsize.runtime.ops.commit_ops import CommitOps
+from outsize.runtime.ops.commit_ops import CommitOps, Describe
 from outsize.runtime.ops.compute_ops import ComputeOps
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.exchange_ops import ExchangeOps
-from outsize.runtime.ops.gradient_ops import GradientOps
+from outsize.runtime.ops.gradient_ops import GradientObserver, GradientOps
 from outsize.runtime.ops.handlers import HandlerTable, check_complete, handlers_in
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
@@ -27,6 +30,7 @@ from outsize.storage.disk_file import Tally
 
 if TYPE_CHECKING:
     from outsize.runtime.engine.workers import Worker
+
 
 # What crosses links in STEPs.
 PRODUCTS_WAYS = ("up:products", "down:products")
@@ -152,3 +156,38 @@ class MovedByOp:
             written = sum(tally.written_bytes for tally in self._tallies)
             found |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings of `runtime.engine.engine.Engine`.
+
+    Attributes:
+        optimizer: how a parameter steps.
+        max_grad_norm: global norm to clip to; infinity only takes the norm.
+        skip_nonfinite: skip steps that are not finite instead of raising.
+        chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        seed: of dropout and other randomness.
+        graph_in_forward: whether a forward makes a graph, see `Measured.graph_matters`.
+        effects: what units do besides returning tensors, see `Measured.effects`.
+        needed: how far recomputes have to go, see `Measured.needed`.
+        num_products: how many products backwards need, see `Measured.num_products`.
+        num_threads: compute threads of each lane that computes.
+        draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
+        observe_gradient: sees each gradient before it leaves the device.
+        describe: what a home that commits is told of each step.
+    """
+
+    optimizer: UpdateRule | WholeRule
+    max_grad_norm: float
+    skip_nonfinite: bool = False
+    chunk_tokens: int | None = None
+    seed: int = 0
+    graph_in_forward: bool = False
+    effects: SideEffects = field(default_factory=SideEffects)
+    needed: Mapping[int, Needed] = field(default_factory=dict)
+    num_products: Mapping[int, int] = field(default_factory=dict)
+    num_threads: int | None = None
+    draws_random: bool = True
+    observe_gradient: GradientObserver | None = None
+    describe: Describe = lambda _: {}

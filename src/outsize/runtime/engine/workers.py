@@ -43,7 +43,7 @@ from outsize.storage.pool import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 
 if TYPE_CHECKING:
-    from outsize.runtime.engine.engine_settings import EngineSettings
+    from outsize.runtime.engine.op_handlers import EngineSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
