@@ -42,7 +42,7 @@ from outsize.runtime.forward.boundary import (
 )
 from outsize.runtime.forward.head_loss import loss_of
 from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.outer_backward import OuterBackward
+from outsize.runtime.forward.outer_code import OuterBackward
 from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts

@@ -22,8 +22,7 @@ from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.boundary import Forward, Roots, box_of
 from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed, Storage
-from outsize.runtime.forward.outer_backward import OuterBackward
-from outsize.runtime.forward.outer_forward import OuterForward
+from outsize.runtime.forward.outer_code import OuterBackward, OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_visit import UnitVisit
