@@ -25,8 +25,7 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.engine.op_handlers import PRODUCTS_WAYS
-from outsize.runtime.forward.binding import Binder, GradientSums
-from outsize.runtime.forward.module_replicas import ModuleReplica, Originals, replicate
+from outsize.runtime.forward.binding import Binder, GradientSums, ModuleReplica, Originals, replicate
 from outsize.runtime.forward.outer_code import OuterForward
 from outsize.runtime.ops.activation_ops import ActivationOps, Below, count_fetches
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings, Stage

@@ -23,9 +23,8 @@ from outsize.compat.torch_private import buffers_of, made_at, parameters_of
 from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.runtime.device.device_group import Workers
-from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, weight_views
+from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, glue_places, weight_views
 from outsize.runtime.forward.boundary import box_of
-from outsize.runtime.forward.module_replicas import glue_places
 
 if TYPE_CHECKING:
     from outsize.runtime.forward.microbatch import MicrobatchRun
