@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
+from outsize.runtime.forward.unit_visit import Gradients, cut, hand_out, is_differentiable
 
 
 def test_what_is_handed_out_is_the_same_values_in_the_same_nesting():

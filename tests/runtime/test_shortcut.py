@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.runtime.forward.boundary import Roots, roots_of
 from outsize.runtime.forward.short_recompute import Shortcuts, Trial
 from outsize.runtime.forward.unit_facts import Needed
+from outsize.runtime.forward.unit_visit import Roots, roots_of
 from outsize.runtime.trial.live_bytes import LiveBytes
 
 WIDTH = 8

@@ -30,16 +30,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from outsize.compat.torch_private import num_nodes
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.forward.boundary import (
-    Forward,
-    Gate,
-    Gradients,
-    Roots,
-    cut,
-    hand_out,
-    is_differentiable,
-    roots_of,
-)
 from outsize.runtime.forward.head_loss import loss_of
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.outer_code import OuterBackward
@@ -47,7 +37,20 @@ from outsize.runtime.forward.saved_tensors import SavedTensors, storages_of
 from outsize.runtime.forward.selective_recompute import DivergedError, Selected
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_state import UnitState
-from outsize.runtime.forward.unit_visit import Returned, UnitVisit, versions_of, visit_of
+from outsize.runtime.forward.unit_visit import (
+    Forward,
+    Gate,
+    Gradients,
+    Returned,
+    Roots,
+    UnitVisit,
+    cut,
+    hand_out,
+    is_differentiable,
+    roots_of,
+    versions_of,
+    visit_of,
+)
 
 Reseed = Callable[[int, bool], None]
 Ambient = Callable[[], AbstractContextManager[Any]]

@@ -24,7 +24,7 @@ from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.runtime.device.device_group import Workers
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, glue_places, weight_views
-from outsize.runtime.forward.boundary import box_of
+from outsize.runtime.forward.unit_visit import box_of
 
 if TYPE_CHECKING:
     from outsize.runtime.forward.microbatch import MicrobatchRun

@@ -20,12 +20,11 @@ from torch.overrides import TorchFunctionMode
 from outsize.compat.torch_private import leaves_of, memory_key, storage_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
-from outsize.runtime.forward.boundary import Forward, Roots, box_of
 from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed, Storage
 from outsize.runtime.forward.outer_code import OuterBackward, OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
-from outsize.runtime.forward.unit_visit import UnitVisit
+from outsize.runtime.forward.unit_visit import Forward, Roots, UnitVisit, box_of
 
 # What asks a tensor for its form, or makes another view of it.
 _READ_NO_VALUE = {"__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "view_as"}

@@ -23,7 +23,7 @@ from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall, Walk
 from outsize.runtime.forward.binding import Binder
-from outsize.runtime.forward.boundary import Gradients, cut, hand_out, is_differentiable
+from outsize.runtime.forward.unit_visit import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.trial.calibrate import Discard
 from outsize.runtime.trial.live_bytes import without_trace
 from outsize.runtime.trial.trial_pass import signature

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from outsize.compat.torch_private import memory_key
 from outsize.model.walk import UnitCall
-from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.unit_state import UnitState, untouched
-from outsize.runtime.forward.unit_visit import UnitVisit, visit_of
+from outsize.runtime.forward.unit_visit import UnitVisit, is_differentiable, visit_of
 
 
 @dataclass(frozen=True, slots=True)

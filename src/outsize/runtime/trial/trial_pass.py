@@ -15,14 +15,13 @@ from outsize.model.products import Modes
 from outsize.model.split import Split
 from outsize.model.unit_lists import UnitChoice
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.forward.boundary import Gradients, hand_out, is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial
 from outsize.runtime.forward.unit_facts import SideEffects, UnitFlops
 from outsize.runtime.forward.unit_state import UnitState, untouched
-from outsize.runtime.forward.unit_visit import visit_of
+from outsize.runtime.forward.unit_visit import Gradients, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.compiled_trial import measure_compiled
 from outsize.runtime.trial.crossed_state import CrossedState

@@ -30,10 +30,10 @@ from outsize.model.walk import UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
-from outsize.runtime.forward.boundary import is_differentiable
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.forward.unit_visit import is_differentiable
 from outsize.runtime.trial.live_bytes import without_trace
 from outsize.runtime.trial.trial_pass import signature
 from outsize.runtime.trial.unit_trials import OneUnit, bind_trial_weights
