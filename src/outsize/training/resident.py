@@ -31,7 +31,7 @@ from outsize.optim.muon import Muon
 from outsize.optim.split_masters import join_master, split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, loss_of, shift_labels
-from outsize.runtime.forward.random_states import seed_generators
+from outsize.runtime.forward.short_recompute import seed_generators
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.fill import Decoded
 from outsize.session.job.job_options import clip_of, may_skip

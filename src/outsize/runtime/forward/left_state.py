@@ -11,7 +11,7 @@ from torch import nn
 
 from outsize.compat.torch_private import buffers_of, forward_hooks_of
 from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.random_states import random_states, set_random_states
+from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_state import UnitState
 
 

@@ -1,4 +1,4 @@
-"""A recompute that ends where the backward's needs end: what follows is not computed, only its graph is made.
+"""Recompute only what a backward needs, with the random numbers of the forward.
 
 A block ends in a product, say, of its MLP and in a sum with what it received. The backward of both needs what went into
 them, not what comes out, and nobody looks at the output of a recompute. For the blocks of today's language models that
@@ -18,17 +18,20 @@ The story of one recompute:
 6. What an MLP in parts makes (`model.tiled_mlp`) is left out as one operation, whatever is in it.
 """
 
+import random
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from outsize.accelerators import is_accelerator, module_of
 from outsize.compat import torch_private
 from outsize.compat.torch_private import OperationMode, forward_hooks_of, has_hooks_of_all, operations
 from outsize.model.tiled_mlp import Call
@@ -290,3 +293,70 @@ def _forms(values: Any) -> Any:
     return torch_private.map_only(
         Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), values
     )
+
+
+class States(NamedTuple):
+    """States of the random generators; None for absent ones."""
+
+    cpu: Tensor
+    device: Tensor | None
+    python: Any
+    numpy: Any
+
+
+def random_states(device: torch.device) -> States:
+    """Return where the generators are."""
+    of_device = module_of(device).get_rng_state(device) if is_accelerator(device) else None
+    numpy = sys.modules.get("numpy")
+    return States(
+        torch.get_rng_state(),
+        of_device,
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def set_random_states(device: torch.device, states: States) -> None:
+    """Have the generators go on from ``states``."""
+    torch.set_rng_state(states.cpu)
+    if states.device is not None:
+        module_of(device).set_rng_state(states.device, device)
+    random.setstate(states.python)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators from which code of a model draws on ``device``.
+
+    Args:
+        device: that is computed on.
+        seed: below 2**63.
+    """
+    torch.default_generator.manual_seed(seed)
+    if is_accelerator(device):
+        with module_of(device).device(device):
+            module_of(device).manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+class Drawing:
+    """Lets pieces of a forward draw where the generators are, and a piece that runs again what it drew at first.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: dict[tuple[int, bool], States] = {}
+
+    def __call__(self, unit: int, glue: bool) -> None:
+        """Called before each piece: a unit, or the code before it."""
+        if (unit, glue) in self._states:
+            set_random_states(self._device, self._states[unit, glue])
+        else:
+            self._states[unit, glue] = random_states(self._device)

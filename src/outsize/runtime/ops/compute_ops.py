@@ -21,9 +21,8 @@ from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_al
 from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.outer_code import OuterForward
-from outsize.runtime.forward.random_states import Drawing, seed_generators
 from outsize.runtime.forward.selective_recompute import Selected
-from outsize.runtime.forward.short_recompute import Shortcuts, is_watched
+from outsize.runtime.forward.short_recompute import Drawing, Shortcuts, is_watched, seed_generators
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.forward.unit_state import UnitState
