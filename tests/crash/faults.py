@@ -30,8 +30,7 @@ from crash.operations import APPLICABLE, CLEAN_UPS, LANE, Fault, Key, Operation,
 from outsize import files
 from outsize.planner.program.program import Op
 from outsize.runtime.engine import engine
-from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.handlers import HandlerTable
+from outsize.runtime.ops.context import HandlerTable, StepContext
 
 __all__ = ["APPLICABLE", "LANE", "Fault", "Key", "Layer", "Operation", "faults_of", "layered"]
 

@@ -17,7 +17,7 @@ what                       reads in a row
 traffic, liveness          what it ``carries``, and by its lane from where to where
 `simulate.costs`           ``price``: how its seconds and bytes are found; nothing is free unless its row says so
 `simulate.stalls`          the same: what a worker that waits for it is said to wait for
-the runtime                the verb: the method that is marked with it, see `runtime.ops.handlers`
+the runtime                the verb: the method that is marked with it, see `runtime.ops.context`
 ``docs/programs.md``       ``text``, ``lane`` and ``meaning``; a test compares them
 =========================  ============================================================================================
 

@@ -19,10 +19,9 @@ from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.commit_ops import CommitOps, Describe
 from outsize.runtime.ops.compute_ops import ComputeOps
-from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.context import HandlerTable, StepContext, check_complete, handlers_in
 from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientObserver, GradientOps
-from outsize.runtime.ops.handlers import HandlerTable, check_complete, handlers_in
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.runtime.ops.resident_ops import ResidentOps

@@ -33,8 +33,7 @@ from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.forward.staged_run import StagedRun
-from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.handlers import handles
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.storage.scratch import Scratch
 
 

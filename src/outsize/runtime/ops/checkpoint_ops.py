@@ -17,8 +17,8 @@ from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split_masters import join_master
 from outsize.planner.program.program import Kind, Op
+from outsize.runtime.ops.context import handles
 from outsize.runtime.ops.gather_state import Collector
-from outsize.runtime.ops.handlers import handles
 from outsize.storage.home import Home
 from outsize.storage.home_layout import HomeLayout
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outsize.planner.program.program import Kind, Op
-from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.handlers import handles
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.storage.home import Home
 
 Describe = Callable[[StepContext], Mapping[str, Any]]

@@ -26,8 +26,7 @@ from outsize.runtime.forward.short_recompute import Drawing, Shortcuts, is_watch
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.forward.unit_state import UnitState
-from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
-from outsize.runtime.ops.handlers import Naming, handles
+from outsize.runtime.ops.context import Microbatch, Naming, StepContext, handles, slots_used
 from outsize.runtime.ops.load_ops import WeightOps
 
 

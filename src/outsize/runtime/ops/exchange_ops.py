@@ -36,8 +36,7 @@ from outsize.planner.memory.link_bytes import NetStaging
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.handlers import handles
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.link_codecs import EncodedWeights, gaps
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.runtime.ops.wire_codec import GradientWire, Residuals, seed_of_piece

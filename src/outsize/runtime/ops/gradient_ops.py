@@ -16,8 +16,7 @@ from outsize.planner.program.program import Kind, Op, Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views
-from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.handlers import handles
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.link_codecs import GradientCarrier
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.storage.arena import Arena

@@ -12,9 +12,8 @@ from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
-from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.decoding import Decoding
-from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.link_codecs import EncodedWeights, bring_up
 from outsize.storage.home import Home
 

@@ -20,8 +20,7 @@ from outsize.optim.planes import StatePlanes, UpdateRule, WholeRule
 from outsize.optim.step import step_state, step_whole
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.driver import Moved
-from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.handlers import handles
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.link_codecs import EncodedWeights
 from outsize.runtime.ops.product_ops import DeviceProducts
 from outsize.storage.home import Home

@@ -5,9 +5,8 @@ done here: the sums are closed, a step or a unit that is not finite goes no furt
 """
 
 from outsize.planner.program.program import Kind, Op
-from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.gradient_ops import GradientOps
-from outsize.runtime.ops.handlers import handles
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 
 
