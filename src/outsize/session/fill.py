@@ -14,7 +14,7 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, ModelSpec
 from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split_masters import split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.decoding import decode, encode
+from outsize.runtime.ops.link_codecs import decode, encode
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE

@@ -17,7 +17,7 @@ from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.decoding import decode, encode
+from outsize.runtime.ops.link_codecs import decode, encode
 from outsize.session.fill import errors_of
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home

@@ -13,8 +13,7 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext, handles
-from outsize.runtime.ops.decoding import Decoding
-from outsize.runtime.ops.link_codecs import EncodedWeights, bring_up
+from outsize.runtime.ops.link_codecs import Decoding, EncodedWeights, bring_up
 from outsize.storage.home import Home
 
 

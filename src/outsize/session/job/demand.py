@@ -18,7 +18,7 @@ from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.stages import Choice, Extent, KeptBytes
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import HEAP_WORKSPACES
-from outsize.runtime.ops.decoding import decoding_bytes
+from outsize.runtime.ops.link_codecs import decoding_bytes
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
 from outsize.storage.pool import DEFAULT_THREADS
