@@ -4,7 +4,7 @@ Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) steps a ma
 orthogonal, by iterations of Newton and Schulz in bf16. These multiply whole matrices, so parameters step whole, one
 after the other. The operations are those of torch's ``_single_tensor_muon``, in its order; what they make goes into
 the memory of the gradient, which nothing reads any more, and into one scratch. The first of these operations rounds to
-bf16, so that somebody else who has the matrix in bf16 can do the rest: `outsize.runtime.ops.product_ops`.
+bf16, so that somebody else who has the matrix in bf16 can do the rest: `outsize.runtime.ops.optimizer_ops`.
 """
 
 import math

@@ -23,8 +23,7 @@ from outsize.runtime.ops.context import HandlerTable, StepContext, check_complet
 from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientObserver, GradientOps
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.runtime.ops.resident_ops import ResidentOps
+from outsize.runtime.ops.optimizer_ops import OptimizerOps, ResidentOps
 from outsize.storage.disk_file import Tally
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, count_times_home
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
-from outsize.runtime.ops.product_ops import DeviceProducts
+from outsize.runtime.ops.optimizer_ops import DeviceProducts, OptimizerOps, StepMemory
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.ledger import Ledger

@@ -1,9 +1,22 @@
-"""STEP, and READ and WRITE of tiles: the optimizer, in place in host memory or through a ring of tile buffers.
+"""STEP, UPDATE, and READ and WRITE of tiles: the optimizer on the host, on disk and on the device.
 
 Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
 Where gradients do not wait at home, a GRAD of the tile fills its gradient in as well, see
 `outsize.runtime.ops.gradient_ops`;
 over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
+
+All else of a STEP stays on the host. The story of a matrix, on the thread of the STEP:
+
+1. It is rounded to bf16 into the scratch in host memory, which is pinned where the device copies from it.
+2. Copies and products are enqueued on a stream of their own, so that the units that compute meanwhile do not wait for
+   them, and they not for units: the device shares itself among both.
+3. The thread waits for the mark behind the copy down. Then the scratch is the host's again, and the room on the device
+   that of the next matrix.
+
+Units are dealt out among several devices, one after the other, so a unit is always with the same one.
+
+The arithmetic is that of a STEP, over planes which a home lends out on the device. What a GRAD does beside its copy is
+done here: the sums are closed, a step or a unit that is not finite goes no further, and observers see the gradient.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,17 +27,59 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
-from outsize.optim.muon import Muon
+from outsize.optim.muon import Muon, newton_schulz
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.optim.planes import StatePlanes, UpdateRule, WholeRule
 from outsize.optim.step import step_state, step_whole
 from outsize.planner.program.program import Kind, Op
+from outsize.runtime.device.device import Device
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.ops.context import StepContext, handles
+from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.link_codecs import EncodedWeights
-from outsize.runtime.ops.product_ops import DeviceProducts
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
+
+LANE = "products"
+
+
+class DeviceProducts:
+    """Makes matrices orthogonal on devices, see `outsize.optim.muon.Products`.
+
+    Args:
+        devices: of all workers.
+        room_bytes: of each of the two rooms that it takes on each of them, as `StateLayout.products_room` says.
+
+    Attributes:
+        moved: what has gone up, and come down again as much.
+    """
+
+    def __init__(self, devices: Sequence[Device], room_bytes: int) -> None:
+        self.moved = Moved()
+        self._devices = tuple(devices)
+        self._rooms = [
+            [device.allocate(room_bytes, "products of Muon").view(torch.bfloat16) for _ in range(2)]
+            for device in devices
+        ]
+
+    def __call__(self, update: Tensor, scratch: Tensor, iterations: int, unit: int) -> Tensor:
+        """See `outsize.optim.muon.orthogonal`; what is returned lies in the memory of ``scratch``."""
+        number = unit % len(self._devices)
+        device, rooms, numel = self._devices[number], self._rooms[number], update.numel()
+        staged = scratch.view(-1).view(torch.bfloat16)[:numel].view(update.shape).copy_(update)
+        with device.behind(LANE):
+            device.copy(rooms[0][:numel].view(update.shape), staged)
+            found = newton_schulz(rooms, update.shape, iterations)
+            # A transposed copy would be made of pieces, or by way of more memory: what comes down lies as it is there.
+            tall = not found.is_contiguous()
+            found = found.T if tall else found
+            back = staged.view(found.shape)
+            device.copy(back, found)
+            mark = device.record(LANE)
+        if mark is not None:
+            device.wait("", mark)
+        self.moved = self.moved.and_then(back.nbytes, back.nbytes)
+        return back.T if tall else back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,3 +320,28 @@ class OptimizerOps:
 def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:
     touched = context.touched[unit.index]
     return {tensor.name for position, tensor in enumerate(unit.tensors) if position not in touched}
+
+
+class ResidentOps:
+    """Steps the resident units of a worker.
+
+    Args:
+        gradients: of the worker.
+        optimizer: of all units.
+    """
+
+    def __init__(self, gradients: GradientOps, optimizer: OptimizerOps) -> None:
+        self._gradients = gradients
+        self._optimizer = optimizer
+
+    @handles(Kind.UPDATE)
+    def update(self, op: Op, context: StepContext) -> None:
+        """UPDATE: step a unit by the gradient in its accumulator.
+
+        Raises:
+            NonFiniteError: no norm is waited for, and the loss or the gradient is not finite.
+        """
+        assert op.unit is not None
+        gradient = self._gradients.take(op.unit, context)
+        if not context.skipped:
+            self._optimizer.update(op.unit, gradient, context)
