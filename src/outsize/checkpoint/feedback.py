@@ -28,7 +28,7 @@ from outsize.errors import CheckpointError
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.shares import shares
 from outsize.runtime.ops.checkpoint_ops import UnitAtRest
-from outsize.runtime.ops.wire_codec import Residuals
+from outsize.runtime.ops.exchange_ops import Residuals
 from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 

@@ -21,8 +21,7 @@ from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHT
 from outsize.optim.shares import shares
 from outsize.optim.split_masters import join_master
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.exchange_ops import Shared
-from outsize.runtime.ops.wire_codec import Residuals
+from outsize.runtime.ops.exchange_ops import Residuals, Shared
 from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
