@@ -31,8 +31,7 @@ from outsize.runtime.engine.op_handlers import (
 from outsize.runtime.engine.workers import Resources, links_of, make_crew, rule_on, take_step_memory
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps
-from outsize.runtime.ops.checkpoint_ops import Sink, StoreOps
-from outsize.runtime.ops.commit_ops import CommitOps
+from outsize.runtime.ops.checkpoint_ops import CommitOps, Sink, StoreOps
 from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of

@@ -16,8 +16,7 @@ from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.ops.activation_ops import ActivationOps
-from outsize.runtime.ops.checkpoint_ops import StoreOps
-from outsize.runtime.ops.commit_ops import CommitOps, Describe
+from outsize.runtime.ops.checkpoint_ops import CommitOps, Describe, StoreOps
 from outsize.runtime.ops.compute_ops import ComputeOps
 from outsize.runtime.ops.context import HandlerTable, StepContext, check_complete, handlers_in
 from outsize.runtime.ops.exchange_ops import ExchangeOps

@@ -1,12 +1,12 @@
-"""STORE: hands a unit to whoever keeps checkpoints, as it lies at home between two steps.
+"""STORE and COMMIT: hand a unit to a checkpoint, and make the state of a step the one to return to.
 
 The hazards of the program hold the unit's next STEP back until its STORE is done, so nothing is copied first: planes of
 a host home are lent out whole, those of a disk home pass through one small buffer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split_masters import join_master
 from outsize.planner.program.program import Kind, Op
-from outsize.runtime.ops.context import handles
+from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.gather_state import Collector
 from outsize.storage.home import Home
 from outsize.storage.home_layout import HomeLayout
@@ -194,3 +194,25 @@ class StoreOps:
             start, end = end, end + self._items(unit, plane, size) * extent.dtype.itemsize
             parts[plane] = buffer[start:end].view(extent.dtype)
         return parts, size
+
+
+Describe = Callable[[StepContext], Mapping[str, Any]]
+"""What the run says of itself after a step, JSON; called once per step, in order, when all of its ops are done."""
+
+
+class CommitOps:
+    """Commits steps.
+
+    Args:
+        home: where the state rests; one that does not commit gets no COMMIT from the planner.
+        describe: what a commit record says of the run.
+    """
+
+    def __init__(self, home: Home, describe: Describe) -> None:
+        self._home = home
+        self._describe = describe
+
+    @handles(Kind.COMMIT)
+    def commit(self, op: Op, context: StepContext) -> None:
+        """COMMIT: the step of ``context``, skipped or not."""
+        self._home.commit(self._describe(context))
