@@ -1,25 +1,39 @@
-"""What a microbatch needs in device memory: measured on one unit of each kind, at a short length, and scaled.
+"""Measure or count what a microbatch needs in device memory, at short lengths, scaled.
 
 Weights do not matter to sizes, so every unit is bound to one plane of small random numbers, as large as the largest
 unit. Blocks of the same class and shapes that are called alike are run once; the others pass on tensors of that form.
 Three short lengths are run, and `extrapolate` goes on from there.
+
+The model is that of a run, split as a run splits it, and passed through as `TrialPass` passes through it; so bytes are
+those that a run measures. The operations of each distinct unit are counted by PyTorch's own table of FLOPs. What
+depends on values (which kernels a graph picks, what the loss makes of logits) is taken to be as in most models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from outsize.compat.torch_private import (
+    fake_tensors,
+    form_grouped_product,
+    memory_key,
+    parameters_of,
+    watching,
+)
 from outsize.errors import ModelError, OutsizeError
 from outsize.model.split import Split
-from outsize.runtime.forward.binding import Binder
+from outsize.model.walk import Boundaries, UnitCall, Walk
+from outsize.runtime.forward.binding import Binder, weight_planes, weight_views
 from outsize.runtime.forward.microbatch import Ambient
+from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.extrapolate import trial_lengths
-from outsize.runtime.trial.live_bytes import without_trace
-from outsize.runtime.trial.measured import Measured, scale
+from outsize.runtime.trial.live_bytes import LiveBytes, without_trace
+from outsize.runtime.trial.measured import Measured, Row, scale
 from outsize.runtime.trial.trial_pass import TrialPass
 from outsize.runtime.trial.unit_trials import bind_trial_weights
 
@@ -98,3 +112,111 @@ def _calibrate(
     finally:
         binder.close()
     return scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
+
+
+def count(
+    parts: Split,
+    make_inputs: Callable[[int, int], Mapping[str, Any]],
+    *,
+    seq_len: int,
+    chunk_tokens: int,
+    shifted: bool = True,
+) -> tuple[tuple[int, ...], list[Row]]:
+    """Count what a model takes; no weights exist, and nothing is computed.
+
+    Args:
+        parts: the model, its parameters on meta.
+        make_inputs: ``(num_sequences, seq_len) → inputs`` with labels.
+        seq_len: tokens of the sequences that are asked about.
+        chunk_tokens: tokens per chunk of the loss, where that is the cross-entropy of the head's own output.
+        shifted: whether the loss is of the next token.
+
+    Returns:
+        The lengths of sequences that were run, and what each pass noted.
+
+    Raises:
+        ModelError: the model does not call its units once each, in order, or does what only real values allow.
+    """
+    lengths = trial_lengths(seq_len, 2)
+    rows = []
+    # Ids, positions and masks are real, as models look at their values; within units they have a form only.
+    formed = fake_tensors(allow_real=True)
+    memory, former = _bind(parts, formed)
+    try:
+        with Boundaries(parts.modules) as boundaries:
+            for length in lengths:
+                inputs = make_inputs(1, length)
+                one = _CountedPass(parts, boundaries.forwards, inputs, chunk_tokens, formed, shifted)
+                rows.append(one.run(memory.untyped_storage()))
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(parts.model).__name__} cannot be counted without its weights: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}; `outsize train --dry-run` measures the model itself"
+        ) from error
+    finally:
+        for module, name, parameter in former:
+            parameters_of(module)[name] = parameter
+    return lengths, rows
+
+
+def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str, Any]]]:
+    """Give every unit weights that are views of one memory; returns it, and the parameters that were there."""
+    dtype, drop = parts.spec.dtype, Discard()
+    former = []
+    with formed:
+        memory = torch.empty(max(unit.weight_bytes(dtype) for unit in parts.spec.units), dtype=torch.uint8)
+    for unit in parts.spec.units:
+        with formed:
+            views = weight_views(unit, weight_planes(unit, dtype, memory))
+        for position, (tensor, view) in enumerate(zip(unit.all_tensors, views, strict=True)):
+            parameter = nn.Parameter(view, requires_grad=tensor.trainable)
+            if tensor.trainable:
+                parameter.register_post_accumulate_grad_hook(drop.hook(unit.index, position))  # type: ignore[no-untyped-call]
+            for module, name in parts.owners[tensor.name]:
+                former.append((module, name, parameters_of(module)[name]))
+                parameters_of(module)[name] = parameter
+    return memory, former
+
+
+class _CountedPass(TrialPass):
+    """A forward over units whose tensors have no values."""
+
+    def __init__(
+        self,
+        parts: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        inputs: Mapping[str, Any],
+        chunk_tokens: int,
+        formed: Any,
+        shifted: bool,
+    ) -> None:
+        super().__init__(parts, forwards, inputs, chunk_tokens)
+        self._formed = formed
+        self._shifted = shifted
+
+    def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
+        with self._formed, watching(form_grouped_product):
+            return super()._unit(unit, call, live)
+
+    def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
+        with self._formed, live, watching(form_grouped_product):
+            super()._last(unit, call, walk, live)
+
+    def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
+        """Only what a call tells: there are no values to compare."""
+        return UnitEffects(objects=bool(outline_of((call.args, tuple(call.kwargs.values())))[1].places))
+
+    def _is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        return True
+
+    def _note_random(self, before: Tensor) -> None:
+        self._row.random = True
+
+    def _note_loss(self, made: Any, output: Any) -> None:
+        """A loss is that of the head's own output where the model returns that output as its logits."""
+        logits = getattr(output, "logits", None)
+        if isinstance(made, Tensor) and isinstance(logits, Tensor):
+            self._row.plain = self._shifted and memory_key(made) == memory_key(logits)
+        self._row.shifted = self._shifted

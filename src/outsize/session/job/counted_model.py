@@ -12,7 +12,7 @@ from outsize.model.liger import save_as_liger
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.model.tiled_mlp import can_take_in_parts, take_in_parts
 from outsize.model.unit_lists import ALL_LISTS, UnitChoice
-from outsize.runtime.trial.counted import count
+from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts
 from outsize.runtime.trial.trial_pass import in_turn
 from outsize.session.job.known_models import Described
