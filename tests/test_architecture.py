@@ -358,7 +358,7 @@ TORCH_FREE = [
     "optim/optimizer_spec.py",
     "runtime/forward/unit_facts.py",
     "runtime/trial/counts.py",
-    "runtime/trial/extrapolate.py",
+    "runtime/trial/measured.py",
     "runtime/trial/measured.py",
     "session/job/known_models.py",
     "user_cache.py",

@@ -9,7 +9,7 @@ import zoo
 from outsize.model.build import build_skeleton
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.runtime.trial import extrapolate
+from outsize.runtime.trial import measured
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
 from outsize.runtime.trial.trial_pass import UnitOrderError
@@ -65,7 +65,7 @@ def test_long_sequences_are_extrapolated_from_short_ones(name: str, monkeypatch:
     """Never to less than it is, nor much more: what does not grow with the length (gradients) counts as if it did."""
     model = skeleton(name, max_position_embeddings=1024, n_positions=1024)
     scaled = measure(model, seq_len=700)
-    monkeypatch.setattr(extrapolate, "SHORT_LENGTHS", (700,))
+    monkeypatch.setattr(measured, "SHORT_LENGTHS", (700,))
     direct = measure(model, seq_len=700)
     assert scaled.boundary_bytes == direct.boundary_bytes
     for ours, theirs in zip(scaled.backward_bytes, direct.backward_bytes, strict=True):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.runtime.trial.extrapolate import extrapolate
+from outsize.runtime.trial.measured import extrapolate
 
 LENGTHS = (64, 128, 256)
 coefficients = st.integers(0, 10_000)

@@ -31,9 +31,8 @@ from outsize.runtime.forward.binding import Binder, weight_planes, weight_views
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.trial.effects_trial import UnitEffects
-from outsize.runtime.trial.extrapolate import trial_lengths
 from outsize.runtime.trial.live_bytes import LiveBytes, without_trace
-from outsize.runtime.trial.measured import Measured, Row, scale
+from outsize.runtime.trial.measured import Measured, Row, scale, trial_lengths
 from outsize.runtime.trial.trial_pass import TrialPass
 from outsize.runtime.trial.unit_trials import bind_trial_weights
 

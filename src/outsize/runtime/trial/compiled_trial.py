@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outsize.compat import torch_private
 from outsize.compat.torch_private import allocations, memory_key
-from outsize.runtime.trial.extrapolate import Trace
+from outsize.runtime.trial.measured import Trace
 
 T = TypeVar("T")
 

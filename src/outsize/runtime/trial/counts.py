@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from outsize.model.sizes.model_spec import ModelSpec, Workload
-from outsize.runtime.trial.extrapolate import Trace
-from outsize.runtime.trial.measured import Kept, Measured, Row, scale
+from outsize.runtime.trial.measured import Kept, Measured, Row, Trace, scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,8 @@ from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.compiled_trial import measure_compiled
 from outsize.runtime.trial.crossed_state import CrossedState
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
-from outsize.runtime.trial.extrapolate import Trace
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
-from outsize.runtime.trial.measured import Kept, Row
+from outsize.runtime.trial.measured import Kept, Row, Trace
 from outsize.runtime.trial.unit_trials import OuterUses, is_plain, is_shifted, units_that_share
 
 T = TypeVar("T")

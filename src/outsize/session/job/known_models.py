@@ -14,7 +14,7 @@ from typing import Any
 from outsize import user_cache
 from outsize.config import Config
 from outsize.runtime.trial.counts import Counts, dump, parse
-from outsize.runtime.trial.extrapolate import trial_lengths
+from outsize.runtime.trial.measured import trial_lengths
 
 _KIND = "counts"
 # Folders of what decides a count.
