@@ -14,7 +14,7 @@ from outsize.optim.factors import factor_shape, factored
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
-from outsize.optim.torch_rule import ElementRule, rule_of_class
+from outsize.optim.torch_class import ElementRule, rule_of_class
 from outsize.optim.torch_trial import torch_class
 
 # Each with whether pieces of a parameter step as the whole does.

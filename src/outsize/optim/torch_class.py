@@ -1,4 +1,4 @@
-"""Optimizers that are classes of ``torch.optim``, or of packages that keep to its ways, stepping tensor by tensor.
+"""Step by classes of ``torch.optim``, tensor by tensor or on planes at home.
 
 What it keeps of a parameter lies in planes of a home, see `outsize.optim.torch_trial`. For an update it is handed to an
 object of the class as its ``state``, and what comes out is put back where that is another tensor.
@@ -19,6 +19,7 @@ from outsize.errors import ConfigError
 from outsize.optim.factors import Factor
 from outsize.optim.optimizer_names import OWN
 from outsize.optim.optimizer_spec import STATE
+from outsize.optim.planes import StatePlanes, Update, WholeParameter
 
 Optimizer = torch.optim.Optimizer
 # What a learning rate is until that of a step is set.
@@ -213,3 +214,71 @@ class Stepper:
         self._one.param_groups[0]["params"] = [parameter]
         self._one.state = defaultdict(dict, {parameter: state})
         return self._one
+
+
+class ElementRule:
+    """A class of torch whose update looks at elements one by one, see `outsize.optim.planes.UpdateRule`.
+
+    Args:
+        about: the class.
+        weight_decay: as the class has it.
+    """
+
+    def __init__(self, about: TorchClass, weight_decay: float) -> None:
+        self._stepper = Stepper(about, weight_decay)
+        self.num_moments = len(about.entries)
+
+    def update(
+        self, update: Update, master: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], *, exact: bool
+    ) -> None:
+        """Update in place, see `outsize.optim.planes.UpdateRule`."""
+        self._stepper.step(master, gradient, moments, update.count, update.lr, update.decay)
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return an object of the class, see `outsize.optim.planes.UpdateRule`."""
+        return self._stepper.resident(groups, lr)
+
+    def step_native(self, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
+        """Leave all to `update`."""
+        return 0
+
+
+class ParameterRule:
+    """A class of torch that steps whole parameters, see `outsize.optim.planes.WholeRule`.
+
+    Args:
+        about: the class.
+        weight_decay: as the class has it.
+    """
+
+    def __init__(self, about: TorchClass, weight_decay: float) -> None:
+        self._about = about
+        self._stepper = Stepper(about, weight_decay)
+        self.factors: tuple[Factor, ...] = tuple(
+            dict.fromkeys(entry.factor for entry in about.entries if entry.factor is not None)
+        )
+
+    def step_parameter(self, parameter: WholeParameter, update: Update) -> None:
+        """Step a parameter, see `outsize.optim.planes.WholeRule`."""
+        master, gradient = parameter.master(), parameter.gradient()
+        if update.clip != 1.0:
+            gradient.mul_(update.clip)
+        kept = [self._kept(parameter, entry) for entry in self._about.entries]
+        self._stepper.step(master, gradient, kept, update.count, update.lr, update.decay)
+        parameter.put_back(master, update.key)
+
+    def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+        """Return an object of the class, see `outsize.optim.planes.WholeRule`."""
+        return self._stepper.resident(groups, lr)
+
+    def _kept(self, parameter: WholeParameter, entry: Entry) -> Tensor | None:
+        flat = parameter.flat(STATE + entry.key, entry.factor)
+        if flat is None:
+            return None
+        shape = parameter.tensor.shape if entry.factor is None else parameter.factors[entry.factor].shape
+        return flat.view(shape)
+
+
+def rule_of_class(about: TorchClass, weight_decay: float) -> ElementRule | ParameterRule:
+    """Return how parameters step by a class."""
+    return (ElementRule if about.by_element else ParameterRule)(about.with_decay(weight_decay), weight_decay)

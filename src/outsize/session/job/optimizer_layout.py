@@ -15,7 +15,7 @@ from outsize.optim.adamw import agrees_with_torch
 from outsize.optim.optimizer_names import named
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.planes import UpdateRule, WholeRule
-from outsize.optim.torch_rule import rule_of_class
+from outsize.optim.torch_class import rule_of_class
 from outsize.optim.torch_trial import torch_class
 from outsize.planner.search.sizing import gradients_at_home
 from outsize.session.job.job_options import clip_of, may_skip, named_transport, state_layout
