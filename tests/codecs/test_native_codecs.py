@@ -10,8 +10,8 @@ from outsize import native
 from outsize.codecs import blockwise_native, nf4_native, window_numpy
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
+from outsize.codecs.window import decode_window, encode_window, join_halves, split_halves
 from outsize.codecs.window_layout import BLOCK_ELEMENTS
-from outsize.codecs.window_native import decode_window, encode_window, join_halves, split_halves
 from outsize.testing.device_contract import encode, normal
 from threads import num_threads
 from words import LAYOUTS, near
