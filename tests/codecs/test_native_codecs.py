@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize import native
-from outsize.codecs import blockwise_native, nf4_native, window_numpy
+from outsize.codecs import blockwise_native, nf4_native, window_layout
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.window import decode_window, encode_window, join_halves, split_halves
@@ -85,7 +85,7 @@ def test_blockwise_bytes_are_those_of_torch_for_whatever_there_is(name, dtype, n
 
 def assert_like_numpy(layout, words):
     want, got = np.zeros(2 * words.size, np.uint8), np.full(2 * words.size + 8, 77, np.uint8)
-    size = window_numpy.encode_window(layout, words, want)
+    size = window_layout.encode_window(layout, words, want)
     assert encode_window(layout, words, got[:-8]) == size
     assert got[:size].tobytes() == want[:size].tobytes()
     assert (got[-8:] == 77).all()
@@ -127,7 +127,7 @@ def test_halves_of_words():
 def test_what_lies_at_an_odd_address_is_left_to_numpy():
     words = near(3000)
     want = np.zeros(2 * words.size, np.uint8)
-    size = window_numpy.encode_window(LAYOUTS[0], words, want)
+    size = window_layout.encode_window(LAYOUTS[0], words, want)
     odd = np.zeros(2 * words.size + 1, np.uint8)[1:]
     assert encode_window(LAYOUTS[0], words, odd) == size
     assert odd[:size].tobytes() == want[:size].tobytes()

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.codecs.window import decode_window_torch
-from outsize.codecs.window_layout import BLOCK_ELEMENTS, MANTISSA_BITS, WindowLayout, WindowSections
-from outsize.codecs.window_numpy import decode_window, encode_window
+from outsize.codecs.window_layout import (
+    BLOCK_ELEMENTS,
+    MANTISSA_BITS,
+    WindowLayout,
+    WindowSections,
+    decode_window,
+    encode_window,
+)
 from outsize.errors import CodecError
 from outsize.testing import CodecContract
 from outsize.testing.device_contract import encode, normal

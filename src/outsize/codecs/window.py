@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs import window_numpy
+from outsize.codecs import window_layout
 from outsize.codecs.codec import Codec, host_bytes
 from outsize.codecs.codec_spec import CodecSpec
 from outsize.codecs.window_layout import (
@@ -29,8 +29,8 @@ from outsize.codecs.window_layout import (
     SPAN_ELEMENTS,
     WindowLayout,
     WindowSections,
+    Words,
 )
-from outsize.codecs.window_numpy import Words
 from outsize.errors import CodecError
 
 
@@ -123,7 +123,7 @@ class _Sections(ctypes.Structure):
 def encode_window(layout: WindowLayout, source: Words, into: NDArray[np.uint8]) -> int:
     """Encode ``source`` [n] into ``into`` [2 n] and return the bytes written."""
     if not _serve(source, into):
-        return window_numpy.encode_window(layout, source, into)
+        return window_layout.encode_window(layout, source, into)
     num_bytes = ctypes.c_int64()
     native.call(
         "window_encode",
@@ -148,7 +148,7 @@ def decode_window(layout: WindowLayout, encoded: NDArray[np.uint8], into: Words)
         places = ctypes.byref(_layout(layout)), ctypes.byref(_sections(layout, into.size))
         if native.call("window_decode", *places, *arguments) == 0:
             return
-    window_numpy.decode_window(layout, encoded, into)
+    window_layout.decode_window(layout, encoded, into)
 
 
 def split_halves(source: NDArray[np.uint32], lower: Words) -> Words:
