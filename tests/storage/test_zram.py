@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from outsize.errors import StorageError
-from outsize.storage.zram import Zram, check_not_a_device, zram_below
+from outsize.storage.directory import Zram, check_not_a_device, zram_below
 
 MIB = 2**20
 

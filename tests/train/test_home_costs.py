@@ -5,7 +5,7 @@ import pytest
 
 from outsize.checkpoint import home_file as module
 from outsize.errors import StorageError
-from outsize.storage.zram import Zram
+from outsize.storage.directory import Zram
 
 ZRAM = Zram(
     name="zram0",

@@ -29,7 +29,7 @@ from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.planner.memory.memory_table import Tier
 from outsize.runtime.device.device_group import can_copy
 from outsize.session.job.job_options import AUTO
-from outsize.storage.zram import check_not_a_device
+from outsize.storage.directory import check_not_a_device
 from outsize.units import format_bytes
 
 # Where the device's memory is RAM it shares it with the host tier.
