@@ -1,6 +1,6 @@
 """A home on disk that commits: the state of the last commit is whole whatever happens, and is checked on reading.
 
-1. What a step writes goes beside what is committed (`outsize.storage.granules`); what is read is the newest.
+1. What a step writes goes beside what is committed (`outsize.storage.record`); what is read is the newest.
 2. `commit` makes all of it durable, then writes a record that says where it lies, then makes that durable. Until the
    record is, the one before holds, and everything that it speaks of is untouched.
 3. Only behind a commit may the next step write: it overwrites the state before the last commit. The planner's program
@@ -24,13 +24,20 @@ from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record_bytes
 from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
-from outsize.storage.granules import DamagedError, Granules
 from outsize.storage.home import DiskHome, Home
 from outsize.storage.home_layout import HomeLayout, Planes, made_of
 from outsize.storage.layout_digest import is_laid_out, layout_digest, made_for
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
-from outsize.storage.record import NUM_SLOTS, CommitRecord, newest_record, pack, whole_records
+from outsize.storage.record import (
+    NUM_SLOTS,
+    CommitRecord,
+    DamagedError,
+    Granules,
+    newest_record,
+    pack,
+    whole_records,
+)
 from outsize.units import align_up
 
 
