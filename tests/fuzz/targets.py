@@ -41,7 +41,7 @@ from outsize.reporting.html_page import make_page, page_data
 from outsize.session.run_state import checked
 from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
-from outsize.storage.layout_digest import layout_digest
+from outsize.storage.home_layout import layout_digest
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
 from outsize.training.run_dir import config_of

@@ -16,7 +16,7 @@ from outsize.config.load import parse_config
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import ModelSpec, PartKind, pack_part, pack_unit
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.storage.layout_digest import is_laid_out, layout_digest
+from outsize.storage.home_layout import is_laid_out, layout_digest
 from outsize.training.run import train
 
 HOMES = Path(__file__).parent / "homes"

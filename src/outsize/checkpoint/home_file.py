@@ -25,7 +25,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import find_record, find_records
 from outsize.storage.directory import zram_below
-from outsize.storage.layout_digest import is_laid_out
+from outsize.storage.home_layout import is_laid_out
 from outsize.storage.prealloc import sync_directory
 from outsize.storage.record import CommitRecord, has_commit
 from outsize.units import format_bytes

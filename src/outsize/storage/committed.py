@@ -25,8 +25,7 @@ from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record
 from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.home import DiskHome, Home
-from outsize.storage.home_layout import HomeLayout, Planes, made_of
-from outsize.storage.layout_digest import is_laid_out, layout_digest, made_for
+from outsize.storage.home_layout import HomeLayout, Planes, is_laid_out, layout_digest, made_for, made_of
 from outsize.storage.pool import IOPool
 from outsize.storage.prealloc import sync_directory
 from outsize.storage.record import (

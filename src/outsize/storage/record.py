@@ -52,7 +52,7 @@ class CommitRecord:
         sequence: number of the commit, from 1; they go to slots 0 and 1 in turn.
         state: what the run says of itself, JSON.
         granule_elements: elements that a checksum covers.
-        layout: digest of what lies where, see `outsize.storage.layout_digest`.
+        layout: digest of what lies where, see `outsize.storage.home_layout`.
         sides: the side, 0 or 1, of each granule, uint8 [granules].
         checksums: of that side, uint64 [granules].
     """

@@ -44,7 +44,7 @@ from outsize.session.decide.rates import measure_exchange
 from outsize.session.job.machine import CPU_DEVICE_SHARE, available_ram_bytes
 from outsize.session.job.prepare import Job
 from outsize.storage.directory import needed_directory
-from outsize.storage.layout_digest import layout_digest
+from outsize.storage.home_layout import layout_digest
 from outsize.streamed.spec import devices_of
 from outsize.training.run_dir import choose_run_dir
 from outsize.units import format_rate

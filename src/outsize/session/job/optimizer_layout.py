@@ -20,7 +20,7 @@ from outsize.optim.torch_trial import torch_class
 from outsize.planner.search.sizing import gradients_at_home
 from outsize.session.job.job_options import clip_of, may_skip, named_transport, state_layout
 from outsize.storage.committed import find_record
-from outsize.storage.layout_digest import is_laid_out
+from outsize.storage.home_layout import is_laid_out
 from outsize.streamed.spec import RunSpec
 
 
