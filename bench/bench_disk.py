@@ -23,9 +23,9 @@ from common import Spread, Usage, finish, machine, print_table
 
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout, planes_for
-from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
 from outsize.storage.home import DiskHome
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 
 MIB = 2**20

@@ -38,7 +38,7 @@ from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 from outsize.optim.planes import StatePlanes
 from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 
 RULE, LR, STEP = PlaneAdamW(weight_decay=0.1), 1e-4, 5
 ITEMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}

@@ -34,7 +34,7 @@ from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
 from outsize.probing.compute import measure_matmul
 from outsize.probing.effort import FULL
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 
 VOCABULARY = 128_256
 READ_BYTES, HANDED_BYTES = 4, 16

@@ -18,7 +18,7 @@ from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.context import Microbatch, StepContext
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 from outsize.storage.scratch import HostScratch
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")

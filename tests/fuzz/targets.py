@@ -39,9 +39,9 @@ from outsize.planner.program.step_layout import StepLayout
 from outsize.reporting.collect import collect
 from outsize.reporting.html_page import make_page, page_data
 from outsize.session.run_state import checked
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import layout_digest
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
 from outsize.training.run_dir import config_of

@@ -25,8 +25,8 @@ from outsize.runtime.device.device_group import Workers
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.engine.workers import Resources
-from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
+from outsize.storage.ledger import Arena
 from outsize.storage.scratch import HostScratch
 from reference import Trace
 from runtime.engines import Rig, contexts

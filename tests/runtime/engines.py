@@ -29,10 +29,9 @@ from outsize.runtime.engine.workers import Resources, open_rooms
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.runtime.ops.exchange_ops import Shared
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import HostScratch
 from reference import Trace, num_targets

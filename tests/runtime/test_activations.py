@@ -9,7 +9,7 @@ from outsize.planner.program.stages import Choice, Extent
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.saved_tensors import storages_of
 from outsize.runtime.ops.activation_ops import ActivationOps
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch
 

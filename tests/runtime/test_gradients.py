@@ -13,8 +13,8 @@ from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.binding import GradientSums, tensor_views
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings
-from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 
 SPEC = ModelSpec(

@@ -11,8 +11,8 @@ from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
-from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.testing import same_bits
 

@@ -12,9 +12,9 @@ from outsize.optim.optimizer_spec import EXP_AVG, MASTER, WEIGHTS, planes_for
 from outsize.planner.memory.memory_table import store_buffer_bytes
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern, same_bits
 

@@ -5,8 +5,8 @@ from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.ops.load_ops import WeightOps, typed_plane
-from outsize.storage.arena import Arena
 from outsize.storage.home import DiskHome, HostHome
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern, same_bits, small_model
 

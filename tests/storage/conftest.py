@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 
 

@@ -11,8 +11,7 @@ import torch
 from outsize.accelerators import VENDORS, Devices
 from outsize.errors import BudgetExceededError, StorageError
 from outsize.runtime.device.driver import DriverPinner, pinner_of
-from outsize.storage.arena import MOST_REFUSALS, Arena
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import MOST_REFUSALS, Arena, Ledger
 
 
 class FakePinner:

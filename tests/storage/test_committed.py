@@ -22,10 +22,9 @@ from outsize.model.sizes.model_spec import (
 from outsize.optim.optimizer_spec import GRADIENT, StateLayout, commit_record_bytes, planes_for
 from outsize.optim.shares import committed_bytes
 from outsize.storage import record as record_module
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import ITEM_DTYPE
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.pool import IOPool
 from outsize.testing import pattern, same_bits, small_model
 

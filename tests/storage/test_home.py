@@ -5,10 +5,9 @@ import torch
 
 from outsize.errors import BudgetExceededError
 from outsize.optim.optimizer_spec import planes_for
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.testing import HOME_CONTRACT, pattern, same_bits, small_model
 
 

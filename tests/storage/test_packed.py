@@ -9,9 +9,9 @@ from outsize.codecs.codec import open_codec
 from outsize.codecs.transport import PIECE_ALIGN, PIECE_ELEMENTS, room_bytes
 from outsize.errors import StorageError
 from outsize.optim.optimizer_spec import planes_for
-from outsize.storage.arena import Arena
 from outsize.storage.encoded_planes import EncodedRoom, PackedPlane
 from outsize.storage.home import HostHome
+from outsize.storage.ledger import Arena
 from outsize.testing import HOME_CONTRACT, same_bits, small_model
 from outsize.testing.device_contract import normal
 

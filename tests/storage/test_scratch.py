@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from outsize.errors import StorageError
-from outsize.storage.arena import Arena
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.scratch import DiskScratch, HostScratch
 from outsize.testing import SCRATCH_CONTRACT
 

@@ -16,8 +16,8 @@ from outsize.errors import ExecutionError, StorageError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
 from outsize.session.job.machine import home_file
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.training.records import StepRecord
 from outsize.training.run import train

@@ -13,8 +13,8 @@ from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position, state_of
 from outsize.session.steps import LossScale
 from outsize.session.stream import StreamedTrainer
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome, find_records
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 from outsize.streamed.spec import RunSpec
 from outsize.testing.group_contract import ThreadWorld, in_ranks

@@ -40,8 +40,8 @@ from outsize.session.fill import FILL_ELEMENTS, MasterWriter
 from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
 from outsize.session.steps import LossScale, schedule_of
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.storage.ledger import Arena
 from outsize.units import align_up
 
 Stored = Mapping[str, StoredTensor]

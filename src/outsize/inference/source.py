@@ -13,9 +13,8 @@ from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.storage.arena import Arena, Pinner
 from outsize.storage.home import Home
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger, Pinner
 from outsize.units import align_up
 
 # Rows that are read from disk together: a few MiB keep its queue full.

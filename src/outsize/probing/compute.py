@@ -39,8 +39,8 @@ from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.engine.executor import Executor
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
-from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
+from outsize.storage.ledger import Arena
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIDES: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)

@@ -28,9 +28,9 @@ from outsize.errors import OutsizeError, StorageError
 from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.machine_file import DataRates, DepthRates, DiskRates, ProbedCodec
 from outsize.probing.effort import Effort
-from outsize.storage.arena import Arena
 from outsize.storage.directory import temporary_directory
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile
+from outsize.storage.ledger import Arena
 from outsize.storage.pool import IOPool
 
 _PIECE_CHARS = 20_000

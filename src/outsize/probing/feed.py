@@ -25,7 +25,7 @@ from outsize.hardware.cgroup import Measurement, explain
 from outsize.hardware.streaming import FeedRates, Way
 from outsize.probing.effort import Effort
 from outsize.runtime.device.driver import pinner_of
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 
 _WAYS: tuple[Way, ...] = ("demand-paged", "waited for", "two buffers", "four buffers")
 _COLUMNS = 1024

@@ -28,7 +28,7 @@ from outsize.probing.effort import Effort, sample
 from outsize.probing.link import why_pageable
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.driver import pinner_of
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 from outsize.units import format_bytes
 
 _SCALAR = 3.0  # of STREAM's triad

@@ -33,7 +33,7 @@ from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.device import EmulatedDevice
 from outsize.runtime.device.driver import pinner_of
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 
 SMALLEST_BYTES = 2**10
 # Short copies are timed together until they take this long, or are so many.

@@ -33,8 +33,8 @@ from outsize.hardware.topology import PeerLink, kind_by_rate, kind_by_topology
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.driver import pinner_of
-from outsize.storage.arena import Arena
 from outsize.storage.directory import temporary_directory
+from outsize.storage.ledger import Arena
 from outsize.units import format_bytes
 
 _NUM_COPIES = 4

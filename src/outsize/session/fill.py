@@ -15,9 +15,9 @@ from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHT
 from outsize.optim.split_masters import split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.link_codecs import decode, encode
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
+from outsize.storage.ledger import Arena
 
 _KEPT = (WEIGHTS, MASTER, MASTER_LOW, MASTER_TIES)
 

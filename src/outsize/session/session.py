@@ -38,11 +38,10 @@ from outsize.runtime.forward.binding import buffers_on
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.link_codecs import packed_codec
 from outsize.session.job.machine import RunMachine
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, Home, HostHome
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import CommitRecord
 

@@ -31,10 +31,9 @@ from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position, Standing, position_in, state_of
 from outsize.session.session import Session, Store
 from outsize.session.steps import LossScale, Measure, StepOutcome, microbatches_of, schedule_of
-from outsize.storage.arena import Arena
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import Home
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.record import CommitRecord
 
 

@@ -317,7 +317,7 @@ def _bytes_of(buffer: Tensor, offset: int, num_bytes: int) -> memoryview:
     if (address | offset | length) % SECTOR_BYTES:
         raise ValueError(
             f"direct I/O needs multiples of {SECTOR_BYTES}: address {address:#x}, offset {offset},"
-            f" length {length}; take the buffer from outsize.storage.arena"
+            f" length {length}; take the buffer from outsize.storage.ledger"
         )
     if offset < 0 or offset + length > num_bytes:
         raise ValueError(f"bytes {offset}..{offset + length} lie outside the file of {num_bytes}")

@@ -26,11 +26,10 @@ from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.transport import room_bytes
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.optim.optimizer_spec import WEIGHTS
-from outsize.storage.arena import Arena
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Tally, Transfers
 from outsize.storage.encoded_planes import PackedPlane
 from outsize.storage.home_layout import HomeLayout, Planes
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.record import CommitRecord
 
@@ -285,7 +284,7 @@ class HostHome(Home):
 class DiskHome(Home):
     """A home in one preallocated file of aligned extents.
 
-    Tensors must lie at addresses that are multiples of 4096, as those of `outsize.storage.arena` do.
+    Tensors must lie at addresses that are multiples of 4096, as those of `outsize.storage.ledger` do.
 
     Args:
         model: the units.

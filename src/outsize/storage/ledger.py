@@ -1,13 +1,31 @@
-"""The ledger: who holds how many bytes of which tier, and the promise that no tier exceeds its budget."""
+"""Host memory: the ledger of budgets for every tier, and pinned memory of exact size.
 
+PyTorch's own pinned allocator rounds every request up to a power of two, up to twice the bytes asked for.
+Here each request is an anonymous private mapping of its own, of whole pages. The kernel gives a page when it
+is first written, so memory that is taken and never used costs nothing but its reservation. Direct I/O and DMA
+both take such addresses.
+
+Whole 2 MiB stretches of a request are huge pages where the kernel has them. A disk request into small pages
+is cut up wherever two of them are not neighbours in physical memory, which halves the rate of direct I/O; so
+small buffers that the disk uses are best taken together, with `Arena.take_all`.
+"""
+
+import logging
+import mmap
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from outsize.errors import BudgetExceededError
-from outsize.units import format_bytes
+import torch
+from torch import Tensor
+
+from outsize.errors import BudgetExceededError, StorageError
+from outsize.units import align_up, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,3 +157,197 @@ class Ledger:
             f"{what} asks for {format_bytes(num_bytes)} of tier {tier!r}, which holds"
             f" {format_bytes(self._used[tier])} of {format_bytes(budget)}:{table or ' nothing'}"
         )
+
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 * 2**20
+# A driver that has refused so often is asked no more: each question touches the pages and takes time.
+MOST_REFUSALS = 3
+
+_log = logging.getLogger(__name__)
+
+
+class Pinner(Protocol):
+    """What makes host memory fit for DMA."""
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Pin the pages of a range.
+
+        Raises:
+            OSError: the driver refuses; the range is as it was.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin` of the range that starts at ``address``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaStatistics:
+    """What an arena holds.
+
+    Attributes:
+        num_bytes: bytes taken, whole pages.
+        pinned_bytes: of these, pinned.
+        pageable_bytes: that should be pinned and are not.
+        num_pageable_fallbacks: requests for them.
+    """
+
+    num_bytes: int
+    pinned_bytes: int
+    pageable_bytes: int
+    num_pageable_fallbacks: int
+
+
+class Arena:
+    """Hands out page-aligned host memory as tensors and takes all of it back at once.
+
+    Where pinning fails (WSL2, containers and some drivers pin part of RAM only) the memory is handed out pageable;
+    the first time is logged, all are counted, after a few nobody is asked any more, and it costs speed only.
+
+    Args:
+        ledger: where the bytes are reserved; None reserves nothing.
+        tier: the tier that they are reserved in.
+        pinner: what pins each piece, e.g. `DriverPinner`; None leaves memory pageable.
+
+    Attributes:
+        ledger: as given.
+    """
+
+    def __init__(
+        self, *, ledger: Ledger | None = None, tier: str = "host", pinner: Pinner | None = None
+    ) -> None:
+        self.ledger = ledger
+        self._tier = tier
+        self._pinner = pinner
+        self._mappings: list[mmap.mmap] = []
+        self._num_bytes = 0
+        self._pinned: dict[int, int] = {}
+        self._reservations: list[Reservation] = []
+        self._num_fallbacks = self._pageable_bytes = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        weakref.finalize(self, _unpin, pinner, self._pinned).atexit = False
+
+    def take(self, num_bytes: int, what: str) -> Tensor:
+        """Return ``num_bytes`` zero bytes as a uint8 tensor whose address is a multiple of 4096.
+
+        Args:
+            num_bytes: size of the tensor; the reservation is rounded up to whole pages.
+            what: who needs it, for the ledger's table.
+
+        Raises:
+            BudgetExceededError: the tier has too little left.
+            StorageError: the kernel gives no address space.
+            ValueError: a negative size, or the arena is closed.
+        """
+        if num_bytes < 0:
+            raise ValueError(f"cannot take {num_bytes} bytes for {what}")
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        size = align_up(num_bytes, PAGE_BYTES)
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{what} asks a closed arena for memory")
+            reservation = self.ledger.reserve(self._tier, what, size) if self.ledger else None
+            try:
+                mapping, offset = _map(size, what)
+            except BaseException:
+                if reservation:
+                    reservation.release()
+                raise
+            if reservation:
+                self._reservations.append(reservation)
+            self._mappings.append(mapping)
+            self._num_bytes += size
+            tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
+            self._pin(tensor.data_ptr(), size, what)
+        return tensor
+
+    def take_all(self, sizes: Sequence[int], what: str) -> list[Tensor]:
+        """Return tensors of ``sizes`` bytes, aligned as by `take`, out of one piece; errors as in `take`."""
+        starts = [0, *accumulate(align_up(size, PAGE_BYTES) for size in sizes)]
+        memory = self.take(starts[-1], what)
+        return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    def _pin(self, address: int, num_bytes: int, what: str) -> None:
+        if self._pinner is None:
+            return
+        if self._num_fallbacks >= MOST_REFUSALS:
+            self._refused(num_bytes)
+            return
+        try:
+            self._pinner.pin(address, num_bytes)
+        except OSError as error:
+            self._refused(num_bytes)
+            if self._num_fallbacks == 1:
+                told = "%s (%s) stays pageable, copies to the GPU will be slower: %s"
+                _log.warning(told, what, format_bytes(num_bytes), error)
+        else:
+            self._pinned[address] = num_bytes
+
+    def _refused(self, num_bytes: int) -> None:
+        self._num_fallbacks += 1
+        self._pageable_bytes += num_bytes
+
+    def statistics(self) -> ArenaStatistics:
+        """Return what is held now."""
+        with self._lock:
+            return ArenaStatistics(
+                num_bytes=self._num_bytes,
+                pinned_bytes=sum(self._pinned.values()),
+                pageable_bytes=self._pageable_bytes,
+                num_pageable_fallbacks=self._num_fallbacks,
+            )
+
+    def close(self) -> None:
+        """Unpin everything and give the pages back to the kernel; a second call does nothing.
+
+        Tensors that are still alive stay valid addresses and read as zeros: each range is unmapped when its
+        last tensor goes. Nothing may be in flight to or from the memory.
+        """
+        with self._lock:
+            self._closed = True
+            _unpin(self._pinner, self._pinned)
+            for mapping in self._mappings:
+                # Not mapping.close(): torch.frombuffer holds the object but not its buffer, so closing would
+                # pull the memory from under live tensors.
+                mapping.madvise(mmap.MADV_DONTNEED)
+            for reservation in self._reservations:
+                reservation.release()
+            self._mappings.clear()
+            self._num_bytes = 0
+            self._reservations.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _unpin(pinner: Pinner | None, pinned: dict[int, int]) -> None:
+    for address in pinned:
+        assert pinner is not None
+        pinner.unpin(address)
+    pinned.clear()
+
+
+def _map(num_bytes: int, what: str) -> tuple[mmap.mmap, int]:
+    """Map private memory that child processes do not inherit; return it and where the piece starts."""
+    slack = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else 0  # address space only, never touched
+    try:
+        mapping = mmap.mmap(-1, num_bytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise StorageError(
+            f"no host memory for {what} ({format_bytes(num_bytes)}): {error}; lower the host budget"
+        ) from error
+    # A fork would make every page copy-on-write: the next step would copy the whole home in this process.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    if not slack:
+        return mapping, 0
+    address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+    offset = -address % HUGE_PAGE_BYTES
+    with suppress(OSError):  # a kernel without huge pages
+        # Only whole huge pages of this piece: the last one must not make more memory resident than was taken.
+        mapping.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return mapping, offset

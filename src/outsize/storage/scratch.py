@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BudgetExceededError
-from outsize.storage.arena import Arena
 from outsize.storage.disk_file import SECTOR_BYTES, DirectFile, Tally
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.pool import IOPool
 from outsize.units import align_up, format_bytes
 

@@ -25,8 +25,7 @@ from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.errors import BudgetExceededError, CodecError
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.runtime.device.device import Device
-from outsize.storage.arena import Arena
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 
 
 def small_model(dtype: str = "bf16") -> ModelSpec:

@@ -49,8 +49,8 @@ from outsize.runtime.ops.checkpoint_ops import StoreOps, UnitAtRest
 from outsize.session.fill import fill
 from outsize.session.job.prepare import Job
 from outsize.session.steps import LossScale
-from outsize.storage.arena import Arena
 from outsize.storage.home import HostHome
+from outsize.storage.ledger import Arena
 
 if TYPE_CHECKING:
     from torch.distributed import GradBucket  # type: ignore[attr-defined]

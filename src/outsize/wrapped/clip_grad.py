@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from outsize.errors import NonFiniteError
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.step import clip_coefficient, gradient_norms
-from outsize.storage.arena import Arena
+from outsize.storage.ledger import Arena
 from outsize.wrapped.module import iterate_parameters, runner_of
 from outsize.wrapped.runner import Runner
 

@@ -19,9 +19,9 @@ from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.link_codecs import decode, encode
 from outsize.session.fill import errors_of
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
+from outsize.storage.ledger import Arena
 from outsize.units import align_up
 from outsize.wrapped.at_home.at_rest import AtRest, Place
 from outsize.wrapped.at_home.handed_out import HandedOut

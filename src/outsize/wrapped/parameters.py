@@ -21,8 +21,8 @@ from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.storage.ledger import Arena
 from outsize.wrapped.at_home.at_rest import AtRest, Place
 from outsize.wrapped.at_home.handed_out import HandedGradient, alone
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_at_home, weakly

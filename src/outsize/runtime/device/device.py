@@ -22,8 +22,7 @@ from outsize.errors import ExecutionError
 from outsize.planner.program.program import lane_named
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.driver import last_calls
-from outsize.storage.arena import Arena
-from outsize.storage.ledger import Ledger, Reservation
+from outsize.storage.ledger import Arena, Ledger, Reservation
 from outsize.units import format_bytes
 
 

@@ -34,9 +34,8 @@ from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, coun
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import DeviceProducts, OptimizerOps, StepMemory
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.pool import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 

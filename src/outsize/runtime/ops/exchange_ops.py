@@ -39,8 +39,8 @@ from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.link_codecs import EncodedWeights, gaps
 from outsize.runtime.ops.load_ops import typed_plane
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.storage.ledger import Arena
 
 # Primes above the units of a model, the ranks of a run and the chunks of a share: every piece has chances of its own.
 _SEEDS_OF_A_STEP, _SEEDS_OF_A_UNIT, _SEEDS_OF_A_RANK = 1_000_000_007, 10_000_019, 10_007

@@ -22,9 +22,9 @@ from outsize.optim.shares import shares
 from outsize.optim.split_masters import join_master
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.exchange_ops import Residuals, Shared
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
+from outsize.storage.ledger import Arena
 
 STORE_CHANNEL = "store"
 _DONE = -1

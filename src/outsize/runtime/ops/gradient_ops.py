@@ -19,8 +19,8 @@ from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_vi
 from outsize.runtime.ops.context import StepContext, handles
 from outsize.runtime.ops.link_codecs import GradientCarrier
 from outsize.runtime.ops.load_ops import typed_plane
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.storage.ledger import Arena
 
 # Gradients are rounded in pieces of 1 MiB, of which a copy is made.
 PIECE_ELEMENTS = 2**18

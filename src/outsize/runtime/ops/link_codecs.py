@@ -27,8 +27,8 @@ from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.runtime.device.device import Device
 from outsize.runtime.ops.context import StepContext
-from outsize.storage.arena import Arena
 from outsize.storage.home import Home
+from outsize.storage.ledger import Arena
 from outsize.units import align_up
 
 # Primes above the units of a model and the pieces of a unit: every piece of every step has a seed of its own.
