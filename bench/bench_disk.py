@@ -26,7 +26,7 @@ from outsize.optim.optimizer_spec import StateLayout, planes_for
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
 from outsize.storage.home import DiskHome
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 
 MIB = 2**20
 REQUEST_SIZES = [256 * 1024 * 2**power for power in range(6)]

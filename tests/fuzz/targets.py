@@ -42,7 +42,7 @@ from outsize.session.run_state import checked
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import layout_digest
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.storage.record import _HEADER, VERSION, CommitRecord, _digest
 from outsize.training.run_dir import config_of
 from tiny import SIZES, tiny_run

@@ -32,7 +32,7 @@ from outsize.runtime.ops.exchange_ops import Shared
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena, Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.storage.scratch import HostScratch
 from reference import Trace, num_targets
 

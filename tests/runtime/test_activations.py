@@ -10,7 +10,7 @@ from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.saved_tensors import storages_of
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch
 
 SAVE, FETCH = parse_op("SAVE 2.1@w0"), parse_op("FETCH 2.1@w0")

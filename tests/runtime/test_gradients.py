@@ -15,7 +15,7 @@ from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 
 SPEC = ModelSpec(
     dtype="fp32",

@@ -13,7 +13,7 @@ from outsize.planner.program.program import parse_op
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.testing import same_bits
 
 TILE = PLANE_ELEMENTS

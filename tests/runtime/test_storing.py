@@ -15,7 +15,7 @@ from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.testing import pattern, same_bits
 
 # The buffer of a checkpoint takes neither all of the large unit nor a whole number of granules of it.

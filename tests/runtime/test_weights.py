@@ -7,7 +7,7 @@ from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.ops.load_ops import WeightOps, typed_plane
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.testing import pattern, same_bits, small_model
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 
 
 @pytest.fixture

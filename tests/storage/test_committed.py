@@ -25,7 +25,7 @@ from outsize.storage import record as record_module
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.storage.ledger import Arena, Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.testing import pattern, same_bits, small_model
 
 Planes = dict[tuple[int, str], Tensor]

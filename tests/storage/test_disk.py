@@ -13,7 +13,7 @@ import torch
 from outsize.errors import BudgetExceededError, StorageError
 from outsize.storage.disk_file import DirectFile
 from outsize.storage.ledger import Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.testing import pattern
 from patience import PATIENCE_S
 

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from patience import PATIENCE_S
 
 

@@ -18,7 +18,7 @@ from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
 from outsize.session.job.machine import home_file
 from outsize.storage.committed import CommittedHome
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.training.records import StepRecord
 from outsize.training.run import train
 from outsize.training.stopping import Aftermath

@@ -15,7 +15,7 @@ from outsize.session.steps import LossScale
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.committed import CommittedHome, find_records
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.streamed.spec import RunSpec
 from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import make_batches, make_config, read_weights, save_model

@@ -31,7 +31,7 @@ from outsize.probing.effort import Effort
 from outsize.storage.directory import temporary_directory
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 
 _PIECE_CHARS = 20_000
 # Tokens of a sequence and sequences of a batch.

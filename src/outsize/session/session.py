@@ -42,7 +42,7 @@ from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, Home, HostHome
 from outsize.storage.ledger import Arena, Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.storage.record import CommitRecord
 
 

@@ -26,8 +26,7 @@ from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspe
 from outsize.storage.home import DiskHome, Home
 from outsize.storage.home_layout import HomeLayout, Planes, is_laid_out, layout_digest, made_for, made_of
 from outsize.storage.ledger import Arena
-from outsize.storage.pool import IOPool
-from outsize.storage.prealloc import sync_directory
+from outsize.storage.prealloc import IOPool, sync_directory
 from outsize.storage.record import (
     NUM_SLOTS,
     CommitRecord,

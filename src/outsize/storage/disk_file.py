@@ -23,8 +23,7 @@ from torch import Tensor
 from outsize import files
 from outsize.errors import StorageError
 from outsize.storage.ledger import Ledger
-from outsize.storage.pool import IOPool
-from outsize.storage.prealloc import enable_direct, explain, open_again, preallocate
+from outsize.storage.prealloc import IOPool, enable_direct, explain, open_again, preallocate
 from outsize.units import align_up
 
 SECTOR_BYTES = 4096

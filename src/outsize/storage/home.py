@@ -30,7 +30,7 @@ from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, T
 from outsize.storage.encoded_planes import PackedPlane
 from outsize.storage.home_layout import HomeLayout, Planes
 from outsize.storage.ledger import Arena, Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.storage.record import CommitRecord
 
 

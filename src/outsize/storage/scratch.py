@@ -24,7 +24,7 @@ from torch import Tensor
 from outsize.errors import BudgetExceededError
 from outsize.storage.disk_file import SECTOR_BYTES, DirectFile, Tally
 from outsize.storage.ledger import Arena, Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.units import align_up, format_bytes
 
 

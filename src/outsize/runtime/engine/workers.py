@@ -36,7 +36,7 @@ from outsize.runtime.ops.load_ops import WeightOps
 from outsize.runtime.ops.optimizer_ops import DeviceProducts, OptimizerOps, StepMemory
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena, Ledger
-from outsize.storage.pool import IOPool
+from outsize.storage.prealloc import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch, Scratch
 
 if TYPE_CHECKING:

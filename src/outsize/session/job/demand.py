@@ -21,7 +21,7 @@ from outsize.runtime.device.allocator import HEAP_WORKSPACES
 from outsize.runtime.ops.link_codecs import decoding_bytes
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.machine import RunMachine
-from outsize.storage.pool import DEFAULT_THREADS
+from outsize.storage.prealloc import DEFAULT_THREADS
 from outsize.storage.scratch import DEFAULT_BOUNCE_BYTES
 from outsize.streamed.spec import RunSpec
 
