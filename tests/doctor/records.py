@@ -5,8 +5,7 @@ import json
 from hardware.fake_machine import SERVER, build, link, measured, probed
 from outsize.doctor.run_record import read_run
 from outsize.hardware.cgroup import Fact
-from outsize.hardware.gpus import GpuFacts
-from outsize.hardware.inventory import Inventory
+from outsize.hardware.gpus import GpuFacts, Inventory
 from outsize.hardware.link_fit import summarize
 from outsize.hardware.machine_file import DeviceRates, MachineFile
 from outsize.hardware.streaming import NumaRates, Overlap, PinCost, TogetherRates

@@ -20,7 +20,7 @@ from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.finding import Rule, Seen
 from outsize.hardware.cgroup import Measurement
-from outsize.hardware.inventory import take_inventory
+from outsize.hardware.gpus import take_inventory
 from outsize.hardware.machine_file import MachineFile, parse
 
 GIB = 2**30

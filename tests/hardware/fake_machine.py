@@ -1,7 +1,7 @@
 """Trees of files that stand for ``/proc`` and ``/sys`` of other machines."""
 
 from outsize.hardware.cgroup import Fact, Measurement
-from outsize.hardware.inventory import take_inventory
+from outsize.hardware.gpus import take_inventory
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import (
     DepthRates,

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 import pytest
 
 from hardware.fake_machine import CGROUP_V1, CGROUP_V2, SERVER, build, no_nvml
-from outsize.hardware.gpus import in_order_of, read_gpus, read_link_under_load
+from outsize.hardware.gpus import in_order_of, read_gpus, read_link_under_load, take_inventory
 from outsize.hardware.host_memory import read_disk
-from outsize.hardware.inventory import take_inventory
 from outsize.hardware.machine_file import readings
 
 

@@ -187,7 +187,7 @@ def _machine(run_dir: Path) -> dict[str, Any]:
     from importlib.metadata import version
 
     from outsize import __version__
-    from outsize.hardware.inventory import take_inventory
+    from outsize.hardware.gpus import take_inventory
 
     run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     measured = json.loads((run_dir / "machine.json").read_text(encoding="utf-8"))

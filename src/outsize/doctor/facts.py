@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from outsize.doctor.run_record import RunRecord
 from outsize.hardware.cgroup import Fact, Measurement
-from outsize.hardware.inventory import Inventory
+from outsize.hardware.gpus import Inventory
 from outsize.hardware.link_fit import LinkFit
 from outsize.hardware.machine_file import DeviceRates, LinkRates, MachineFile
 

@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from outsize.errors import ConfigError
-from outsize.hardware.inventory import Inventory
+from outsize.hardware.gpus import Inventory
 from outsize.telemetry.run_reading import READABLE, as_a_run, lines_of, read_mapping, step_of
 
 # The newest lines are judged: what the run is doing now.

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from outsize.accelerators import is_accelerator
 from outsize.errors import ConfigError
 from outsize.hardware.cgroup import Fact, Measurement, Record
-from outsize.hardware.inventory import Inventory
+from outsize.hardware.gpus import Inventory
 from outsize.hardware.link_fit import AllReducePoint, AllReduceRates, LinkFit
 from outsize.hardware.streaming import FeedRates, NumaRates, Overlap, PinCost, ShapeRate, TogetherRates
 from outsize.hardware.topology import PeerLink

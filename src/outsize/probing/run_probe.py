@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from outsize.accelerators import CPU, Devices, count_of, kind_here, uuids_of
 from outsize.hardware.cgroup import Fact
-from outsize.hardware.gpus import in_order_of
-from outsize.hardware.inventory import Inventory, take_inventory
+from outsize.hardware.gpus import Inventory, in_order_of, take_inventory
 from outsize.hardware.link_fit import AllReduceRates
 from outsize.hardware.machine_file import (
     DataRates,
