@@ -4,8 +4,14 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.gpu_table import cards, find_card, known_card, share_of_peak
-from outsize.hardware.cards.presets import parse_gpus, pcie_bytes_per_s
+from outsize.hardware.cards.presets import (
+    cards,
+    find_card,
+    known_card,
+    parse_gpus,
+    pcie_bytes_per_s,
+    share_of_peak,
+)
 from outsize.hardware.machine_spec import Figure, Link, Machine, Peer, from_json
 from outsize.hardware.topology import LANE_BYTES_PER_S
 

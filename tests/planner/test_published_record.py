@@ -3,8 +3,7 @@
 import pytest
 from published_record import MODELS, answer, rows
 
-from outsize.hardware.cards.gpu_table import find_card
-from outsize.hardware.cards.presets import split_count
+from outsize.hardware.cards.presets import find_card, split_count
 
 ROWS = {row["id"]: row for row in rows()}
 # The quick ones: of one GPU, whose systems recompute as the planner does.

@@ -13,11 +13,13 @@ from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.codecs.transport import EXACT, Wire
 from outsize.errors import ConfigError
-from outsize.hardware.cards.gpu_table import Card, Kernels, find_card
 from outsize.hardware.cards.presets import (
     ADAMW_BYTES,
     ADAMW_PARAMS_PER_CORE_S,
     NVME,
+    Card,
+    Kernels,
+    find_card,
     machine_of,
     split_count,
 )

@@ -1,15 +1,245 @@
-"""Figures of common hosts, links and disks, each with its source, and machines made of them and of GPUs.
+"""GPUs by name, common hosts, links and disks, with the source of each figure.
 
 What is no data sheet's is an assumption until a probe replaces it, and says so.
+
+A row says: name, other names, class, memory in GiB, bandwidth of that memory in GB/s, dense peaks in TFLOP/s by dtype
+(``fp16acc`` is fp16 summed in fp16), PCIe generation and lanes, how it copies to others, and the source. Peaks are
+those of data sheets, without sparsity. How it copies: ``none`` (the driver switches it off), ``pcie``, ``nvlink:R`` at
+R GB/s per direction to each other GPU of a server, ``c2c:R``, a link of that rate to the host's memory, not PCIe, or
+``unified:R``, the same where both have one memory.
+
+What of a data sheet's peak matrix products within a model reach: by class of device, and by kind of kernels.
+
+``fused`` are systems with kernels of their own for what lies between products; ``eager`` are blocks of transformers as
+they are, with one kernel for attention. Shares are read off published runs, as the FLOPs that those computed, recompute
+included, over time and peak; they are of no run of this project. Each has an interval, a share of itself. Those of
+`model.kernels` have the rate of one of the two, and so have compiled blocks but of the class of which a gain is known.
 """
 
+import csv
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.gpu_table import GIB, Card, Kernels, find_card, known_card
-from outsize.hardware.machine_spec import Disk, Figure, Host, Link, Machine, Peer
+from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer
 from outsize.hardware.topology import theory_bytes_per_s
+
+Kernels = Literal["eager", "fused", "liger", "hub", "compiled"]
+
+# Fused kernels gain about a fifth over eager blocks (Liger kernels; LLMQ's repository prints LLaMA-Factory beside its
+# own runs of Qwen2.5 0.5B and 1.5B on one 4090: 0.76 and 0.67 of its rate).
+_EAGER = 1 / 1.2
+# How the source of their rate begins; `bench/results/published_2026-11.json` has those runs.
+LIGER = "Liger's, as fused kernels, which meets LLaMA-Factory's runs with Liger on a 4090 within 7 %"
+_FUSED = {"fused": "fused kernels", "liger": LIGER}
+# The same of compiled blocks, and of which class of devices somebody has published what they gain.
+COMPILED = (
+    "compiled blocks, 1.157 times eager ones: torchtitan's Llama 3.1 8B on 8 H100, 6,667 tokens/s for 5,762 "
+    "(benchmarks/llama3_h100_202412_torchtitan.md)"
+)
+_COMPILED_CLASS, _COMPILED_GAIN = "server-hopper", 6667 / 5762
+# Whatever was not read off published runs.
+_ASSUMED_WITHIN = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A share of the peak.
+
+    Attributes:
+        prefix: of the classes that it is of; the longest that fits counts.
+        fused: with fused kernels.
+        within: half of its interval, a share of it.
+        source: where it comes from.
+    """
+
+    prefix: str
+    fused: float
+    within: float
+    source: str
+
+
+_LLMQ = "LLMQ's benchmarks (arXiv 2512.15306)"
+_SHARES = (
+    _Share("", 0.60, _ASSUMED_WITHIN, "assumed: nobody has published runs of this class"),
+    _Share("geforce", 0.80, _ASSUMED_WITHIN, "assumed: as newer cards of the kind"),
+    _Share("geforce-ada", 0.84, 0.08, f"{_LLMQ}: 0.79 to 0.89 on a 4090, 0.5B to 14B"),
+    _Share("geforce-blackwell", 0.88, 0.08, f"{_LLMQ}: 0.85 to 0.95 on a 5060 Ti, 0.5B to 7B"),
+    _Share("workstation-blackwell", 0.68, 0.08, f"{_LLMQ}: 0.61 to 0.69 on an RTX PRO 6000, 1.5B to 14B"),
+    _Share("server-ampere", 0.65, 0.15, "assumed: large models on A100 servers train at 0.55 to 0.70"),
+    _Share("server-hopper", 0.59, 0.08, f"{_LLMQ}: 0.57 to 0.62 on an H100, 1.5B to 14B"),
+    _Share("server-cdna", 0.45, _ASSUMED_WITHIN, "assumed: published training on MI300X, 0.35 to 0.50"),
+    _Share("radeon", 0.50, _ASSUMED_WITHIN, "assumed: products of hipBLASLt on RDNA 3"),
+)
+
+# How many times as fast products of linear layers in blocks are in fp8 as in bf16, with casts in kernels of their own:
+# read off runs of models from 1.5B on in both, whose attention and head stay in bf16. Smaller ones gain less.
+_FP8_GAINS = (
+    _Share("", 1.45, 0.15, "assumed: as of server and workstation GPUs that are published"),
+    _Share("geforce-ada", 1.6, 0.06, f"{_LLMQ}: 1.54 to 1.65 on a 4090, runs 1.45 to 1.56"),
+    _Share("geforce-blackwell", 1.7, 0.06, f"{_LLMQ}: 1.65 to 1.74 on a 5060 Ti, runs 1.48 to 1.64"),
+    _Share(
+        "workstation-blackwell", 1.45, 0.1, f"{_LLMQ}: 1.31 to 1.55 on an RTX PRO 6000, runs 1.24 to 1.49"
+    ),
+    _Share("server-hopper", 1.4, 0.1, f"{_LLMQ}: 1.29 to 1.53 on an H100, runs 1.23 to 1.48"),
+)
+
+
+def _nearest(kind: str, shares: tuple[_Share, ...]) -> _Share:
+    return max((one for one in shares if kind.startswith(one.prefix)), key=lambda one: len(one.prefix))
+
+
+def fp8_gain(kind: str) -> Figure:
+    """Return how many times as fast a device of class ``kind`` multiplies in fp8 within blocks."""
+    gain = _nearest(kind, _FP8_GAINS)
+    return Figure(value=gain.fused, source=gain.source, within=gain.within)
+
+
+def share_of_peak(kind: str, kernels: Kernels) -> Figure:
+    """Return the share of the peak that a device of class ``kind`` reaches with such kernels."""
+    share = _nearest(kind, _SHARES)
+    if kernels in _FUSED:
+        return Figure(value=share.fused, source=f"{_FUSED[kernels]}; {share.source}", within=share.within)
+    gain, what = 1.0, "eager blocks, a sixth less than fused kernels"
+    if kernels == "compiled" and kind.startswith(_COMPILED_CLASS):
+        gain, what = _COMPILED_GAIN, COMPILED
+    return Figure(
+        value=share.fused * _EAGER * gain, source=f"{what}; {share.source}", within=share.within + 0.06
+    )
+
+
+GIB = 2**30
+_DTYPES = ("fp32", "bf16", "fp16", "fp16acc", "fp8")
+# Words that say nothing where a name is looked up, in the order in which they are taken away.
+_NOISE = re.compile(
+    r"\((?:r|tm)\)|nvidia|geforce|tesla|quadro|amd|radeon|instinct|intel|\barc\b|\brtx|\bgtx|\brx\b|\bpro\b(?= *w)"
+    r"|generation|edition|graphics|\bgpu\b"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU and how it is connected.
+
+    Attributes:
+        name: as people write it.
+        aliases: what else they write.
+        kind: its class: the market that it is sold to, and its architecture.
+        memory_bytes: its memory.
+        memory_bytes_per_s: of that memory.
+        peaks: dense FLOP/s, by dtype.
+        pcie_generation: of its connector.
+        lanes: of its connector.
+        peer: how it copies to others: ``none``, ``pcie``, ``nvlink``, ``c2c`` or ``unified``.
+        peer_bytes_per_s: per direction, of ``nvlink`` to another GPU, of ``c2c`` and ``unified`` to the host; 0 else.
+        source: of its figures.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peaks: Mapping[str, float]
+    pcie_generation: int
+    lanes: int
+    peer: str
+    peer_bytes_per_s: float
+    source: str
+
+    @property
+    def is_desktop(self) -> bool:
+        """Whether a usual host of one or two is a desktop."""
+        return not self.kind.startswith("server")
+
+    def gpu(self, kernels: Kernels = "eager", *, fp8: bool = False) -> Gpu:
+        """Return it as a device that runs such kernels, and with ``fp8`` products of linear layers in that.
+
+        Raises:
+            ConfigError: it has no products in fp8.
+        """
+        if fp8 and "fp8" not in self.peaks:
+            raise ConfigError(
+                f"--products fp8: {self.name} has none by its data sheet; GPUs from Ada on have, and AMD's MI300"
+            )
+        return Gpu(
+            name=self.name,
+            memory_bytes=self.memory_bytes,
+            peak_flops_per_s={
+                dtype: Figure(value=rate, source=self.source) for dtype, rate in self.peaks.items()
+            },
+            efficiency=share_of_peak(self.kind, kernels),
+            memory_bytes_per_s=Figure(value=self.memory_bytes_per_s, source=self.source),
+            pcie_generation=self.pcie_generation,
+            fp8_gain=fp8_gain(self.kind) if fp8 else None,
+        )
+
+
+@cache
+def cards() -> Mapping[str, Card]:
+    """Return all of them, by name."""
+    with Path(__file__).with_name("gpu_table.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: _card(row) for row in csv.DictReader(file)}
+
+
+def find_card(name: str) -> Card:
+    """Return the card called ``name``, however it is spelt: ``RTX 4090``, ``rtx4090``, ``NVIDIA GeForce RTX 4090``.
+
+    Raises:
+        ConfigError: unknown; tells the nearest names.
+    """
+    found = known_card(name)
+    if found is not None:
+        return found
+    key = _key(name)
+    # Of names that are as near, those of the same letters are the nearest: digits are easily swapped.
+    near = sorted(
+        get_close_matches(key, _by_key(), n=4, cutoff=0.55), key=lambda one: sorted(one) != sorted(key)
+    )
+    names = list(dict.fromkeys(_by_key()[key].name for key in near))
+    hint = f"did you mean {' or '.join(names)}?" if names else f"there are {', '.join(cards())}."
+    raise ConfigError(
+        f"unknown GPU {name!r}; {hint} Any other: --gpu-spec memory=24GB,tflops=165,gbps=1008 of `outsize plan`"
+    )
+
+
+def known_card(name: str) -> Card | None:
+    """Return the card that is called ``name`` exactly, spelling apart; None where none is."""
+    return _by_key().get(_key(name))
+
+
+@cache
+def _by_key() -> Mapping[str, Card]:
+    return {_key(word): card for card in cards().values() for word in (card.name, *card.aliases)}
+
+
+def _key(name: str) -> str:
+    """Return what tells names apart: ``NVIDIA A100-SXM4-80GB`` and ``a100 sxm4 80gb`` are the same."""
+    words = _NOISE.sub(" ", re.sub(r"[_-]", " ", name.lower()))
+    return re.sub(r"\s", "", words)
+
+
+def _card(row: Mapping[str, str]) -> Card:
+    peer, _, rate = row["p2p"].partition(":")
+    return Card(
+        name=row["name"],
+        aliases=tuple(row["aliases"].split()),
+        kind=row["class"],
+        memory_bytes=round(float(row["memory_gib"]) * GIB),
+        memory_bytes_per_s=float(row["memory_gb_per_s"]) * 1e9,
+        peaks={dtype: float(row[dtype]) * 1e12 for dtype in _DTYPES if row[dtype]},
+        pcie_generation=int(row["pcie"]),
+        lanes=int(row["lanes"]),
+        peer=peer,
+        peer_bytes_per_s=float(rate or 0) * 1e9,
+        source=row["source"],
+    )
+
 
 # What pinned copies of 64 MiB and more reach of it: 12.3 of 15.8, 25 of 31.5 and 55 of 63 GB/s.
 PCIE_EFFICIENCY = {
