@@ -90,7 +90,7 @@ class Rank:
     def __init__(self, job: dict[str, Any]) -> None:
         import torch
 
-        from outsize.group.launched import launched, open_group
+        from outsize.group.gloo import launched, open_group
         from outsize.session.job.prepare import prepare
 
         torch.set_num_threads(1)

@@ -2,8 +2,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from outsize.errors import ConfigError, LostRankError
+from outsize.group.gloo import launched, open_group
 from outsize.group.group import SingleGroup
-from outsize.group.launched import launched, open_group
 from outsize.testing.device_contract import free_port, rank_variables
 
 

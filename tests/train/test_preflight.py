@@ -6,7 +6,7 @@ import pytest
 
 from outsize.accelerators import CPU, Devices
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.group.launched import launched
+from outsize.group.gloo import launched
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks

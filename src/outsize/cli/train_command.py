@@ -40,7 +40,7 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     """
     from outsize.cli.text.plan_text import print_plan
     from outsize.cli.text.progress import Progress
-    from outsize.group.launched import launched
+    from outsize.group.gloo import launched
     from outsize.training.stopping import Interrupt
 
     with Interrupt() as starting:

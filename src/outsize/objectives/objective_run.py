@@ -26,7 +26,7 @@ from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.compat.transformers_private import forget_metrics, on_device, use_one_device
 from outsize.config import Config, DataConfig, Surroundings, dump_config
 from outsize.errors import ConfigError, OutsizeError
-from outsize.group.launched import launched
+from outsize.group.gloo import launched
 from outsize.objectives.objective_data import PackedRows, Prepared, prepare_data, tell_of_lengths, width_of
 from outsize.objectives.objective_models import Models, open_models, store_of, streamed
 from outsize.objectives.recipes import RECIPES, Recipe, imported, objective_of

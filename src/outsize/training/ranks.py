@@ -36,8 +36,8 @@ from outsize.config import Config, MemoryConfig
 from outsize.config.section import Mark, marked
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError
+from outsize.group.gloo import Launched, open_group
 from outsize.group.group import Group, SingleGroup
-from outsize.group.launched import Launched, open_group
 from outsize.hardware.link_fit import misspelt_variables, overriding_variables, wrong_interfaces
 from outsize.hardware.machine_spec import HOST_SHARE
 from outsize.session.decide.rates import measure_exchange

@@ -23,7 +23,7 @@ from outsize.checkpoint.saving_room import check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
 from outsize.detail import Detail
-from outsize.group.launched import launched
+from outsize.group.gloo import launched
 from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
 from outsize.runtime.device.allocator import begin_run
