@@ -26,8 +26,8 @@ from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.program import Program, lane_of
 from outsize.planner.program.stages import cursor_after, slots_for
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.offload_balance import kept_at_the_turn
 from outsize.planner.search.partition import Pipeline, partition
-from outsize.planner.search.recompute_policy import kept_at_the_turn
 from outsize.planner.simulate.costs import UnitTimes, cost_model
 from outsize.planner.simulate.simulator import CostModel, Simulation, simulate
 

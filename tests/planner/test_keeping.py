@@ -8,7 +8,7 @@ from outsize.errors import InfeasiblePlanError
 from outsize.planner.passes.slots import validate
 from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Choice, Extent
-from outsize.planner.search.recompute_policy import keep_order, kept_so_far, most_kept
+from outsize.planner.search.offload_balance import keep_order, kept_so_far, most_kept
 from outsize.planner.search.step_plan import Budgets, Demand, plan_step
 from planner.layouts import first_kept, make_layout
 from planner.test_plan import HOST, check, make_demand, make_model

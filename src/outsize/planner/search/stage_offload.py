@@ -25,8 +25,7 @@ from outsize.planner.program.stages import (
     merged,
 )
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.offload_balance import UnitRates
-from outsize.planner.search.recompute_policy import Raise, kept_at_the_turn, worthwhile_extents
+from outsize.planner.search.offload_balance import Raise, UnitRates, kept_at_the_turn, worthwhile_extents
 from outsize.planner.simulate.costs import UnitTimes
 
 Away = Mapping[int, Choice]

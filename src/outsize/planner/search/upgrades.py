@@ -1,7 +1,7 @@
 """Where the memory that a plan leaves free is spent, and what is kept on the device where the tier below has no room.
 
 Memory to spare goes to `sizing.UPGRADES`, one after the other, each as far as it goes, what is left then to
-keeping what backwards need (`planner.search.recompute_policy`). Units with weights that never train may stay instead,
+keeping what backwards need (`planner.search.offload_balance`). Units with weights that never train may stay instead,
 from step to step, where that is faster. Where the rates of the machine are known, two other ways to spend it
 are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
 what backwards need in the tier below (`planner.search.offload_balance`). The one whose lanes end first is taken.
@@ -15,8 +15,7 @@ from functools import partial
 from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.stages import Choice, Extent, Kept, bytes_of, everywhere, merged
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.offload_balance import balanced, phases
-from outsize.planner.search.recompute_policy import keep_order, most_kept
+from outsize.planner.search.offload_balance import balanced, keep_order, most_kept, phases
 from outsize.planner.search.sizing import AFTER_INPUTS, BEFORE_INPUTS, UPGRADES, Knobs, Sizing, Upgrade
 
 # Lanes that fill and drain lose a few percent, which is not counted where ways to spend memory are compared: what takes
