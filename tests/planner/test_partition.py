@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Stages, spans_down, spans_up
+from outsize.planner.search.cuts import StepBound
 from outsize.planner.search.partition import Pipeline, partition
-from outsize.planner.search.step_bound import StepBound
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.pipeline import StageSums, StageTimes, bubble, makespan_s
 from outsize.planner.simulate.simulator import CostModel, simulate

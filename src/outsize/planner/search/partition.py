@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from outsize.planner.program.stages import Span, Stages, spans_down, spans_up
 from outsize.planner.search.cuts import (
+    Least,
     Sizes,
+    StepBound,
     drawn,
     even_cut,
     limits,
@@ -23,7 +25,6 @@ from outsize.planner.search.cuts import (
     packed_cut,
     without_first_unit,
 )
-from outsize.planner.search.step_bound import Least, StepBound
 from outsize.planner.simulate.gpu_times import StageTraffic, with_shared
 from outsize.planner.simulate.pipeline import StageSums, bubble, makespan_s
 
