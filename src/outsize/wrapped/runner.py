@@ -29,9 +29,8 @@ from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.forward.left_state import LeftState, watching
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
-from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, watching
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.wrapped import loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
