@@ -23,11 +23,16 @@ from outsize.runtime.forward.unit_facts import SideEffects, UnitFlops
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import Gradients, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import tracked_units
-from outsize.runtime.trial.compiled_trial import measure_compiled
 from outsize.runtime.trial.effects_trial import CrossedState, UnitEffects, effects_of
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row, Trace
-from outsize.runtime.trial.unit_trials import OuterUses, is_plain, is_shifted, units_that_share
+from outsize.runtime.trial.unit_trials import (
+    OuterUses,
+    is_plain,
+    is_shifted,
+    measure_compiled,
+    units_that_share,
+)
 
 T = TypeVar("T")
 
