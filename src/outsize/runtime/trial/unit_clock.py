@@ -1,4 +1,4 @@
-"""How long units compute: each distinct one timed, forward and backward, on one microbatch of made-up tokens.
+"""Compile units before the first step, and time each distinct one forward and backward.
 
 A passage through a unit is more than its operations: arguments are cut from their history, random numbers are seeded,
 what autograd saves is looked after one by one, gradients are added up. Of small units that is a third of the time. So
@@ -26,14 +26,17 @@ from outsize.errors import ModelError
 from outsize.group.group import Pace, SingleGroup
 from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
-from outsize.model.walk import UnitCall, Walk
+from outsize.model.walk import Boundaries, UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.kept_graph import Keeping
+from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import is_differentiable
+from outsize.runtime.ops.compute_ops import tracked_units
+from outsize.runtime.trial.calibrate import Discard
 from outsize.runtime.trial.live_bytes import without_trace
 from outsize.runtime.trial.trial_pass import signature
 from outsize.runtime.trial.unit_trials import OneUnit, bind_trial_weights
@@ -298,3 +301,37 @@ def _num_samples(first_s: float) -> int:
 
 def _nothing() -> None:
     """Where resident memory is nobody's promise, nobody looks at it."""
+
+
+def compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+    """Have units compiled for microbatches such as ``inputs``: pass them once, with graphs, as a step does.
+
+    Args:
+        split: the model.
+        inputs: of one microbatch, [B, S] each.
+        device: that computes.
+    """
+    # What is compiled is for as many threads, and kernels keep buffers for every thread that ever called them.
+    num_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1, "compile", lambda: torch.set_num_threads(num_threads)) as thread:
+        thread.submit(_compile_units, split, inputs, device).result()
+
+
+def _compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+    binder = Binder(split, Discard())
+    on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
+    run = MicrobatchRun(split.model, on_device, tracked_units(split.spec), lambda *_: None)
+    try:
+        with (
+            Boundaries(split.modules) as boundaries,
+            buffers_on(split.model, device),
+            without_trace(split.model, device),
+        ):
+            bind_trial_weights(binder, split.spec, device)
+            compiled = [unit for unit, forward in enumerate(boundaries.forwards) if is_compiled(forward)]
+            for unit in range(1 + max(compiled, default=-1)):
+                run.forward(unit, boundaries.forwards[unit], graph=True)
+                run.drop(unit)
+    finally:
+        run.close()
+        binder.close()

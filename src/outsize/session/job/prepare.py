@@ -31,9 +31,9 @@ from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
 from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
-from outsize.runtime.trial.compile_units import compile_units
 from outsize.runtime.trial.measured import Measured
 from outsize.runtime.trial.trial_pass import in_turn
+from outsize.runtime.trial.unit_clock import compile_units
 from outsize.session.job.demand import DemandTrial, RunDemand, Trials
 from outsize.session.job.job_options import named_transport
 from outsize.session.job.machine import (
