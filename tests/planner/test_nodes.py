@@ -4,7 +4,7 @@ import pytest
 
 from outsize.codecs.transport import Wire
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict.decision import NUM_STEPS
+from outsize.planner.predict.decision import DECIDED_STEPS
 from outsize.planner.predict.decision_search import planned_at
 from outsize.planner.predict.prediction import fastest, predict
 from outsize.planner.predict.what_if import outcome
@@ -28,7 +28,7 @@ def test_every_unit_s_gradient_is_reduced_and_its_weights_are_gathered_once_a_st
     found = fastest(question)
     trained = 9
     for word in ("REDUCE", "GATHER"):
-        assert len(exchanged(found.timeline, word)) == NUM_STEPS * trained
+        assert len(exchanged(found.timeline, word)) == DECIDED_STEPS * trained
     assert found.tokens_per_s == pytest.approx(4 * 16 * 1024 / found.step_s)
     assert found.usage["network"] > 0
     assert any("several nodes" in line for line in found.assumptions)

@@ -12,7 +12,7 @@ scales are rounded up and zero points down, so that no element is cut off. What 
 An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
 filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. A grid may be one of
 rotated groups, see `hadamard`. All of it is torch, in pieces that stay in a cache; on the host, where its kernels are
-built, C does the same (`blockwise_native`).
+built, C does the same.
 """
 
 import math
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outsize.codecs import blockwise_native, hadamard
+from outsize.codecs import hadamard
+from outsize.codecs.blockwise_native import native_decode, native_encode, native_serves
 from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
 
@@ -96,8 +97,8 @@ class BlockwiseCodec(Codec):
     def _encode(self, source: Tensor, into: Tensor) -> int:
         group = self.grid.group
         sections = Sections(self.grid, source.numel(), into)
-        if blockwise_native.serves(source, into):
-            blockwise_native.encode(self.grid, self._scale_of_spread, sections, source, self._places(source))
+        if native_serves(source, into):
+            native_encode(self.grid, self._scale_of_spread, sections, source, self._places(source))
             return sections.num_bytes
         step = pieces_on(source.device, PIECE_ELEMENTS)
         values = torch.empty(min(step, sections.padded), dtype=torch.float32, device=source.device)
@@ -187,8 +188,8 @@ class BlockwiseCodec(Codec):
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         sections = Sections(self.grid, into.numel(), encoded)
-        if blockwise_native.serves(into, encoded):
-            blockwise_native.decode(self.grid, sections, into)
+        if native_serves(into, encoded):
+            native_decode(self.grid, sections, into)
             return
         step = pieces_on(into.device, PIECE_ELEMENTS)
         values = torch.empty(min(step, sections.padded), dtype=torch.float32, device=into.device)

@@ -30,7 +30,7 @@ class _Grid(ctypes.Structure):
     )
 
 
-def serves(elements: Tensor, encoded: Tensor) -> bool:
+def native_serves(elements: Tensor, encoded: Tensor) -> bool:
     """Return whether the kernels can be called on these: elements, and bytes of their encoding."""
     return (
         elements.device.type == encoded.device.type == "cpu"
@@ -40,7 +40,7 @@ def serves(elements: Tensor, encoded: Tensor) -> bool:
     )
 
 
-def encode(
+def native_encode(
     grid: "Grid", factor: float, sections: "Sections", source: Tensor, chances: Sequence[Tensor]
 ) -> None:
     """Write ``source`` [n] into ``sections``.
@@ -64,7 +64,7 @@ def encode(
     )
 
 
-def decode(grid: "Grid", sections: "Sections", into: Tensor) -> None:
+def native_decode(grid: "Grid", sections: "Sections", into: Tensor) -> None:
     """Fill ``into`` [n], fp32 or bf16 on the host, from ``sections``."""
     native.call(
         "blockwise_decode",

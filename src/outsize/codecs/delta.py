@@ -2,7 +2,7 @@
 
 At a fine-tuning rate a step moves a bf16 weight by a fraction of its last place, so that most weights stay and the
 exclusive or of old and new is zero there. An encoding is a bit for each word, whether it changed, and the two bytes of
-those that did, each of the three through `huffman`. The same serves wherever most words are zero.
+those that did, each of the three as `compress` writes bytes. The same serves wherever most words are zero.
 """
 
 import numpy as np
@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outsize.codecs import huffman
 from outsize.codecs.codec import Codec, host_bytes, host_words
 from outsize.codecs.codec_spec import CodecSpec
-from outsize.codecs.huffman import Bytes
+from outsize.codecs.huffman import Bytes, compress, cut_frames, frame_bytes, read_frames, write_frames
 from outsize.errors import CodecError
 
 
@@ -38,13 +37,13 @@ class DeltaCodec(Codec):
         changed = words != 0
         values = words[changed]
         planes = [np.packbits(changed), _byte(values, 0), _byte(values, 1)]
-        frames = huffman.compress([piece for plane in planes for piece in huffman.cut(plane)])
+        frames = compress([piece for plane in planes for piece in cut_frames(plane)])
         room = host_bytes(into)
-        if 4 + huffman.num_bytes(frames) >= source.nbytes:
+        if 4 + frame_bytes(frames) >= source.nbytes:
             room[: source.nbytes] = words.view(np.uint8)
             return source.nbytes
         room[:4] = np.frombuffer(np.uint32(values.size).tobytes(), np.uint8)
-        return 4 + huffman.write_frames(frames, room[4:])
+        return 4 + write_frames(frames, room[4:])
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         words = host_words(into, self.spec.name)
@@ -59,8 +58,8 @@ class DeltaCodec(Codec):
         values = np.empty((num_changed, 2), np.uint8)
         low, high = np.empty(num_changed, np.uint8), np.empty(num_changed, np.uint8)
         try:
-            pieces = [piece for plane in (bits, low, high) for piece in huffman.cut(plane)]
-            if huffman.read_frames(source[4:], pieces) != source.size - 4:
+            pieces = [piece for plane in (bits, low, high) for piece in cut_frames(plane)]
+            if read_frames(source[4:], pieces) != source.size - 4:
                 raise ValueError("there is more behind its last frame")
             changed = np.unpackbits(bits, count=words.size).view(bool)
             values[:, 0], values[:, 1] = low, high

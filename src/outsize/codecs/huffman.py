@@ -41,15 +41,15 @@ def decompress(frame: Bytes, into: Bytes) -> None:
         ValueError: the frame is damaged, or of another length.
     """
     try:
-        found = zstandard.ZstdDecompressor().decompress(frame.data, max_output_size=into.size)
+        decoded = zstandard.ZstdDecompressor().decompress(frame.data, max_output_size=into.size)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
-    if len(found) != into.size:
-        raise ValueError(f"a frame holds {len(found)} bytes, not {into.size}")
-    into[:] = np.frombuffer(found, np.uint8)
+    if len(decoded) != into.size:
+        raise ValueError(f"a frame holds {len(decoded)} bytes, not {into.size}")
+    into[:] = np.frombuffer(decoded, np.uint8)
 
 
-def cut(plane: Bytes) -> list[Bytes]:
+def cut_frames(plane: Bytes) -> list[Bytes]:
     """Cut a plane into what goes into one frame each."""
     return [plane[start : start + FRAME_BYTES] for start in range(0, plane.size, FRAME_BYTES)]
 
@@ -62,7 +62,7 @@ def write_frames(frames: Sequence[bytes], into: Bytes) -> int:
     return len(joined)
 
 
-def num_bytes(frames: Sequence[bytes]) -> int:
+def frame_bytes(frames: Sequence[bytes]) -> int:
     """Bytes that `write_frames` writes."""
     return sum(4 + len(frame) for frame in frames)
 

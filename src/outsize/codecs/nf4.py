@@ -7,15 +7,15 @@ of 8 bits over the range of 256 of them; the paper takes 8-bit floats there, her
 An encoding is the codes of all blocks, two to a byte, the first in the lower half; then the magnitudes, fp32; or, with
 double quantisation, least and step of each 256 magnitudes, fp32, then a byte for each. A last block that is shorter is
 filled up with zeros. Blocks that are not finite decode to NaN, and with double quantisation so do their 255 neighbours.
-On the host, where its kernels are built, C does the work of blocks (`nf4_native`).
+On the host, where its kernels are built, C does the work of blocks.
 """
 
 import torch
 from torch import Tensor
 
-from outsize.codecs import nf4_native
 from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
+from outsize.codecs.nf4_native import native_decode, native_encode, native_serves
 
 # 131,072 elements are 512 KiB of fp32: a piece and what is made of it stay in a cache.
 _PIECE_BLOCKS = 2048
@@ -45,8 +45,8 @@ class NF4Codec(Codec):
         blocks = -(-source.numel() // NF4_BLOCK)
         codes, rest = into[: blocks * NF4_BLOCK // 2].view(blocks, -1), blocks * NF4_BLOCK // 2
         scales = torch.empty(blocks, dtype=torch.float32, device=source.device)
-        if nf4_native.serves(source, into):
-            nf4_native.encode(self._borders, source, codes, scales)
+        if native_serves(source, into):
+            native_encode(self._borders, source, codes, scales)
             return rest + self._write_scales(scales, into[rest:])
         for first in range(0, blocks, _PIECE_BLOCKS):
             last = min(first + _PIECE_BLOCKS, blocks)
@@ -65,8 +65,8 @@ class NF4Codec(Codec):
         blocks = -(-into.numel() // NF4_BLOCK)
         codes = encoded[: blocks * NF4_BLOCK // 2]
         scales = self._read_scales(encoded[len(codes) :], blocks)
-        if nf4_native.serves(into, codes):
-            nf4_native.decode(NF4_LEVELS, codes, scales, into)
+        if native_serves(into, codes):
+            native_decode(NF4_LEVELS, codes, scales, into)
             return
         pairs = self._pairs.to(into.device)
         half = NF4_BLOCK // 2

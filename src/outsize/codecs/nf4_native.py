@@ -11,13 +11,13 @@ from outsize import native
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def serves(elements: Tensor, codes: Tensor) -> bool:
+def native_serves(elements: Tensor, codes: Tensor) -> bool:
     """Return whether the kernels can be called on these: elements, and bytes of their encoding."""
     on_host = elements.device.type == codes.device.type == "cpu"
     return on_host and elements.dtype in _DTYPES and native.available()
 
 
-def encode(borders: Sequence[float], source: Tensor, codes: Tensor, scales: Tensor) -> None:
+def native_encode(borders: Sequence[float], source: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write ``source`` [n] in codes, and the magnitudes of blocks; NaN where one is not finite.
 
     Args:
@@ -37,7 +37,7 @@ def encode(borders: Sequence[float], source: Tensor, codes: Tensor, scales: Tens
     )
 
 
-def decode(levels: Sequence[float], codes: Tensor, scales: Tensor, into: Tensor) -> None:
+def native_decode(levels: Sequence[float], codes: Tensor, scales: Tensor, into: Tensor) -> None:
     """Fill ``into`` [n], fp32 or bf16 on the host, with the ``levels`` that codes name, times the scales of blocks."""
     native.call(
         "nf4_decode",

@@ -14,7 +14,7 @@ from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Plan
 
 # Steps that are simulated: the first starts from rest, the second tells the time. A third takes as long as the second.
-NUM_STEPS = 2
+DECIDED_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Decision:
     def simulate(self, *, whole: bool) -> Simulated:
         """Return the same; ``whole`` with all rounds."""
         costs = self.step.costs(self.question.machine, self.microbatch.times)
-        return self.step.simulate(costs, NUM_STEPS, whole=whole)
+        return self.step.simulate(costs, DECIDED_STEPS, whole=whole)
 
     @property
     def step_s(self) -> float:

@@ -109,7 +109,7 @@ def _with_slots(
     if left < 0:
         return None
     others = [] if sparing else [unit for unit in units if unit not in kept]
-    for unit in sorted(spread(others), key=lambda unit: -weight_bytes[unit]):
+    for unit in sorted(spread_order(others), key=lambda unit: -weight_bytes[unit]):
         if weight_bytes[unit] <= left:
             kept.add(unit)
             left -= weight_bytes[unit]
@@ -130,15 +130,15 @@ def _scan(weight_bytes: Sequence[int], kept: frozenset[int], units: Sequence[int
     )
 
 
-def spread(units: Iterable[int]) -> list[int]:
+def spread_order(units: Iterable[int]) -> list[int]:
     """Return units in an order of which every beginning lies evenly among them: van der Corput's sequence.
 
     So kept units give the link a head start at regular distances, and one more or one less that is kept moves no other.
     """
-    found = list(units)
-    bits = max(len(found) - 1, 1).bit_length()
-    return [found[place] for place in sorted(range(len(found)), key=lambda place: _reversed(place, bits))]
+    ordered = list(units)
+    return [ordered[place] for place in sorted(range(len(ordered)), key=_mirrored)]
 
 
-def _reversed(number: int, bits: int) -> int:
-    return int(format(number, f"0{bits}b")[::-1], 2)
+def _mirrored(number: int) -> float:
+    """Return the binary digits of ``number`` behind the point in reverse: van der Corput's sequence."""
+    return sum((number >> digit & 1) / float(2 << digit) for digit in range(number.bit_length()))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.search.forward_plan import spread_order
 
 if TYPE_CHECKING:
     from outsize.planner.search.sizing import PlanOptions
@@ -29,12 +30,7 @@ def resident_order(model: ModelSpec) -> list[int]:
     trained = [unit.index for unit in model.units if unit.trainable]
     streamed = [unit for unit in trained if unit < model.num_streamed]
     rest = [unit for unit in trained if unit >= model.num_streamed]
-    return rest + sorted(streamed, key=lambda unit: _mirrored(streamed.index(unit)))
-
-
-def _mirrored(number: int) -> float:
-    """Return the binary digits of ``number`` behind the point in reverse: van der Corput's sequence."""
-    return sum((number >> digit & 1) / float(2 << digit) for digit in range(number.bit_length()))
+    return rest + spread_order(streamed)
 
 
 def why_not_resident(options: "PlanOptions") -> str:
