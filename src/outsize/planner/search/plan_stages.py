@@ -15,9 +15,9 @@ from outsize.optim.shares import largest_share
 from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.forward_plan import frozen_units, spread
 from outsize.planner.search.microbatch_search import PER_GPU, smaller_microbatches, without_products
 from outsize.planner.search.partition import Pipeline, partition
-from outsize.planner.search.residency import frozen_units, spread
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_memory import (
     HostRoom,

@@ -18,8 +18,8 @@ from outsize.optim.shares import largest_share, shares
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.program.stages import Kept, Stages
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.search.forward_plan import frozen_units, resident_order, spread, why_not_resident
 from outsize.planner.search.offload_balance import UnitRates
-from outsize.planner.search.residency import frozen_units, resident_order, spread, why_not_resident
 from outsize.units import align_up
 
 # 65,536 elements are 256 KiB in fp32: below that a disk request costs more than its bytes.
