@@ -119,7 +119,7 @@ ARROWS = {
     },
     "data.reading": GROUND | {"choices"},
     "data.chat": GROUND,
-    "data": GROUND | {"choices", "compat", "data.chat", "data.reading", "runtime.device.heap"},
+    "data": GROUND | {"choices", "compat", "data.chat", "data.reading", "runtime.device.allocator"},
     "probing": GROUND
     | {
         "accelerators",
@@ -323,7 +323,7 @@ ARROWS = {
         "planner",
         "probing",
         "reporting",
-        "runtime.device.heap",
+        "runtime.device.allocator",
         "session",
         "storage.prealloc",
         "training",
