@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.planner.program.program import Kind
-from outsize.runtime.forward.kept_graph import Keeping
-from outsize.runtime.forward.saved_tensors import Shown
+from outsize.runtime.forward.saved_tensors import Keeping, Shown
 from planner.layouts import first_kept
 from runtime.engines import contexts, engine_over
 from runtime.test_engine import Breaking, batches, make

@@ -2,9 +2,9 @@
 
 * Whether it changes state: buffers, attributes of its modules, what its code and its hooks name.
 * Whether its graph reads weights behind autograd's back, as a function does that keeps one on its context. A graph that
-  waits for its backward is told where weights lie then (`runtime.forward.kept_graph`), but only of those that autograd
-  saves. So these are replaced by zeros, and what lies in memory by numbers that are none: if those reach a gradient,
-  something has read the memory itself.
+  waits for its backward is told where weights lie then (`runtime.forward.saved_tensors`), but only of those that
+  autograd saves. So these are replaced by zeros, and what lies in memory by numbers that are none: if those reach a
+  gradient, something has read the memory itself.
 
 It sets an attribute, pushes onto a list, writes into a buffer, and looks there behind the unit. Microbatches take turns
 at units, so that each would find what another has left.

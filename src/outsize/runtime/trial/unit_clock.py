@@ -31,8 +31,8 @@ from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
-from outsize.runtime.forward.kept_graph import Keeping
 from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.saved_tensors import Keeping
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import is_differentiable
 from outsize.runtime.ops.compute_ops import tracked_units
