@@ -20,7 +20,7 @@ import quality
 import torch
 from torch import Tensor
 
-from outsize.optim import moments
+from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state
@@ -47,14 +47,14 @@ def trained(steps: int, seed: int) -> StatePlanes:
 
 def again(values: Tensor, form: tuple[int, bool], chance: Tensor, block: int) -> Tensor:
     """Write ``values`` in blocks of that size and read them."""
-    former, moments.BLOCK_ELEMENTS = moments.BLOCK_ELEMENTS, block
+    former, split_masters.BLOCK_ELEMENTS = split_masters.BLOCK_ELEMENTS, block
     try:
         codes = torch.empty(values.numel(), dtype=torch.uint8)
         tops = torch.empty(-(-values.numel() // block), dtype=torch.uint8)
-        moments.to_codes(values, chance, form, codes, tops)
-        return moments.from_codes(codes, tops, form)
+        split_masters.to_codes(values, chance, form, codes, tops)
+        return split_masters.from_codes(codes, tops, form)
     finally:
-        moments.BLOCK_ELEMENTS = former
+        split_masters.BLOCK_ELEMENTS = former
 
 
 def direction(exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
@@ -65,12 +65,12 @@ def error(planes: StatePlanes, block: int, *, nearest: bool) -> float:
     first, second = planes.exp_avg, planes.exp_avg_sq
     assert first is not None
     assert second is not None
-    chances = moments.halves(moments.chances(0, moments.chance_key(0, 0, 1), planes.numel))
+    chances = split_masters.halves(split_masters.chances(0, split_masters.chance_key(0, 0, 1), planes.numel))
     if nearest:
         chances = tuple(torch.full_like(part, 0x8000) for part in chances)
     found = direction(
-        again(first, moments.EXP_AVG_FORM, chances[0], block),
-        again(second, moments.EXP_AVG_SQ_FORM, chances[1], block),
+        again(first, split_masters.EXP_AVG_FORM, chances[0], block),
+        again(second, split_masters.EXP_AVG_SQ_FORM, chances[1], block),
     )
     exact = direction(first, second)
     return float((found - exact).square().mean().sqrt() / exact.square().mean().sqrt())

@@ -27,7 +27,7 @@ from quality import SEQ_LEN, SEQUENCES
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
-from outsize.optim import moments
+from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS, GRADIENT, WEIGHTS, StateLayout
@@ -79,15 +79,17 @@ def other(second: tuple[int, bool], *, nearest: bool) -> Rounding:
     """Ours with another form of the second moment, or to the nearest code."""
 
     def rounded(planes: StatePlanes, step: int) -> None:
-        chances = moments.halves(moments.chances(0, moments.chance_key(0, 0, step), planes.numel))
-        pairs = ((planes.exp_avg, moments.EXP_AVG_FORM), (planes.exp_avg_sq, second))
+        chances = split_masters.halves(
+            split_masters.chances(0, split_masters.chance_key(0, 0, step), planes.numel)
+        )
+        pairs = ((planes.exp_avg, split_masters.EXP_AVG_FORM), (planes.exp_avg_sq, second))
         for chance, (plane, form) in zip(chances, pairs, strict=True):
             assert plane is not None
             codes = torch.empty(planes.numel, dtype=torch.uint8)
             tops = torch.empty(-(-planes.numel // BLOCK_ELEMENTS), dtype=torch.uint8)
             part = torch.full_like(chance, 0x8000) if nearest else chance
-            moments.to_codes(plane, part, form, codes, tops)
-            plane.copy_(moments.from_codes(codes, tops, form))
+            split_masters.to_codes(plane, part, form, codes, tops)
+            plane.copy_(split_masters.from_codes(codes, tops, form))
 
     return rounded
 
@@ -106,7 +108,7 @@ VARIANTS: dict[str, tuple[str, Rounding | None]] = {
     "bf16": ("bf16", None),
     "8 bits": ("int8", None),
     "8 bits, dynamic map to nearest": ("fp32", dynamic),
-    "8 bits, ours to nearest": ("fp32", other(moments.EXP_AVG_SQ_FORM, nearest=True)),
+    "8 bits, ours to nearest": ("fp32", other(split_masters.EXP_AVG_SQ_FORM, nearest=True)),
     "8 bits, 16 octaves": ("fp32", other((4, False), nearest=False)),
     **{name: (kind, None) for name, (kind, _) in BELOW.items()},
 }

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from outsize.optim.moments import (
+from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
+from outsize.optim.split_masters import (
     EXP_AVG_FORM,
     EXP_AVG_SQ_FORM,
     chance_key,
@@ -12,7 +13,6 @@ from outsize.optim.moments import (
     to_bf16,
     to_codes,
 )
-from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
 
 
 def coded(values: torch.Tensor, form, chance: int | torch.Tensor = 0) -> torch.Tensor:

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim.test_step import in_24_bits, torch_ops
-from outsize.optim.moments import chance_key
-from outsize.optim.split_masters import join_master, split_master, ties_bytes
+from outsize.optim.split_masters import chance_key, join_master, split_master, ties_bytes
 from threads import num_threads
 
 EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from outsize.optim import moments
+from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW, check_numbers
 from outsize.optim.factors import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import GRADIENT
@@ -125,7 +125,7 @@ class Muon:
             else:
                 piece.copy_(momentum)
             if not exact:
-                pack(part, (momentum,), moments.chances(update.first + first, update.key, part.numel))
+                pack(part, (momentum,), split_masters.chances(update.first + first, update.key, part.numel))
 
     def _rate_of(self, rows: int, columns: int) -> float:
         """Return the factor of the learning rate of a matrix."""

@@ -238,7 +238,7 @@ class Update:
         decay: factor of weight decay.
         clip: factor of the gradient.
         first: index of the first element in its unit.
-        key: of the chances of this update, see `outsize.optim.moments.chance_key`.
+        key: of the chances of this update, see `outsize.optim.split_masters.chance_key`.
     """
 
     lr: float

@@ -10,8 +10,8 @@ A step of an optimizer over whatever planes a home keeps: split or separate mast
 
 With moments in fp32 a step is bit for bit that of torch's own AdamW with ``fused=True`` on fp32 masters, or of a
 class of torch, followed by their cast to the weights. With fewer bits of moments or masters the arithmetic is still
-fp32, and what is kept is rounded as `outsize.optim.moments` and `outsize.optim.split_masters` say. The kernel in C and
-torch ops give the same bits.
+fp32, and what is kept is rounded as `outsize.optim.split_masters` and `outsize.optim.split_masters` say. The kernel
+in C and torch ops give the same bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from torch import Tensor
 from outsize import native
 from outsize.compat.torch_private import norms
 from outsize.model.sizes.model_spec import UnitSpec
-from outsize.optim import moments
+from outsize.optim import split_masters
 from outsize.optim.adamw import check_range, pieces_of
 from outsize.optim.factors import factored
 from outsize.optim.optimizer_spec import MASTER, UPDATE_TILE_ELEMENTS, WEIGHTS
@@ -134,7 +134,7 @@ def step_state(
             decay=piece.decay,
             clip=1.0 if clip_coefficient is None else float(clip_coefficient),
             first=start + piece.start,
-            key=moments.chance_key(seed, unit.index, piece.count),
+            key=split_masters.chance_key(seed, unit.index, piece.count),
         )
         step_piece(rule, update, planes.cut(piece.start, piece.stop), gradient[piece.start : piece.stop])
 
@@ -191,7 +191,7 @@ def step_whole(
             decay=tensor.decay,
             clip=1.0 if clip_coefficient is None else float(clip_coefficient),
             first=tensor.offset,
-            key=moments.chance_key(seed, unit.index, step[tensor.name]),
+            key=split_masters.chance_key(seed, unit.index, step[tensor.name]),
         )
         has = {factor: tensors[tensor.name] for factor, tensors in seen.items() if tensor.name in tensors}
         rule.step_parameter(WholeParameter(tensor, planes, scratches, has, unit.index), update)
@@ -213,7 +213,7 @@ def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: 
         clipped *= update.clip
     rule.update(update, master, clipped, state, exact=exact)
     if not exact:
-        pack(planes, state, moments.chances(first, update.key, planes.numel))
+        pack(planes, state, split_masters.chances(first, update.key, planes.numel))
     if planes.master_low is not None:
         split_master(master, planes.weights, planes.master_low, planes.master_ties, first, update.key)
     elif planes.master is not None:
@@ -225,7 +225,7 @@ def unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
     found = []
     for plane, scales, form in _moments(planes):
         if scales is not None:
-            found.append(moments.from_codes(plane, scales, form))
+            found.append(split_masters.from_codes(plane, scales, form))
         else:
             found.append(plane.to(torch.float32))
     return (*found, *planes.others.values())
@@ -233,17 +233,17 @@ def unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
 
 def pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
     """Keep moments: the first goes by the lower 16 bits of the chances, the second by the upper ones."""
-    kept = zip(state, _moments(planes), moments.halves(chance), strict=False)
+    kept = zip(state, _moments(planes), split_masters.halves(chance), strict=False)
     for values, (plane, scales, form), part in kept:
         if scales is not None:
-            moments.to_codes(values, part, form, plane, scales)
+            split_masters.to_codes(values, part, form, plane, scales)
         else:
-            plane.copy_(moments.to_bf16(values, part))
+            plane.copy_(split_masters.to_bf16(values, part))
 
 
 def _moments(planes: StatePlanes) -> list[tuple[Tensor, Tensor | None, tuple[int, bool]]]:
     both = (
-        (planes.exp_avg, planes.exp_avg_scales, moments.EXP_AVG_FORM),
-        (planes.exp_avg_sq, planes.exp_avg_sq_scales, moments.EXP_AVG_SQ_FORM),
+        (planes.exp_avg, planes.exp_avg_scales, split_masters.EXP_AVG_FORM),
+        (planes.exp_avg_sq, planes.exp_avg_sq_scales, split_masters.EXP_AVG_SQ_FORM),
     )
     return [(plane, scales, form) for plane, scales, form in both if plane is not None]

@@ -26,9 +26,8 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.optim.factors import muon_matrices
 from outsize.optim.learning_rates import parameter_groups
-from outsize.optim.moments import chance_key
 from outsize.optim.muon import Muon
-from outsize.optim.split_masters import join_master, split_master
+from outsize.optim.split_masters import chance_key, join_master, split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, loss_of, shift_labels
 from outsize.runtime.forward.short_recompute import seed_generators

@@ -20,7 +20,6 @@ from torch import Tensor
 from outsize.checkpoint.checkpoint_state import plane_of
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
-from outsize.optim.moments import EXP_AVG_FORM, EXP_AVG_SQ_FORM, from_codes, to_codes
 from outsize.optim.optimizer_spec import (
     BLOCK_ELEMENTS,
     EXP_AVG,
@@ -30,6 +29,7 @@ from outsize.optim.optimizer_spec import (
     MASTER,
     Moments,
 )
+from outsize.optim.split_masters import EXP_AVG_FORM, EXP_AVG_SQ_FORM, from_codes, to_codes
 from outsize.wrapped.runner import Runner
 
 _KEPT = {
