@@ -1,4 +1,4 @@
-"""NF4: 4 bits per weight, on the levels that split a normal distribution into parts of equal probability.
+"""NF4: 4 bits per weight on the levels of a normal distribution; in torch and by kernels in C.
 
 The format is that of QLoRA (Dettmers et al., 2023, section 3 and appendix E): 64 neighbours share the largest magnitude
 among them, and each is the nearest of 16 fixed fractions of it. With double quantisation these magnitudes are numbers
@@ -10,12 +10,61 @@ filled up with zeros. Blocks that are not finite decode to NaN, and with double 
 On the host, where its kernels are built, C does the work of blocks.
 """
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from outsize import native
 from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
-from outsize.codecs.nf4_native import native_decode, native_encode, native_serves
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def native_serves(elements: Tensor, codes: Tensor) -> bool:
+    """Return whether the kernels can be called on these: elements, and bytes of their encoding."""
+    on_host = elements.device.type == codes.device.type == "cpu"
+    return on_host and elements.dtype in _DTYPES and native.available()
+
+
+def native_encode(borders: Sequence[float], source: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write ``source`` [n] in codes, and the magnitudes of blocks; NaN where one is not finite.
+
+    Args:
+        borders: between levels, ascending.
+        source: fp32 or bf16, on the host.
+        codes: uint8, for whole blocks.
+        scales: fp32 [blocks].
+    """
+    native.call(
+        "nf4_encode",
+        (ctypes.c_float * len(borders))(*borders),
+        *_elements(source),
+        ctypes.c_size_t(source.numel()),
+        ctypes.c_void_p(codes.data_ptr()),
+        ctypes.c_void_p(scales.data_ptr()),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+
+
+def native_decode(levels: Sequence[float], codes: Tensor, scales: Tensor, into: Tensor) -> None:
+    """Fill ``into`` [n], fp32 or bf16 on the host, with the ``levels`` that codes name, times the scales of blocks."""
+    native.call(
+        "nf4_decode",
+        (ctypes.c_float * len(levels))(*levels),
+        ctypes.c_void_p(codes.data_ptr()),
+        ctypes.c_void_p(scales.data_ptr()),
+        ctypes.c_size_t(into.numel()),
+        *_elements(into),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+
+
+def _elements(tensor: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_int]:
+    return ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int(tensor.dtype is torch.bfloat16)
+
 
 # 131,072 elements are 512 KiB of fp32: a piece and what is made of it stay in a cache.
 _PIECE_BLOCKS = 2048
