@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from optim.reference import ADAFACTOR
 from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
-from outsize.optim.factors import factor_shape, factored
+from outsize.optim.optimizer_names import factor_shape, factored
 from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
 from outsize.optim.shares import committed_bytes, home_bytes
 from outsize.storage.home_layout import HomeLayout

@@ -10,8 +10,8 @@ from optim.reference import Reference, Unit, groups
 from optim.test_step import random
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.factors import factored, muon_matrices, newton_schulz_flops
 from outsize.optim.muon import Muon
+from outsize.optim.optimizer_names import factored, muon_matrices, newton_schulz_flops
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.storage.home_layout import ITEM_DTYPE
 

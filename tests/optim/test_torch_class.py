@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from optim.reference import Reference, Unit, groups
 from optim.test_step import master_of, odd_unit, planes_of, random
 from outsize.errors import ConfigError
-from outsize.optim.factors import factor_shape, factored
+from outsize.optim.optimizer_names import factor_shape, factored
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes
 from outsize.optim.step import step_state

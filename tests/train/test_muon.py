@@ -10,7 +10,7 @@ import torch
 from outsize.accelerators import Devices
 from outsize.config import load_config
 from outsize.errors import ConfigError
-from outsize.optim.factors import muon_matrices
+from outsize.optim.optimizer_names import muon_matrices
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec

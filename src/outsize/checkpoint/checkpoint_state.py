@@ -37,7 +37,7 @@ from outsize.checkpoint.files.checkpoint_format import FileSum
 from outsize.config import Config
 from outsize.errors import CheckpointError
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
-from outsize.optim.factors import factored
+from outsize.optim.optimizer_names import factored
 from outsize.optim.optimizer_spec import MASTER, Plane, State, layout_of
 from outsize.session import run_state
 from outsize.session.run_state import Position

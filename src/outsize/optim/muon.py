@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW, check_numbers
-from outsize.optim.factors import BESIDE_MUON, Factor
+from outsize.optim.optimizer_names import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes, Update, WholeParameter
 from outsize.optim.step import pack, step_piece, unpacked

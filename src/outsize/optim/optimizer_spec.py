@@ -42,7 +42,7 @@ from outsize.model.sizes.model_spec import (
     TensorSpec,
     UnitSpec,
 )
-from outsize.optim.factors import BESIDE_MUON, Factor, factored, muon_matrices, newton_schulz_flops
+from outsize.optim.optimizer_names import BESIDE_MUON, Factor, factored, muon_matrices, newton_schulz_flops
 from outsize.units import align_up
 
 WEIGHTS = "weights"
@@ -86,8 +86,8 @@ class Plane:
     Attributes:
         item: dtype of its items, a key of `ITEM_BYTES`.
         group: elements of the unit that one item stands for.
-        factor: where the items are those of what not every element has, see `outsize.optim.factors`; None where they
-            are the unit's elements'.
+        factor: where the items are those of what not every element has, see `outsize.optim.optimizer_names`; None
+            where they are the unit's elements'.
     """
 
     item: str

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outsize.model.sizes.model_spec import TensorSpec
-from outsize.optim.factors import BESIDE_MUON, Factor
+from outsize.optim.optimizer_names import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import (
     BLOCK_ELEMENTS,
     EXP_AVG_SQ,

@@ -25,7 +25,7 @@ from outsize.compat.torch_private import norms
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim import split_masters
 from outsize.optim.adamw import check_range, pieces_of
-from outsize.optim.factors import factored
+from outsize.optim.optimizer_names import factored
 from outsize.optim.optimizer_spec import MASTER, UPDATE_TILE_ELEMENTS, WEIGHTS
 from outsize.optim.planes import StatePlanes, Update, UpdateRule, WholeParameter, WholeRule
 from outsize.optim.split_masters import join_master, split_master

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import ConfigError
-from outsize.optim.factors import Factor
-from outsize.optim.optimizer_names import OWN
+from outsize.optim.optimizer_names import OWN, Factor
 from outsize.optim.optimizer_spec import STATE
 from outsize.optim.planes import StatePlanes, Update, WholeParameter
 
@@ -35,7 +34,7 @@ class Entry:
 
     Attributes:
         key: in the state of a parameter.
-        factor: shape of what is kept, see `outsize.optim.factors`; None for a number for each element.
+        factor: shape of what is kept, see `outsize.optim.optimizer_names`; None for a number for each element.
         number: whether it is a number of Python.
     """
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import ConfigError
-from outsize.optim.factors import Factor, factor_shape
-from outsize.optim.optimizer_names import OWN
+from outsize.optim.optimizer_names import OWN, Factor, factor_shape
 from outsize.optim.torch_class import (
     ANY_LR,
     Count,

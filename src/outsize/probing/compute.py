@@ -29,8 +29,8 @@ from outsize.hardware.streaming import ShapeRate
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.native.library import available
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.factors import muon_matrices, newton_schulz_flops
 from outsize.optim.muon import orthogonal
+from outsize.optim.optimizer_names import muon_matrices, newton_schulz_flops
 from outsize.optim.optimizer_spec import State, StateLayout, masters_for
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import Kind, Op, lane_of

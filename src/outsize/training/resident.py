@@ -24,9 +24,9 @@ from outsize.config.model_section import OptimizerConfig
 from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
-from outsize.optim.factors import muon_matrices
 from outsize.optim.learning_rates import parameter_groups
 from outsize.optim.muon import Muon
+from outsize.optim.optimizer_names import muon_matrices
 from outsize.optim.split_masters import chance_key, join_master, split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
 from outsize.runtime.forward.head_loss import chunked_head_loss, loss_of, shift_labels

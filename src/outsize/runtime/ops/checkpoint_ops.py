@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outsize.codecs.transport import PIECE_ELEMENTS
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
-from outsize.optim.factors import factored
+from outsize.optim.optimizer_names import factored
 from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHTS, StateLayout
 from outsize.optim.split_masters import join_master
 from outsize.planner.program.program import Kind, Op

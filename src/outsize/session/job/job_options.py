@@ -15,8 +15,7 @@ from outsize.config.train_section import TrainConfig
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.optim.factors import muon_matrices
-from outsize.optim.optimizer_names import named
+from outsize.optim.optimizer_names import muon_matrices, named
 from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for
 from outsize.planner.predict.question import Question
 from outsize.planner.search.sizing import PlanOptions
