@@ -12,7 +12,7 @@ from outsize.planner.search.forward_plan import (
     PREFETCH,
     break_even_batch,
     plan_scan,
-    spread,
+    spread_order,
 )
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any)
@@ -53,7 +53,7 @@ def test_sparing_keeps_nothing_that_need_not_be_kept():
 
 
 def test_what_is_kept_lies_evenly_and_one_more_moves_no_other():
-    assert spread(range(8)) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert spread_order(range(8)) == [0, 4, 2, 6, 1, 5, 3, 7]
     kept = [plan_scan([10] * 8, room).kept for room in range(30, 80, 10)]
     assert all(fewer < more for fewer, more in pairwise(kept))
 

@@ -182,7 +182,7 @@ def join_low(weights: Tensor, low: Tensor) -> Tensor:
 
 
 # Kinds of numbers whose upper half rounding would change: bits of a quiet NaN, and of the least and the greatest.
-_QUIET, _LEAST_NAN, _MOST_NAN, _INFINITY_of_split_masters = 0x7FC0, 0x7F80, 0x7FFF, 0x7F800000
+_QUIET, _LEAST_NAN, _MOST_NAN = 0x7FC0, 0x7F80, 0x7FFF
 _TIE = -0x8000
 # In torch ops masters are best split in pieces that stay in a cache.
 _PIECE_ELEMENTS = 2**17
@@ -245,7 +245,7 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
     hi_bits = hi.view(torch.int16)
     at = ((lo == _TIE) | hi.isnan()).nonzero().view(-1)
     bits = master.view(torch.int32)[at]
-    upper, low, nan = bits >> 16 & 0xFFFF, bits & 0xFFFF, bits & 0x7FFFFFFF > _INFINITY_of_split_masters
+    upper, low, nan = bits >> 16 & 0xFFFF, bits & 0xFFFF, bits & _MAGNITUDE > _INFINITY
     tie = torch.where(
         nan,
         upper & 0x7FFF == torch.where(low < 0x8000, _LEAST_NAN, _MOST_NAN),
@@ -267,9 +267,7 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
 def _split24(master: Tensor, hi: Tensor, lo: Tensor, first: int, key: int | None) -> None:
     bits = master.view(torch.int32)
     chance = 0x80 if key is None else _byte_of(chances(first, key, master.numel()))
-    kept = torch.where(
-        bits & 0x7FFFFFFF > _INFINITY_of_split_masters, (bits | 0x400000) & -0x10000, bits + chance
-    )
+    kept = torch.where(bits & _MAGNITUDE > _INFINITY, (bits | 0x400000) & -0x10000, bits + chance)
     hi.view(torch.int16).copy_(kept + 0x8000 >> 16)
     lo.copy_(kept >> 8)
 

@@ -132,7 +132,7 @@ AGAIN_BYTES = 8 * 2**20
 LOOK_S = 1e-3
 
 _STATM = "/proc/self/statm"
-_log_of_allocator = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def begin_run(*, heap: bool) -> None:
@@ -155,7 +155,7 @@ def keep_no_kernel_buffers() -> None:
     try:
         ctypes.CDLL("libtorch_cpu.so").mkl_serv_disable_fast_mm()
     except (OSError, AttributeError):
-        _log_of_allocator.debug("torch was built without MKL, or hides it")
+        _log.debug("torch was built without MKL, or hides it")
 
 
 class ResidentLimit:
