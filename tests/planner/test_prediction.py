@@ -53,7 +53,7 @@ def test_tiles_are_simulated_coarsely_and_take_the_same_time():
     question = ask(home="disk", microbatches=2)
     coarse_s = planned_at(question, 2, "disk").step_s
     assert tiles(question) == SIMULATED_TILES
-    import outsize.planner.predict.expectation as module
+    import outsize.planner.predict.decision as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIMULATED_TILES", 10**6)

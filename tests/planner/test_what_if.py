@@ -9,7 +9,7 @@ import counting
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict import expectation, what_if
+from outsize.planner.predict import decision, what_if
 from outsize.planner.predict.changes import parse_change
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.prediction import LINK_UP, fastest
@@ -180,7 +180,7 @@ def test_what_cannot_gain_is_not_simulated(gpus, monkeypatch):
 def test_an_answer_simulates_few_steps(monkeypatch):
     """A home on disk, and what would help: what a user waits for is these, and plans of which none is written out."""
     counts = Counter()
-    for module, name in ((expectation, "simulate"), (step_plan, "cycle_peak"), (step_plan, "count_traffic")):
+    for module, name in ((decision, "simulate"), (step_plan, "cycle_peak"), (step_plan, "count_traffic")):
         monkeypatch.setattr(module, name, counted(getattr(module, name), counts, name))
     question = ask(budgets=TIGHT)
     base = fastest(question)
@@ -279,11 +279,11 @@ def test_stages_are_cut_for_the_host_memory_that_all_gpus_share(monkeypatch):
     assert unaware.plan.layout.any_leaves
     assert aware.step_s < 0.95 * unaware.step_s
     # The clock is near the simulation, and was not.
-    stages = [decision.plan.layout.stages for decision in (aware, unaware)]
+    stages = [each.plan.layout.stages for each in (aware, unaware)]
     assert unaware.clock.step_s(stages[1]) < 0.8 * unaware.step_s
     monkeypatch.undo()
-    for decision, cut in zip((aware, unaware), stages, strict=True):
-        assert decision.clock.step_s(cut) == pytest.approx(decision.step_s, rel=0.15)
+    for each, cut in zip((aware, unaware), stages, strict=True):
+        assert each.clock.step_s(cut) == pytest.approx(each.step_s, rel=0.15)
 
 
 def test_an_estimate_of_what_cannot_be_says_why():
