@@ -15,9 +15,8 @@ from published_record import MODELS
 from outsize.cli.plan.plan_model import AskedModel
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import ask
-from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision import Decision, Simulated
 from outsize.planner.predict.decision_search import decide
-from outsize.planner.predict.expectation import Simulated
 from outsize.planner.program.program import COMPUTE_KINDS, Kind
 from outsize.planner.program.stages import Stages
 from outsize.planner.simulate.discrete import Cost

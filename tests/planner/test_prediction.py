@@ -1,7 +1,7 @@
 import pytest
 
+from outsize.planner.predict.decision import SIMULATED_TILES
 from outsize.planner.predict.decision_search import planned_at
-from outsize.planner.predict.expectation import SIMULATED_TILES
 from outsize.planner.predict.prediction import fastest
 from planner.questions import ask
 

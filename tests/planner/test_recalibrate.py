@@ -7,7 +7,7 @@ import pytest
 
 from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure
-from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.predict.decision import PlannedStep
 from outsize.planner.program.program import Kind
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.plan_stages import plan_stages

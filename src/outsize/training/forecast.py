@@ -19,7 +19,7 @@ import torch
 from outsize.detail import Detail
 from outsize.errors import OutsizeError
 from outsize.hardware.machine_spec import Figure, Machine
-from outsize.planner.predict.expectation import PlannedStep
+from outsize.planner.predict.decision import PlannedStep
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, lane_named
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes

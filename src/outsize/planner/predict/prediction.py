@@ -7,9 +7,8 @@ from typing import Any
 
 from outsize.model.sizes.model_spec import Workload
 from outsize.planner.memory.memory_table import Tier
-from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.decision import Decision, Simulated
 from outsize.planner.predict.decision_search import decide
-from outsize.planner.predict.expectation import Simulated
 from outsize.planner.predict.question import Question, node_assumptions
 from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
