@@ -3,12 +3,9 @@
 Collectives of gloo have to be called in one order by all ranks of a process group, and add in an order of their own. So
 only its messages are used: each channel is a tag, and `Group` makes the rest.
 
-What torchrun tells a process about itself, by environment variables, and the group that comes of it.
-
-How the ranks of one start find each other in a store that may remember those of an earlier start.
-
-Launchers that start processes again keep the store (torchrun does), and count the starts differently on each node. So
-the ranks agree on a name for this start by themselves:
+The store in which the ranks of one start find each other may remember those of an earlier start: launchers that
+start processes again keep the store (torchrun does), and count the starts differently on each node. So the ranks
+agree on a name for this start by themselves:
 
 1. rank 0 makes up a name and writes it to ``session``;
 2. every other rank reads the name, perhaps that of an earlier start, and answers under it with a word of its own;
@@ -25,19 +22,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from outsize.errors import ConfigError, LostRankError
-from outsize.group.group import Group
+from outsize.group.group import Group, SingleGroup
 from outsize.group.liveness import Liveness
-
-if TYPE_CHECKING:
-    from outsize.group.group import Group
-
 
 # Set by torchrun, Ray Train, and by hand under SLURM's srun. Two of them alone are no launch.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,14 +102,12 @@ def launched(variables: Mapping[str, str] = os.environ) -> Launched | None:
 
 def open_group(
     place: Launched | None, *, timeout_s: float, variables: Mapping[str, str] = os.environ
-) -> "Group":
+) -> Group:
     """Return the group of a launch: of one, or over gloo.
 
     Raises:
         LostRankError: the meeting place does not answer, or not all ranks came within ``timeout_s``.
     """
-    from outsize.group.group import SingleGroup
-
     if place is None or place.size == 1:
         return SingleGroup()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

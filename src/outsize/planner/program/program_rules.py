@@ -24,8 +24,7 @@ A step of several rounds obeys the same rules: gradients leave once the backward
 round sums on. So does one that is cut into stages, on the worker that runs the op. Where inputs and their gradients lie
 then is checked by `planner.program.rules_home`.
 
-Rules 5 and 6 are checked by `planner.program.rules_home`, rule 10 by `planner.program.rules_home`. Bytes are the
-business of
+Rules 5, 6 and 10 are checked by `planner.program.rules_home`. Bytes are the business of
 `planner.memory.activation_liveness`.
 """
 

@@ -1,8 +1,7 @@
 """Rules of programs over homes, exchanges and hand-overs between workers.
 
-Rules 5 and 6 of `planner.program.program_rules`: what happens to weights and gradients below the device.
-
-Rule 10 of `planner.program.program_rules`: what several nodes exchange in a step, and when.
+Of the rules in `planner.program.program_rules`: 2 where several workers hand over, 5 and 6 (what happens to weights and
+gradients below the device), and 10 (what several nodes exchange in a step, and when).
 
 The input of a unit for a microbatch, and the gradient of that input, may lie on workers and below them. F makes the
 input of the next unit on its own worker; SAVE moves it below, FETCH brings a copy up. Once a unit's F has run, a
@@ -74,14 +73,12 @@ class ExchangeRules:
         require(not missing, f"units {sorted(missing)} have not been gathered")
 
 
-__all__ = ["BrokenRuleError", "HomeRules", "require"]
-
-
 class HomeRules:
     """Buffers, norms, gradients at home and steps taken, as the ops go by."""
 
     def __init__(self, layout: StepLayout) -> None:
         self._layout = layout
+        self._clips = layout.clip or layout.unit_clip
         self._normed: set[int] = set()
         self._clipped = False
         self._gradients: set[int] = set()  # units whose gradient has come home
@@ -94,9 +91,8 @@ class HomeRules:
         self._host: dict[int | None, tuple[Kind, int]] = {}  # host buffer -> READ or GRAD, of which unit
         # tile buffer -> READ, GRAD or STEP, unit, tile
         self._ring: dict[int | None, tuple[Kind, int, int]] = {}
-        self._sent: defaultdict[int, set[int]] = defaultdict(
-            set
-        )  # unit -> tiles of its gradient that have left
+        # unit -> tiles of its gradient that have left
+        self._sent: defaultdict[int, set[int]] = defaultdict(set)
 
     def check(self, op: Op, unit: int) -> None:
         """Follow CLIP, READ, STEP, WRITE, COMMIT, REDUCE, AGREE or GATHER.
@@ -137,8 +133,7 @@ class HomeRules:
 
     def norm(self, unit: int) -> None:
         """Follow a NORM."""
-        clips = self._layout.clip or self._layout.unit_clip
-        require(clips, "norms are taken only where gradients are clipped")
+        require(self._clips, "norms are taken only where gradients are clipped")
         require(self._exchange is None, "the norms of several nodes are those of what was reduced")
         require(unit not in self._normed, f"the norm of unit {unit} has been taken already")
         self._normed.add(unit)
@@ -154,10 +149,10 @@ class HomeRules:
 
     def gradient(self, op: Op, unit: int, final: bool = True) -> None:
         """Follow the part of a GRAD that puts the gradient down."""
-        clips = self._layout.clip or self._layout.unit_clip
-        normed = not clips or unit in self._normed or not final or self._exchange is not None
+        normed = not self._clips or unit in self._normed or not final or self._exchange is not None
         require(normed, f"the norm of unit {unit} has not been taken")
-        require((op.tile is not None) == self._layout.ring, f"gradients leave {_whole_or_not(self._layout)}")
+        way = "tile by tile, through the ring" if self._layout.ring else "whole"
+        require((op.tile is not None) == self._layout.ring, f"gradients leave {way}")
         if op.tile is not None:
             self._into_ring(op, unit, op.tile)
             return
@@ -174,9 +169,8 @@ class HomeRules:
 
     def update(self, unit: int) -> None:
         """Follow an UPDATE."""
-        clips = self._layout.clip or self._layout.unit_clip
         require(unit in self._layout.resident, f"unit {unit} rests at home, and steps there")
-        require(not clips or unit in self._normed, f"the norm of unit {unit} has not been taken")
+        require(not self._clips or unit in self._normed, f"the norm of unit {unit} has not been taken")
         require(not self._layout.clip or self._clipped, "gradients have not been clipped")
         require(not self._stepped[unit], f"unit {unit} has stepped already")
         self._stepped[unit] = 1
@@ -266,10 +260,8 @@ class HomeRules:
 
     def _drain(self, op: Op, filled_by: Kind, unit: int) -> None:
         held = self._host.pop(op.buffer, None)
-        require(
-            held == (filled_by, unit),
-            f"host buffer {op.buffer} holds nothing of unit {unit} from {filled_by}",
-        )
+        fits = held == (filled_by, unit)
+        require(fits, f"host buffer {op.buffer} holds nothing of unit {unit} from {filled_by}")
 
     def _check_staged(self, op: Op) -> None:
         staged = self._layout.staged
@@ -307,10 +299,6 @@ class HomeRules:
             written = all(held[1] != unit for held in self._ring.values())
             require(written and self._stepped[unit] == due, f"unit {unit} has not stepped")
             self._exchange.gather(unit)
-
-
-def _whole_or_not(layout: StepLayout) -> str:
-    return "tile by tile, through the ring" if layout.ring else "whole"
 
 
 BELOW = -1
@@ -391,16 +379,14 @@ class HandoverRules:
 
     def _cross(self, places: _Places, at: tuple[int, int], op: Op, what: str) -> None:
         source, target, place = op.worker or 0, op.target or 0, op.slot or 0
-        require(
-            (source, target) in self._layout.peers, f"nothing goes from worker {source} to {target} by itself"
-        )
+        direct = (source, target) in self._layout.peers
+        require(direct, f"nothing goes from worker {source} to {target} by itself")
         require(place < self._layout.num_places, f"a worker has places 0 to {self._layout.num_places - 1}")
         before = self._arrived.get((target, place))
         if before is not None:
-            what_lies, of = before
-            require(
-                target not in what_lies[of], f"place {place} of worker {target} still holds unit {of[0]}'s"
-            )
+            lying, of = before
+            free = target not in lying[of]
+            require(free, f"place {place} of worker {target} still holds unit {of[0]}'s")
         self._move(places, at, source, target, what)
         self._arrived[target, place] = places, at
 
