@@ -110,7 +110,7 @@ def run_case(case: Case, directory: Path, run_dir: Path, budget: int) -> dict[st
     import_everything(directory / case.model / "model")
     from outsize.config import load_config
     from outsize.errors import InfeasiblePlanError
-    from outsize.runtime.device.allocator import own_process
+    from outsize.runtime.device.heap import own_process
     from outsize.training.run import train
 
     own_process()  # as `outsize train` does

@@ -63,7 +63,7 @@ def settings(arguments: argparse.Namespace, directory: Path, run_dir: Path, toke
 def run(arguments: argparse.Namespace, directory: Path, tokens: int) -> dict[str, Any]:
     """Train steps of so many tokens and return bytes and seconds."""
     from outsize.config import load_config
-    from outsize.runtime.device.allocator import own_process
+    from outsize.runtime.device.heap import own_process
     from outsize.training.records import StepRecord
     from outsize.training.run import train
 

@@ -119,7 +119,7 @@ ARROWS = {
     },
     "data.reading": GROUND | {"choices"},
     "data.chat": GROUND,
-    "data": GROUND | {"choices", "compat", "data.chat", "data.reading", "runtime.device.allocator"},
+    "data": GROUND | {"choices", "compat", "data.chat", "data.reading", "runtime.device.heap"},
     "probing": GROUND
     | {
         "accelerators",
@@ -323,7 +323,7 @@ ARROWS = {
         "planner",
         "probing",
         "reporting",
-        "runtime.device.allocator",
+        "runtime.device.heap",
         "session",
         "storage.prealloc",
         "training",

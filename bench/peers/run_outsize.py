@@ -6,7 +6,7 @@
 from harness import ADAMW, COMPILED, Job, Recorder
 
 from outsize.config import Config, load_config
-from outsize.runtime.device.allocator import own_process
+from outsize.runtime.device.heap import own_process
 from outsize.training.records import StepRecord
 from outsize.training.run import train
 

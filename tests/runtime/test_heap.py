@@ -21,7 +21,7 @@ needs_glibc = pytest.mark.skipif(
 CHOICES = ("GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "THP_MEM_ALLOC_ENABLE")
 BEGIN = """
 import ctypes, torch
-from outsize.runtime.device.allocator import own_process, set_thresholds, trim
+from outsize.runtime.device.heap import own_process, set_thresholds, trim
 """
 ARENAS = """
 import threading

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     from outsize.cli.app import app
     from outsize.cli.text.streams import told
-    from outsize.runtime.device.allocator import own_process
+    from outsize.runtime.device.heap import own_process
 
     own_process()  # before a command starts its first thread
     with told():

@@ -28,7 +28,7 @@ from outsize.data.token_cache import (
 )
 from outsize.data.tokens import PretokenizedTokens, TokenStore
 from outsize.errors import ConfigError, DataError
-from outsize.runtime.device.allocator import trim
+from outsize.runtime.device.heap import trim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,7 +28,7 @@ from outsize.planner.simulate.gpu_times import Trace, read_trace
 from outsize.planner.simulate.simulator import CostModel
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline
-from outsize.runtime.device.allocator import trim
+from outsize.runtime.device.heap import trim
 from outsize.session.decide.lane_rates import MACHINE_FILE, codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_exchange, measure_rates, of_slowest
 from outsize.session.job.demand import kept_bytes

@@ -26,7 +26,8 @@ from outsize.detail import Detail
 from outsize.group.gloo import launched
 from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.decide.rates import Rates
 from outsize.session.fill import summary
@@ -73,8 +74,8 @@ def train(
 ) -> TrainResult:
     """Train as ``config`` says.
 
-    In a command's process (`outsize.runtime.device.allocator.own_process`) this chooses what malloc keeps of freed
-    memory; in a process of yours that stays as it is.
+    In a command's process (`outsize.runtime.device.heap.own_process`) this chooses what malloc keeps of freed memory;
+    in a process of yours that stays as it is.
 
     Args:
         config: the run.

@@ -18,7 +18,8 @@ from typing import Any
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer

@@ -12,7 +12,8 @@ from torch import Tensor
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.data.batch import Batch
-from outsize.runtime.device.allocator import begin_run, set_thresholds
+from outsize.runtime.device.allocator import begin_run
+from outsize.runtime.device.heap import set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch

@@ -283,9 +283,8 @@ class HomeRules:
 
     def _with_others(self, op: Op, unit: int) -> None:
         """Follow REDUCE, AGREE or GATHER."""
-        require(self._exchange is not None, "a single node exchanges nothing")
         if self._exchange is None:
-            return
+            raise BrokenRuleError("a single node exchanges nothing")
         if op.row.carries == "gradient":
             if op.buffer is not None:
                 self._drain(op, Kind.GRAD, unit)

@@ -25,7 +25,8 @@ from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, worth_it
 from outsize.planner.predict.question import CodingRates
 from outsize.planner.program.stages import Choice
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.allocator import resident_bytes, trim
+from outsize.runtime.device.allocator import resident_bytes
+from outsize.runtime.device.heap import trim
 from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
 from outsize.session.job.job_options import AUTO, CROSSINGS, open_crossings, products_open

@@ -22,7 +22,8 @@ from outsize.model.walk import Boundaries
 from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.crowding import scaled
-from outsize.runtime.device.allocator import ResidentLimit, set_thresholds, trim
+from outsize.runtime.device.allocator import ResidentLimit
+from outsize.runtime.device.heap import set_thresholds, trim
 from outsize.runtime.trial.unit_clock import time_units
 from outsize.session.decide.lane_rates import kept_rates, lane_rates
 from outsize.session.job.demand import forward_flops, recompute_shares, spared_flops

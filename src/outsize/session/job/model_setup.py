@@ -27,7 +27,7 @@ from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled_mlp import take_in_parts
 from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
-from outsize.runtime.device.allocator import trim
+from outsize.runtime.device.heap import trim
 from outsize.streamed.spec import RunSpec
 
 Announce = Callable[[str], None]

@@ -27,7 +27,8 @@ from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.slots import validate
 from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.allocator import resident_bytes, trim
+from outsize.runtime.device.allocator import resident_bytes
+from outsize.runtime.device.heap import trim
 from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import Measured
