@@ -2,7 +2,7 @@
 
 Passes: each takes a program and returns it with what follows from it inserted.
 
-They run in the order in which they stand here; `step_schedule.build_step` strings them together. Each looks only
+They run in the order in which they stand here; `step_parts.build_step` strings them together. Each looks only
 at the ops of the program, so a schedule of another shape (another order of F and B) goes through the same
 passes.
 

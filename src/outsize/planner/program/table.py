@@ -11,7 +11,7 @@ else reads it:
 what                       reads in a row
 =========================  ============================================================================================
 `program.parse_op`         ``text``, an example: an op of this form has the numbers that the example has
-`lanes.lane_of`            ``lane``, the kind of thread that runs it
+`program.lane_of`            ``lane``, the kind of thread that runs it
 `hazards`                  what it ``reads``, ``writes``, ``fills`` and ``empties``: whom it waits for
 `program_rules`            the same: which rules it must obey
 traffic, liveness          what it ``carries``, and by its lane from where to where

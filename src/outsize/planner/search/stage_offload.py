@@ -1,7 +1,7 @@
 """What leaves the workers of a step of stages, of what forwards keep: unit by unit, and the memory that it takes.
 
 Where a step turns around, a backward follows its forward on the same worker, and what is kept stays there
-(`recompute_policy.kept_at_the_turn`). The backward of any other unit may be another worker's. Then what its forward
+(`offload_balance.kept_at_the_turn`). The backward of any other unit may be another worker's. Then what its forward
 has kept goes below the workers, and comes up where the unit is recomputed. What attention or products returned can go,
 since a recompute takes results from wherever they are; a graph cannot, since it is made of the worker that made it.
 """
