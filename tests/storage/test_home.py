@@ -66,7 +66,7 @@ def test_a_view_is_the_plane_itself(arena):
 def test_the_disk_refuses_tensors_that_direct_io_cannot_take(tmp_path, pool, arena):
     with DiskHome(small_model(), planes_for("bf16"), tmp_path / "home", pool) as home:
         memory = arena.take(16384, "x")
-        with pytest.raises(ValueError, match=r"outsize\.storage\.arena"):
+        with pytest.raises(ValueError, match=r"outsize\.storage\.ledger"):
             home.read(0, "exp_avg", 0, memory[64 : 64 + 8192].view(torch.float32))
 
 
