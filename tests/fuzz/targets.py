@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from fuzz.damage import JUNK, documents, holes, texts
 from fuzz.guard import survives
+from fuzz.run_directories import read_by_a_command, strategies
 from hardware.fake_machine import CGROUP_V2, SERVER, build, probed
 from outsize.checkpoint import checkpoint_state, run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.files.checkpoint_files import find_tensors
@@ -575,5 +577,6 @@ TARGETS: Mapping[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], .
             texts(CONFIG) | YAML_TAGS,
         ),
     ),
+    "runs by commands": (partial(read_by_a_command, ROOT / "commands"), strategies()),
     "program": (read_program, (programs() | texts(render(build_step(LAYOUT))),)),
 }
