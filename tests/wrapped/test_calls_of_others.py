@@ -1,5 +1,6 @@
 """Calls that programs of others make of a wrapped model: compiled, positional, of images, with PEFT's experts."""
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen2_5_VLConfig, Qwen
 
 import zoo
 from outsize.errors import ConfigError
+from outsize.wrapped.module import runner_of
 from wrapped.loops import assert_equal, gradients, wrapped
 
 peft = pytest.importorskip("peft")
@@ -192,3 +194,50 @@ def test_checkpointing_inside_blocks_that_was_on_before_wrap_changes_nothing(ree
         with wrapped(build(), **way) as model:
             model(**BATCH).loss.backward()
             assert_equal(gradients(model), gradients(plain))
+
+
+def scoring(model: nn.Module) -> Any:
+    """A forward for ``model.forward =`` that calls the decoder by itself, and takes the head's weight, as TRL's."""
+    usual = model.forward
+
+    def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **others: Any) -> Any:
+        if labels is None:
+            return usual(input_ids=input_ids, **others)
+        others.pop("use_cache", None)
+        hidden = self.base_model(input_ids=input_ids, use_cache=False, **others).last_hidden_state
+        logits = nn.functional.linear(hidden[:, :-1], self.get_output_embeddings().weight)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
+
+    return MethodType(forward, model)
+
+
+def around(model: nn.Module) -> Any:
+    """One that calls the model's own, as autocasts do."""
+    usual = model.forward.__func__  # type: ignore[attr-defined]
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        output = usual(self, **inputs)
+        output.loss = None if output.loss is None else output.loss * 2
+        return output
+
+    return MethodType(forward, model)
+
+
+@pytest.mark.parametrize("settings", [{"home": "disk"}, {"device": "emulated:1"}, {"device": "emulated:2"}])
+@pytest.mark.parametrize("put", [scoring, around])
+def test_a_forward_in_the_place_of_the_model_s_streams(put: Any, settings: dict[str, Any]):
+    plain = zoo.build("llama")
+    plain.forward = put(plain)
+    with wrapped(zoo.build("llama"), activations="recompute", **settings) as model:
+        model.forward = put(model)
+        for _ in range(2):
+            for each in (plain, model):
+                each.zero_grad()
+                each.loss = each(**BATCH)["loss"]
+                each.loss.backward()
+            assert torch.equal(model.loss, plain.loss)
+            assert_equal(gradients(model), gradients(plain))
+        assert runner_of(model).plan is not None
+        ids = BATCH["input_ids"]
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)

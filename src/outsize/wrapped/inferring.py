@@ -21,10 +21,15 @@ from outsize.inference.source import Source
 from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk
 from outsize.runtime.device.device import Device
+from outsize.runtime.forward.random_states import random_states, set_random_states
 from outsize.runtime.ops.link_codecs import decoding_bytes
 from outsize.session.job.demand import fixed_bytes
 from outsize.wrapped.generating import on_device
 from outsize.wrapped.planned import Planned
+
+
+class CalledOutside(Exception):  # noqa: N818
+    """A unit was called outside of all passes, by what stands in the place of the model's forward."""
 
 
 class Inferring(Planned):
@@ -74,6 +79,27 @@ class Inferring(Planned):
                 yield
             finally:
                 self._depth -= 1
+
+    @contextlib.contextmanager
+    def watching_units(self) -> Iterator[None]:
+        """Raise `CalledOutside` where a unit is called outside of all passes; random states are then as before."""
+        boundaries, states = self.session.boundaries, random_states(self._device)
+
+        def outside(unit: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._depth:
+                return real(*args, **kwargs)
+            raise CalledOutside
+
+        if boundaries.outside is None:
+            boundaries.outside = outside
+        try:
+            yield
+        except CalledOutside:
+            set_random_states(self._device, states)
+            raise
+        finally:
+            if boundaries.outside is outside:
+                boundaries.outside = None
 
     def forward_together(
         self, inputs: Sequence[Mapping[str, Any]], waiting_bytes: int, on_output: Callable[[int, Any], None]

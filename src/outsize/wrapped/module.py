@@ -5,6 +5,7 @@ A wrapped model stays the object it was. Its class becomes a subclass of its for
 were. (PyTorch's FSDP2 does the same.)
 """
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Iterable, Mapping
@@ -21,8 +22,9 @@ from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.wrapped.at_home.home_parameter import plainly
 from outsize.wrapped.generating import generation, generation_config_as_it_is, on_device
+from outsize.wrapped.inferring import CalledOutside
 from outsize.wrapped.runner import Runner
-from outsize.wrapped.wrap_planning import FUSED
+from outsize.wrapped.wrap_planning import IN_PLACE
 
 _log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"
@@ -34,14 +36,22 @@ class Wrapped(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; inside a walk without hooks of the model itself, which have run outside.
 
-        TRL puts a forward of its own in the place of the model's. It runs inside the walk where it is asked for; others
-        that people put there (autocasts) call the model's, and run around it.
+        A forward that somebody has put in the place of the model's runs around that where it calls it, as autocasts do.
+        Where it calls layers by itself, as TRL's, it is called again, inside the walk.
         """
-        fused = bool(kwargs.get(FUSED)) and "forward" in vars(self)
         if is_walking():
-            own = vars(self)["forward"] if fused else partial(own_class(self).forward, self)
-            return own(*args, **kwargs)
-        return type(self).forward(self, *args, **kwargs) if fused else super().__call__(*args, **kwargs)
+            forward = kwargs.pop(IN_PLACE, None) or partial(own_class(self).forward, self)
+            return forward(*args, **kwargs)
+        in_place = vars(self).get("forward")
+        if in_place is None:
+            return super().__call__(*args, **kwargs)
+        with contextlib.suppress(CalledOutside), runner_of(self).watching_units():
+            return super().__call__(*args, **kwargs)
+        del self.forward
+        try:
+            return super().__call__(*args, **kwargs, **{IN_PLACE: in_place})
+        finally:
+            self.forward = in_place
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `torch.nn.Module.state_dict`; over a disk home its tensors are read as they are used."""
@@ -132,7 +142,7 @@ class Wrapped(nn.Module):
 
 def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a wrapped model of class ``kind``."""
-    signature = inspect.signature(kind.forward)
+    signature = _without_self(inspect.signature(kind.forward))
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +151,9 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         runner = runner_of(self)
         if _has_other_weights(runner):
             return kind.forward(self, *args, **kwargs)
-        inputs = _named(signature, self, args, kwargs)
-        if runner.infers(self) and not inputs.get(FUSED):  # that is not the forward of its class
+        in_place = kwargs.get(IN_PLACE)
+        inputs = _named(inspect.signature(in_place) if in_place else signature, self, args, kwargs)
+        if in_place is None and runner.infers(self):
             with runner.inferring():
                 return kind.forward(self, **on_device(inputs, runner.device))
         return runner.forward(inputs)
@@ -225,9 +236,8 @@ def _named(
 
 def _by_name(signature: inspect.Signature, model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
     """Return positional arguments of a forward by name: by those of the model inside, where PEFT's passes all on."""
-    bound = signature.bind_partial(model, *args).arguments
     named: dict[str, Any] = {}
-    for name, value in list(bound.items())[1:]:
+    for name, value in signature.bind_partial(*args).arguments.items():
         if signature.parameters[name].kind is not inspect.Parameter.VAR_POSITIONAL:
             named[name] = value
             continue
@@ -237,8 +247,12 @@ def _by_name(signature: inspect.Signature, model: nn.Module, args: tuple[Any, ..
                 f"the forward of {type(model).__name__} takes *{name}: outsize has to know which argument is which; "
                 "give that forward named parameters, and call it by them"
             )
-        named |= _by_name(inspect.signature(type(inner).forward), inner, value)
+        named |= _by_name(_without_self(inspect.signature(type(inner).forward)), inner, value)
     return named
+
+
+def _without_self(signature: inspect.Signature) -> inspect.Signature:
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _save_pretrained(kind: type[nn.Module]) -> Any:

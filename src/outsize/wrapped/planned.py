@@ -351,7 +351,7 @@ class Planned:
         """Return an engine and a plan for microbatches of ``shape``, and for what trains now where ``keeps``."""
         model = self._model()
         assert model is not None
-        if shape.fused and self._with_head is None:
+        if shape.in_place and self._with_head is None:
             self._keep_head(model)
         # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
         if keeps:

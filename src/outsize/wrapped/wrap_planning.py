@@ -39,8 +39,8 @@ LABELS = ("labels", "shift_labels")
 TOKENS = {"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "pixel_values"}
 # What models of transformers are told by which tokens are padding: [B, S], zero where they are.
 MASK = "attention_mask"
-# What TRL's trainers pass to a forward that scores tokens without holding logits, and takes the head's weight itself.
-FUSED = "fused_lm_head"
+# The argument under which a pass finds what somebody has put in the place of the model's forward, and units run in.
+IN_PLACE = "_outsize_forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BatchShape:
         training: whether a backward may follow in training mode, where dropout saves its masks.
         padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
         scored: whether the model is given labels, and takes the loss itself.
-        fused: whether its forward is to take the weight of the head by itself, as TRL's does.
+        in_place: whether another forward stands in the place of the model's, as TRL's, which takes the head's weight.
         hidden: whether the model is asked for what its units receive.
         given: names of the inputs that stand for tokens, images or sounds: which decides what units it calls.
         into_inputs: whether the caller wants gradients of inputs.
@@ -67,7 +67,7 @@ class BatchShape:
     training: bool = True
     padded: bool = False
     scored: bool = False
-    fused: bool = False
+    in_place: bool = False
     hidden: bool = False
     given: frozenset[str] = frozenset()
     into_inputs: bool = False
@@ -85,7 +85,7 @@ class BatchShape:
             other.hidden,
             other.into_inputs,
         )
-        same = (self.autocast, self.fused, self.given) == (other.autocast, other.fused, other.given)
+        same = (self.autocast, self.in_place, self.given) == (other.autocast, other.in_place, other.given)
         return same and self.loose >= other.loose and all(map(ge, mine, its))
 
     @property
@@ -106,7 +106,7 @@ def shape_of(
     is_ids = main.dim() == 2 and not main.is_floating_point()
     length = main.shape[1] if is_ids or main.dim() == 3 else 1
     scored = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
-    padded, fused, hidden = _is_padded(inputs.get(MASK)), bool(inputs.get(FUSED)), bool(inputs.get(HIDDEN))
+    padded, in_place, hidden = _is_padded(inputs.get(MASK)), IN_PLACE in inputs, bool(inputs.get(HIDDEN))
     given = frozenset(
         n for n, t in tensors.items() if n in TOKENS or (t.is_floating_point() and n not in LABELS)
     )
@@ -118,7 +118,7 @@ def shape_of(
         training,
         padded,
         scored,
-        fused,
+        in_place,
         hidden,
         given,
         into_inputs,
