@@ -101,10 +101,11 @@ def test_parameters_used_outside_of_their_unit_need_one_device():
         model(**BATCH)
 
 
-def test_prefix_tuning_is_refused():
-    model = peft.get_peft_model(zoo.build("llama"), peft.PrefixTuningConfig(**VIRTUAL))
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_prefix_tuning_is_refused(wrapped_first: bool):
+    model, prefix = zoo.build("llama"), peft.PrefixTuningConfig(**VIRTUAL)
     with (
-        wrapped(model) as model,
+        wrapped(model if wrapped_first else peft.get_peft_model(model, prefix)) as model,
         pytest.raises(ModelError, match=r"cache of keys and values that trains .prefix tuning."),
     ):
-        model(**BATCH)
+        (peft.get_peft_model(model, prefix) if wrapped_first else model)(**BATCH)

@@ -1,6 +1,6 @@
 """One forward over the units of a model at a short length, each distinct unit measured forward and backward."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -218,14 +218,10 @@ class TrialPass:
 
     def _receive(self, call: UnitCall) -> list[Tensor]:
         leaves = torch_private.leaves_of((call.args, call.kwargs))
-        caches = [held for leaf in leaves if (held := _cached(leaf)) is not None]
+        caches = [held for leaf in leaves if (held := cached_tensors(leaf)) is not None]
         first, self._has_cache = bool(caches) and not self._has_cache, self._has_cache or bool(caches)
-        if first and any(tensor.requires_grad for held in caches for tensor in held):
-            raise ModelError(
-                f"{type(self._split.model).__name__} gives its units a cache of keys and values that trains (prefix "
-                "tuning); they add to it, and would once more in the recompute of a backward. Prompt tuning, P-tuning "
-                "and LoRA can be streamed"
-            )
+        if first:
+            check_caches(self._split.model, caches)
         given, _ = outline_of((call.args, tuple(call.kwargs.values())))
         tensors = [leaf for leaf in given if is_differentiable(leaf) and leaf.requires_grad]
         unique = {_place(tensor): tensor for tensor in tensors}
@@ -462,7 +458,21 @@ def _leaves_of(call: UnitCall) -> Any:
     )
 
 
-def _cached(value: Any) -> list[Tensor] | None:
+def check_caches(model: object, caches: Iterable[Sequence[Tensor]]) -> None:
+    """Check that no cache of keys and values trains.
+
+    Raises:
+        ModelError: one does.
+    """
+    if any(tensor.requires_grad for held in caches for tensor in held):
+        raise ModelError(
+            f"{type(model).__name__} gives its units a cache of keys and values that trains (prefix tuning); they "
+            "add to it, and would once more in the recompute of a backward. Prompt tuning, P-tuning and LoRA can be "
+            "streamed"
+        )
+
+
+def cached_tensors(value: Any) -> list[Tensor] | None:
     """Return the tensors of one of transformers' caches; None of what is no cache."""
     layers = getattr(getattr(value, "self_attention_cache", value), "layers", None)
     return _tensors([vars(layer) for layer in layers]) if isinstance(layers, list) else None
