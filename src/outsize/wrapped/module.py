@@ -20,6 +20,7 @@ from outsize.checkpoint.saving_room import weight_bytes
 from outsize.compat.torch_private import dtype_to_move_to, parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
+from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
 from outsize.wrapped.at_home.home_parameter import plainly
 from outsize.wrapped.generating import generation, generation_config_as_it_is, on_device
 from outsize.wrapped.inferring import CalledOutside
@@ -156,6 +157,8 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         if in_place is None and runner.infers(self):
             with runner.inferring():
                 return kind.forward(self, **on_device(inputs, runner.device))
+        if torch.is_grad_enabled():  # adapters around a wrapped model give it their cache
+            check_caches(self, [cached_tensors(inputs.get("past_key_values")) or ()])
         return runner.forward(inputs)
 
     # Within `torch.compile` of a model, or around it, a call runs as it is: lanes and walks cannot be traced.

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from outsize.compat.torch_private import has_gradient_hooks
 from outsize.errors import ConfigError
-from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
 
 # What models of transformers are asked for with all that goes from unit to unit.
 HIDDEN = "output_hidden_states"
@@ -19,11 +17,8 @@ def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, kee
 
     Raises:
         ConfigError: neither is so.
-        ModelError: it is given a cache that trains, as adapters around a wrapped model have it.
     """
     _check_inputs(inputs)
-    if torch.is_grad_enabled():
-        check_caches(model, [cached_tensors(inputs.get("past_key_values")) or ()])
     if keeps:
         _check_trains(model, cached=cached)
 
