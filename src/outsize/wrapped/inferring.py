@@ -21,7 +21,7 @@ from outsize.inference.source import Source
 from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk
 from outsize.runtime.device.device import Device
-from outsize.runtime.forward.random_states import random_states, set_random_states
+from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.ops.link_codecs import decoding_bytes
 from outsize.session.job.demand import fixed_bytes
 from outsize.wrapped.generating import on_device
