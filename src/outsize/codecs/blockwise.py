@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs import hadamard
 from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
-from outsize.codecs.hadamard import MOST_GROUP, signs
+from outsize.codecs.hadamard import MOST_GROUP, rotate, rotate_back, signs
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -185,7 +184,7 @@ class BlockwiseCodec(Codec):
             y = values[: (last - first) * group].view(last - first, group)
             x = self._in_fp32(elements, y)
             if self.grid.rotated:
-                x = hadamard.rotate(x, into=y)
+                x = rotate(x, into=y)
             scales, zeros = self._scales(x)
             sections.scales[first:last] = scales
             if zeros is not None:
@@ -278,7 +277,7 @@ class BlockwiseCodec(Codec):
             if not self.grid.symmetric:
                 y += sections.zeros[first:last].float()[:, None]
             if self.grid.rotated:
-                hadamard.rotate_back(y)
+                rotate_back(y)
             elements = into[first * self.grid.group : last * self.grid.group]
             elements.copy_(y.view(-1)[: elements.numel()])
 
