@@ -7,7 +7,7 @@ aside is never less.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from outsize.planner.memory.activation_liveness import NOTHING, ActivationMeter, Live
+from outsize.planner.memory.step_bytes import NOTHING, ActivationMeter, Live
 from outsize.planner.program.program import FORWARD_KINDS, Kind, Op, Program
 from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout

@@ -8,7 +8,7 @@ from outsize.hardware.cards.presets import parse_gpus
 from outsize.hardware.machine_spec import Figure, Peer
 from outsize.model.sizes.model_spec import ModelSpec, PartKind, pack_part, pack_unit
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.link_bytes import load_bytes
+from outsize.planner.memory.step_bytes import load_bytes
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.program import parse_op
 from outsize.planner.program.stages import Choice, Extent, Stages

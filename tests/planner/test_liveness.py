@@ -4,7 +4,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.memory.activation_liveness import ActivationMeter, Live
+from outsize.planner.memory.step_bytes import ActivationMeter, Live
 from outsize.planner.passes.cycle import cycle_peak, insert_saves, v_cycle
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.hazards import Hazards

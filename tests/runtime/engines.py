@@ -19,7 +19,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
 from outsize.optim.shares import shares
-from outsize.planner.memory.link_bytes import net_staging
+from outsize.planner.memory.step_bytes import net_staging
 from outsize.planner.program.stages import Kept
 from outsize.planner.search.step_plan import Budgets, Demand, Plan, PlanOptions, plan_step
 from outsize.runtime.device.device import open_device

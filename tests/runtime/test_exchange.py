@@ -10,7 +10,7 @@ from outsize.codecs.transport import Wire
 from outsize.errors import NonFiniteError
 from outsize.model.split import split
 from outsize.optim.shares import shares
-from outsize.planner.memory import link_bytes
+from outsize.planner.memory import step_bytes
 from outsize.testing.group_contract import in_ranks
 from runtime.engines import contexts, engine_over, train
 from runtime.oddities import Sparse
@@ -125,7 +125,7 @@ def test_what_is_exchanged_in_many_chunks_is_what_is_exchanged_in_one(wire, home
     if home == "disk":
         wire, options["dtype"] = replace(wire, weights="raw"), "fp32"
     whole = run_ranks(2, tmp_path / "one", batches(), wire, **options)
-    monkeypatch.setattr(link_bytes, "CHUNK_ELEMENTS", 2048)
+    monkeypatch.setattr(step_bytes, "CHUNK_ELEMENTS", 2048)
     cut = run_ranks(2, tmp_path / "many", batches(), wire, **options)
     for one, many in zip(whole, cut, strict=True):
         assert one[:2] == many[:2]

@@ -16,7 +16,7 @@ from outsize.checkpoint.export import export
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import AdapterSource, base_name
-from outsize.planner.memory.link_bytes import load_bytes
+from outsize.planner.memory.step_bytes import load_bytes
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec

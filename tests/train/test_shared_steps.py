@@ -9,7 +9,7 @@ import torch
 import zoo
 from outsize.checkpoint import feedback, run_checkpoint
 from outsize.errors import CheckpointError, ConfigError, LostRankError
-from outsize.planner.memory import link_bytes
+from outsize.planner.memory import step_bytes
 from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
@@ -145,7 +145,7 @@ def test_two_that_go_on_end_as_two_that_were_never_stopped_and_three_close_by(op
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_error_feedback_that_goes_on_ends_where_it_would_have_ended(home, model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(link_bytes, "STORE_ELEMENTS", 2048)  # so that residuals go to a checkpoint in pieces
+    monkeypatch.setattr(step_bytes, "STORE_ELEMENTS", 2048)  # so that residuals go to a checkpoint in pieces
     batches = make_batches("llama", STEPS, NUM_SEQUENCES)
     options = {"parallel": {"gradients": "int4-ef"}, "memory": {"home": home}}
     through = run(2, model_dir, tmp_path / "through", batches, **options)
@@ -189,7 +189,7 @@ def test_any_number_of_ranks_takes_a_checkpoint_over_to_the_bit(
 ):
     """What three ranks, or one, take from two, and save before they train, is what they were given."""
     if home == "host":
-        monkeypatch.setattr(link_bytes, "STORE_ELEMENTS", 2048)  # so that shares go to a checkpoint in pieces
+        monkeypatch.setattr(step_bytes, "STORE_ELEMENTS", 2048)  # so that shares go to a checkpoint in pieces
     batches = make_batches("llama", 1, NUM_SEQUENCES)
     options = {"dtype": "bf16", "optimizer": optimizer, "memory": {"home": home}}
     run(2, model_dir, tmp_path / "two", batches, **options)

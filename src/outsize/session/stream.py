@@ -16,7 +16,7 @@ from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.optim.shares import home_granule
-from outsize.planner.memory.link_bytes import net_staging
+from outsize.planner.memory.step_bytes import net_staging
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.engine.engine import StepHandle
 from outsize.runtime.engine.op_handlers import EngineSettings

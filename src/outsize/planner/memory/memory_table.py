@@ -41,8 +41,7 @@ from outsize.optim.optimizer_spec import (
     layout_of,
 )
 from outsize.optim.shares import committed_bytes, home_bytes, home_granule
-from outsize.planner.memory.activation_liveness import Live
-from outsize.planner.memory.link_bytes import net_bytes, packed_bytes, packed_bytes_of
+from outsize.planner.memory.step_bytes import Live, net_bytes, packed_bytes, packed_bytes_of
 from outsize.planner.program.stages import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.units import align_up

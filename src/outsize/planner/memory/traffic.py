@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from outsize.codecs.transport import Transport
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout, layout_of
-from outsize.planner.memory.activation_liveness import NOTHING
-from outsize.planner.memory.link_bytes import activation_bytes, gradient_bytes, load_bytes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
+from outsize.planner.memory.step_bytes import NOTHING, activation_bytes, gradient_bytes, load_bytes
 from outsize.planner.program.program import Op, Program
 from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout

@@ -20,7 +20,7 @@ from itertools import accumulate, chain, groupby, pairwise
 from operator import add
 from typing import Any
 
-from outsize.planner.memory.activation_liveness import Live
+from outsize.planner.memory.step_bytes import Live
 from outsize.planner.passes.slots import assign_slots
 from outsize.planner.program.hazards import SAVE_WINDOW
 from outsize.planner.program.program import FORWARD_KINDS, Kind, Op, Program

@@ -30,7 +30,7 @@ from math import inf
 from types import MappingProxyType
 
 from outsize.errors import ProgramError
-from outsize.planner.memory.activation_liveness import ActivationMeter
+from outsize.planner.memory.step_bytes import ActivationMeter
 from outsize.planner.program.program import Kind, Op, Program, excerpt
 from outsize.planner.program.program_rules import Rules
 from outsize.planner.program.rules_home import BrokenRuleError

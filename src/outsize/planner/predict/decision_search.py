@@ -22,8 +22,8 @@ from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.link_bytes import packed_bytes
 from outsize.planner.memory.memory_table import Demand, Tier
+from outsize.planner.memory.step_bytes import packed_bytes
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.question import MicrobatchCost, Question
 from outsize.planner.search.microbatch_search import (

@@ -25,7 +25,7 @@ round sums on. So does one that is cut into stages, on the worker that runs the 
 then is checked by `planner.program.rules_home`.
 
 Rules 5, 6 and 10 are checked by `planner.program.rules_home`. Bytes are the business of
-`planner.memory.activation_liveness`.
+`planner.memory.step_bytes`.
 """
 
 from collections import Counter

@@ -12,8 +12,8 @@ from functools import cache, cached_property
 
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.link_bytes import device_bytes, host_bytes
 from outsize.planner.memory.memory_table import PRODUCTS, Demand, bytes_below, offload_rooms, products_bytes
+from outsize.planner.memory.step_bytes import device_bytes, host_bytes
 from outsize.planner.program.hazards import SAVE_WINDOW
 from outsize.planner.program.stages import KeptBytes, Span, Stages, slots_for
 from outsize.planner.program.step_layout import StepLayout

@@ -1,8 +1,8 @@
 """What several workers cut: the times of units, and what single stages take on a worker."""
 
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.memory.link_bytes import load_bytes
 from outsize.planner.memory.memory_table import Demand
+from outsize.planner.memory.step_bytes import load_bytes
 from outsize.planner.program.stages import Span, bytes_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, usual_round_sizes

@@ -16,8 +16,6 @@ from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.errors import InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.activation_liveness import Live
-from outsize.planner.memory.link_bytes import device_bytes, host_bytes
 from outsize.planner.memory.memory_table import (
     Demand,
     Tier,
@@ -30,6 +28,7 @@ from outsize.planner.memory.memory_table import (
     store_buffer_bytes,
     update_workspace_bytes,
 )
+from outsize.planner.memory.step_bytes import Live, device_bytes, host_bytes
 from outsize.planner.memory.traffic import Traffic, count_traffic
 from outsize.planner.passes.cycle import cycle_peak
 from outsize.planner.passes.step_parts import build_step, successive_steps

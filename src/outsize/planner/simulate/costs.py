@@ -14,9 +14,8 @@ from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import UPDATE_TILE_ELEMENTS, StateLayout, layout_of
-from outsize.planner.memory.activation_liveness import NOTHING
-from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
+from outsize.planner.memory.step_bytes import NOTHING, encoded_planes
 from outsize.planner.memory.traffic import OpBytes
 from outsize.planner.program.program import Kind, Lane, Op
 from outsize.planner.program.stages import Choice, Extent, KeptBytes

@@ -32,7 +32,7 @@ from outsize.group.group import Group
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.optim.shares import shares
-from outsize.planner.memory.link_bytes import NetStaging
+from outsize.planner.memory.step_bytes import NetStaging
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE

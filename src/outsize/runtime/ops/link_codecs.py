@@ -24,7 +24,7 @@ from outsize.codecs.transport import (
 )
 from outsize.model.sizes.model_spec import FrozenPart, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
-from outsize.planner.memory.link_bytes import encoded_planes
+from outsize.planner.memory.step_bytes import encoded_planes
 from outsize.runtime.device.device import Device
 from outsize.runtime.ops.context import StepContext
 from outsize.storage.home import Home

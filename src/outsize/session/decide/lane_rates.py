@@ -29,8 +29,8 @@ from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.link_bytes import encoded_planes
 from outsize.planner.memory.memory_table import home_bytes
+from outsize.planner.memory.step_bytes import encoded_planes
 from outsize.planner.simulate.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
 from outsize.probing.compute import measure_adamw, measure_device_memory, measure_products
 from outsize.probing.data_probe import measure_disk
