@@ -4,8 +4,8 @@ import pytest
 
 from outsize.planner.program.program import Kind, parse_op
 from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
-from outsize.planner.simulate.crowding import crowded
 from outsize.planner.simulate.discrete import Cost
+from outsize.planner.simulate.gpu_times import crowded
 from outsize.planner.simulate.simulator import CostModel
 
 OPS = [parse_op(text) for text in ("F 0.0@w0", "B 0.0@w0", "STEP 0", "REDUCE 0<h0", "READ 0#0>t0")]

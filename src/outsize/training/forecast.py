@@ -23,8 +23,7 @@ from outsize.planner.predict.decision import PlannedStep
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, lane_named
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
-from outsize.planner.simulate.crowding import crowded
-from outsize.planner.simulate.gpu_times import Trace, read_trace
+from outsize.planner.simulate.gpu_times import Trace, crowded, read_trace
 from outsize.planner.simulate.simulator import CostModel
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline

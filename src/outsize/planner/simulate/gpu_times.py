@@ -1,4 +1,4 @@
-"""Times of kernels and bytes of stages, corrected by what was measured.
+"""Times of kernels and bytes of stages, as measured, and compute that shares its cores with lanes.
 
 Seconds that a GPU computes for a microbatch, from FLOPs and its figures.
 
@@ -10,18 +10,23 @@ for each other that would be hidden otherwise (`with_shared`).
 `memory.traffic.count_traffic` counts the same of a program, op by op.
 
 What a run's own trace says of the machine: how long each op took, and the rates of its lanes.
+
+On a CPU every lane is a thread. Units and lanes are timed one at a time, each with the cores to itself; in a step
+copies, optimizer, sums over ranks and the sending of bytes run beside compute. With a core to spare for them they cost
+nothing. Where compute keeps all cores busy, as with several ranks on one machine, a second of theirs costs compute a
+second of one core. They are taken to use one core at a time, and compute to share the loss evenly among its threads.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import hypot, inf
 
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import Workload
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op
 from outsize.planner.program.stages import Extent
-from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.pipeline import sums
 from outsize.planner.simulate.simulator import CostModel
@@ -295,3 +300,54 @@ def _measured(by_op: Mapping[_Key, _Sum], predicted: Callable[[Op], Cost]) -> Ca
         )  # larger tiles than those that ran
 
     return cost_of
+
+
+def crowded(
+    times: UnitTimes,
+    ops: Iterable[Op],
+    costs: CostModel,
+    *,
+    cores: float,
+    threads: int,
+    core_s_per_byte: float,
+) -> UnitTimes:
+    """Return what units take where the lanes of a step compute beside them.
+
+    Args:
+        times: of units that have the cores to themselves.
+        ops: of a step.
+        costs: of these ops, one at a time.
+        cores: that this process has, its part of those that it shares.
+        threads: that compute keeps busy.
+        core_s_per_byte: of a core, to send a byte to another rank and to receive and add one meanwhile.
+    """
+    free = min(1.0, max(0.0, cores - threads))
+    compute_s = lanes_s = 0.0
+    for op in ops:
+        cost = costs.cost_of(op)
+        if op.kind in COMPUTE_KINDS:
+            compute_s += cost.seconds
+        elif op.row.is_net:  # codecs and messages, but no waits
+            lanes_s += max(0.0, cost.seconds - EXCHANGE_S) + cost.amount * core_s_per_byte
+        elif op.row.price not in ("disk", "commit"):
+            lanes_s += cost.alone_s(costs.capacity)
+    if not compute_s:
+        return times
+    return scaled(times, 1.0 + (1.0 - free) * lanes_s / (threads * compute_s))
+
+
+def scaled(times: UnitTimes, factor: float) -> UnitTimes:
+    """Return ``times`` of compute that is so many times as slow."""
+
+    def each(seconds: Iterable[float]) -> tuple[float, ...]:
+        return tuple(s * factor for s in seconds)
+
+    return replace(
+        times,
+        forward_s=each(times.forward_s),
+        backward_s=each(times.backward_s),
+        recompute_s=each(times.recompute_s),
+        spared_s={extent: each(seconds) for extent, seconds in times.spared_s.items()},
+        kept_forward_s=each(times.kept_forward_s),
+        kept_backward_s=each(times.kept_backward_s),
+    )

@@ -21,7 +21,7 @@ from outsize.model.compiled import as_they_are
 from outsize.model.walk import Boundaries
 from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.planner.simulate.crowding import scaled
+from outsize.planner.simulate.gpu_times import scaled
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.heap import set_thresholds, trim
 from outsize.runtime.trial.unit_clock import time_units

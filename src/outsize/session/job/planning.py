@@ -24,7 +24,7 @@ from outsize.planner.search.microbatch_search import cuts_to_try
 from outsize.planner.search.offload_balance import UnitRates
 from outsize.planner.search.step_plan import Budgets, Plan, PlanOptions
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.planner.simulate.crowding import scaled
+from outsize.planner.simulate.gpu_times import scaled
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.demand import RunDemand, counted_times, demand_of, selected_bytes
 from outsize.session.job.job_options import named_transport, options_for, question_for
