@@ -20,7 +20,7 @@ from outsize.errors import ExecutionError, ModelError, NonFiniteError
 from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Extent, Stages, spans_down, spans_up
 from outsize.runtime.device.device import EmulatedDevice
-from outsize.runtime.forward.selective_recompute import PRODUCTS
+from outsize.runtime.forward.saved_tensors import PRODUCTS
 from outsize.runtime.forward.staged_run import StagedRun
 from patience import PATIENCE_S
 from planner.layouts import cuts

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from outsize.planner.program.stages import Choice
-from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS, DivergedError, Selected
+from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS, DivergedError, Selected
 from planner.layouts import first_kept
 from reference import Recipe
 from runtime.engines import contexts, engine_over
@@ -110,7 +110,7 @@ def test_a_recompute_that_runs_other_operations_is_found_out():
 
 def test_what_draws_random_numbers_leaves_the_generator_as_it_did(monkeypatch: pytest.MonkeyPatch):
     drop = torch.ops.aten.native_dropout.default
-    monkeypatch.setattr("outsize.runtime.forward.selective_recompute.ATTENTION", frozenset({drop}))
+    monkeypatch.setattr("outsize.runtime.forward.saved_tensors.ATTENTION", frozenset({drop}))
 
     def run() -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)

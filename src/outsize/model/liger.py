@@ -8,7 +8,7 @@ module of transformers that its code lies in as well. Here the instance alone ke
 2. Triton computes on accelerators. Where tensors lie on none, as in the trial of a microbatch, the model's own code
    runs, and saves what the kernel would have saved, in as many tensors, so that what is measured is what a run takes.
 3. Rotations write over what they are given: what a product returned, behind autograd's back. Where a mode watches
-   operations, to keep what products return (`runtime.forward.selective_recompute`), they are given a copy.
+   operations, to keep what products return (`runtime.forward.saved_tensors`), they are given a copy.
 
 Norms and activations write in a backward alone, over a gradient or what they saved themselves, which is used once.
 Losses stay those of outsize.

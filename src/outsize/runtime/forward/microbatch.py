@@ -32,8 +32,7 @@ from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.head_loss import loss_of
 from outsize.runtime.forward.outer_code import OuterBackward
-from outsize.runtime.forward.saved_tensors import Keeping, SavedTensors, storages_of
-from outsize.runtime.forward.selective_recompute import DivergedError, Selected
+from outsize.runtime.forward.saved_tensors import DivergedError, Keeping, SavedTensors, Selected, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_state import UnitState
 from outsize.runtime.forward.unit_visit import (

@@ -26,8 +26,7 @@ from outsize.compat.torch_private import memory_key, version_of
 from outsize.errors import ModelError
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.outline import Outline, outline_of
-from outsize.runtime.forward.saved_tensors import SavedTensors
-from outsize.runtime.forward.selective_recompute import Selected
+from outsize.runtime.forward.saved_tensors import SavedTensors, Selected
 from outsize.runtime.forward.unit_state import UnitState
 
 Forward = Callable[..., Any]

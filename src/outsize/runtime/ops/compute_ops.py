@@ -20,8 +20,7 @@ from outsize.runtime.forward.binding import Binder, Originals
 from outsize.runtime.forward.head_loss import chunked_head_loss, chunked_loss_alone, loss_of, shift_labels
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.outer_code import OuterForward
-from outsize.runtime.forward.saved_tensors import Keeping
-from outsize.runtime.forward.selective_recompute import Selected
+from outsize.runtime.forward.saved_tensors import Keeping, Selected
 from outsize.runtime.forward.short_recompute import Drawing, Shortcuts, is_watched, seed_generators
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.forward.unit_facts import Needed, SideEffects

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from outsize.compat import torch_private
 from outsize.compat.torch_private import OperationMode, storage_key, watching
-from outsize.runtime.forward.selective_recompute import ATTENTION, PRODUCTS
+from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_facts import UnitFlops, Yield, Yields
 from outsize.runtime.forward.unit_state import UnitState, untouched
