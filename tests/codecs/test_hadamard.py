@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outsize.codecs.blockwise import rotate, rotate_back, signs
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import ROTATED, codec_spec
-from outsize.codecs.hadamard import rotate, rotate_back, signs
 from outsize.testing import CodecContract
 from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
 
