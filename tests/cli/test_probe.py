@@ -11,7 +11,7 @@ from outsize.cli.text.probe_text import copies_by_size, describe
 from outsize.hardware.cgroup import Fact
 from outsize.hardware.link_fit import Piece, fit_link, summarize
 from outsize.hardware.machine_file import DataRates, parse
-from outsize.hardware.streaming import FeedRates, ShapeRate, break_even_tokens, starved_share
+from outsize.hardware.topology import FeedRates, ShapeRate, break_even_tokens, starved_share
 from tiny import tiny_model
 
 

@@ -8,8 +8,7 @@ from outsize.hardware.cgroup import Fact
 from outsize.hardware.gpus import GpuFacts, Inventory
 from outsize.hardware.link_fit import summarize
 from outsize.hardware.machine_file import DeviceRates, MachineFile
-from outsize.hardware.streaming import NumaRates, Overlap, PinCost, TogetherRates
-from outsize.hardware.topology import PeerLink
+from outsize.hardware.topology import NumaRates, Overlap, PeerLink, PinCost, TogetherRates
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ from outsize.accelerators import CPU
 from outsize.cli.text.probe_text import streaming_rows
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.machine_file import parse, readings
-from outsize.hardware.streaming import FeedRates, Overlap
+from outsize.hardware.topology import FeedRates, Overlap
 from outsize.probing import run_probe
 from outsize.probing.compute import measure_attention, measure_matmul
 from outsize.probing.data_probe import measure_disk

@@ -16,7 +16,7 @@ from outsize.doctor.facts import Facts, LackingError, lost_share, median, number
 from outsize.doctor.finding import Seen, worst
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.gpus import GpuFacts
-from outsize.hardware.streaming import NumaRates, slower_than_fp32
+from outsize.hardware.topology import NumaRates, slower_than_fp32
 from outsize.units import format_bytes, format_rate, format_seconds
 
 # A rate that falls through its samples by more than this is no noise, if each third is slower than the one before.

@@ -19,8 +19,15 @@ from outsize.errors import ConfigError
 from outsize.hardware.cgroup import Fact, Measurement, Record
 from outsize.hardware.gpus import Inventory
 from outsize.hardware.link_fit import AllReducePoint, AllReduceRates, LinkFit
-from outsize.hardware.streaming import FeedRates, NumaRates, Overlap, PinCost, ShapeRate, TogetherRates
-from outsize.hardware.topology import PeerLink
+from outsize.hardware.topology import (
+    FeedRates,
+    NumaRates,
+    Overlap,
+    PeerLink,
+    PinCost,
+    ShapeRate,
+    TogetherRates,
+)
 
 SCHEMA_VERSION: Final = 1
 

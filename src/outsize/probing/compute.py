@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from outsize.accelerators import CPU, Devices, synchronize
 from outsize.hardware.cgroup import Measurement, explain
-from outsize.hardware.streaming import ShapeRate
+from outsize.hardware.topology import ShapeRate
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec, pack_unit
 from outsize.native.library import available
 from outsize.optim.adamw import PlaneAdamW

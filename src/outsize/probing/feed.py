@@ -22,7 +22,7 @@ from torch import Tensor
 from outsize.accelerators import Devices, module_of
 from outsize.errors import StorageError
 from outsize.hardware.cgroup import Measurement, explain
-from outsize.hardware.streaming import FeedRates, Way
+from outsize.hardware.topology import FeedRates, Way
 from outsize.probing.effort import Effort
 from outsize.runtime.device.driver import pinner_of
 from outsize.storage.ledger import Arena

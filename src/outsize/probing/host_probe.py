@@ -21,7 +21,7 @@ from outsize.errors import StorageError
 from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.cpu import NumaNode, listed
 from outsize.hardware.machine_file import HostRates
-from outsize.hardware.streaming import NumaRates, PinCost
+from outsize.hardware.topology import NumaRates, PinCost
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.probing.compute import finisher, measure_adamw
 from outsize.probing.effort import Effort, sample

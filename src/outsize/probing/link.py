@@ -28,7 +28,7 @@ from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.host_memory import refused_pin
 from outsize.hardware.link_fit import fit_link
 from outsize.hardware.machine_file import DeviceRates, Direction, LinkPoint, LinkRates
-from outsize.hardware.streaming import Overlap
+from outsize.hardware.topology import Overlap
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.device import EmulatedDevice

@@ -26,8 +26,7 @@ from outsize.hardware.machine_file import (
     MachineFile,
     ProbedCodec,
 )
-from outsize.hardware.streaming import FeedRates, Overlap, TogetherRates
-from outsize.hardware.topology import PeerLink
+from outsize.hardware.topology import FeedRates, Overlap, PeerLink, TogetherRates
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.probing.compute import (
     dtypes_of,

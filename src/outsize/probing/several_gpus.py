@@ -28,8 +28,7 @@ from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.gpus import GpuFacts, import_nvml, read_link_under_load
 from outsize.hardware.link_fit import AllReduceRates, summarize
 from outsize.hardware.machine_file import DeviceRates
-from outsize.hardware.streaming import TogetherRates
-from outsize.hardware.topology import PeerLink, kind_by_rate, kind_by_topology
+from outsize.hardware.topology import PeerLink, TogetherRates, kind_by_rate, kind_by_topology
 from outsize.probing.compute import finisher
 from outsize.probing.effort import Effort, sample
 from outsize.runtime.device.driver import pinner_of

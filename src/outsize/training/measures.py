@@ -15,7 +15,7 @@ from torch import nn
 from outsize import __version__
 from outsize.accelerators import Devices, module_of
 from outsize.hardware.gpus import take_inventory
-from outsize.hardware.streaming import slower_than_fp32
+from outsize.hardware.topology import slower_than_fp32
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named
 from outsize.planner.program.table import Price

@@ -11,8 +11,7 @@ from outsize.cli.text.columns import columns
 from outsize.hardware.cgroup import Fact, Measurement
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import Change, DeviceRates, DiskRates, MachineFile, readings
-from outsize.hardware.streaming import break_even_tokens, starved_share
-from outsize.hardware.topology import theory_bytes_per_s
+from outsize.hardware.topology import break_even_tokens, starved_share, theory_bytes_per_s
 from outsize.units import format_bytes, format_rate, format_seconds
 
 _Row = tuple[str, str, str]
