@@ -24,7 +24,7 @@ from outsize.cli.plan.plan_model import AskedModel
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import ask_what_fits
 from outsize.codecs.codec_spec import SPECS
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.hardware.topology import SOUND_SHARE, theory_bytes_per_s
 from outsize.planner.predict.prediction import Prediction, fastest

@@ -12,7 +12,7 @@ from typing import Any
 
 from common import finish, machine, print_table
 
-from outsize.hardware.cards.presets import known_card
+from outsize.hardware.cards import known_card
 from outsize.hardware.link_fit import crossing_bytes
 from outsize.hardware.machine_file import MachineFile, read
 from outsize.hardware.topology import LANE_BYTES_PER_S, SOUND_SHARE, theory_bytes_per_s

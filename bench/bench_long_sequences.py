@@ -21,7 +21,7 @@ from typing import Any
 from common import counted, finish, machine, print_table
 
 from outsize.errors import InfeasiblePlanError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import DEVICE_SHARE, HOST_SHARE
 from outsize.model.sizes.model_spec import Workload
 from outsize.planner.predict.decision_search import decide

@@ -430,7 +430,7 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def simulated() -> list[dict[str, Any]]:
     """Return what of communication the simulator hides, where it takes half of compute, on an RTX 4090 in each node."""
-    from outsize.hardware.cards.presets import parse_gpus
+    from outsize.hardware.cards import parse_gpus
     from outsize.hardware.machine_spec import Figure
     from outsize.planner.predict.decision_search import planned_at
     from outsize.planner.predict.prediction import predict

@@ -19,7 +19,7 @@ from bench_bubble import CASES, Case
 from classical import round_robin, run_schedule
 from common import finish, machine, print_table
 
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step

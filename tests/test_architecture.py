@@ -30,7 +30,6 @@ ARROWS = {
     "config": GROUND | {"accelerators", "choices", "codecs.codec_spec", "optim.optimizer_names"},
     "native": set(),
     "hardware": GROUND | {"accelerators", "native.library"},
-    "hardware.cards": GROUND | {"hardware.machine_spec", "hardware.topology"},
     "codecs": GROUND | {"native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"model.sizes"},

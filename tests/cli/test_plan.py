@@ -10,7 +10,7 @@ from cli.command_line import LLAMA, status_of
 from doctor.records import cpu_machine
 from hardware.fake_machine import measured
 from outsize.cli import main
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 
 run = partial(status_of, "plan")
 

@@ -13,7 +13,7 @@ from outsize.cli.plan.plan_model import read_config
 from outsize.cli.plan.plan_question import in_options
 from outsize.config import load_config
 from outsize.errors import ModelError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])

@@ -7,7 +7,7 @@ import pytest
 
 from cli.test_plan import answer, run
 from outsize.config import load_config
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 
 GB = 10**9
 # Llama-3.1-8B.

@@ -28,7 +28,7 @@ from outsize.data.token_cache import CachedTokens
 from outsize.doctor.examine import examine
 from outsize.doctor.facts import Facts
 from outsize.doctor.run_record import read_run
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.from_probe import read_machine
 from outsize.model.build import load_hf_config
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.presets import (
+from outsize.hardware.cards import (
     cards,
     find_card,
     known_card,

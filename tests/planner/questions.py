@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from counting import counted
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.planner.predict.question import Question
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets

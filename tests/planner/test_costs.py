@@ -4,7 +4,7 @@ import pytest
 
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ConfigError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure, Peer
 from outsize.model.sizes.model_spec import ModelSpec, PartKind, pack_part, pack_unit
 from outsize.optim.optimizer_spec import StateLayout

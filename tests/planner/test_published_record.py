@@ -3,7 +3,7 @@
 import pytest
 from published_record import MODELS, answer, rows
 
-from outsize.hardware.cards.presets import find_card, split_count
+from outsize.hardware.cards import find_card, split_count
 
 ROWS = {row["id"]: row for row in rows()}
 # The quick ones: of one GPU, whose systems recompute as the planner does.

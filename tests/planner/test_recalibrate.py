@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict.decision import PlannedStep
 from outsize.planner.program.program import Kind

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict import decision, decision_search
 from outsize.planner.predict.decision_search import decide, missing_host_bytes, planned_at

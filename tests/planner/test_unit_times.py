@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.hardware.cards.presets import find_card, machine_of, parse_gpus
+from outsize.hardware.cards import find_card, machine_of, parse_gpus
 from outsize.planner.simulate.gpu_times import ROUTED_SHARE, unit_times
 from planner.questions import ask
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from outsize.errors import ModelError
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
-from outsize.runtime.forward.head_loss import loss_of
+from outsize.model.head_loss import loss_of
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from runtime.oddities import Odd, batch
 

@@ -7,7 +7,7 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, ModelError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict import question
 from outsize.planner.program.program import Kind

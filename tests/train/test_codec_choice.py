@@ -6,7 +6,7 @@ import pytest
 from outsize.accelerators import Devices
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ModelError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module

@@ -8,7 +8,7 @@ import torch
 from outsize.accelerators import Devices
 from outsize.config import load_config
 from outsize.errors import InfeasiblePlanError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.session.job.machine import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare

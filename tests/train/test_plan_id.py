@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outsize.errors import InfeasiblePlanError
-from outsize.hardware.cards.presets import parse_gpus
+from outsize.hardware.cards import parse_gpus
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.session.decide import decide as module

@@ -229,7 +229,7 @@ def _planned(config: "Config", shape: dict[str, int], run_dir: Path) -> dict[str
     from outsize.cli.plan.plan_model import AskedModel
     from outsize.cli.plan.plan_options import PlanFlags
     from outsize.cli.plan.plan_question import ask_what_fits
-    from outsize.hardware.cards.presets import known_card
+    from outsize.hardware.cards import known_card
     from outsize.hardware.host_memory import read_host_memory
     from outsize.planner.predict.prediction import fastest
 

@@ -11,7 +11,7 @@ scales are rounded up and zero points down, so that no element is cut off. What 
 
 An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
 filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. A grid may be one of
-rotated groups, see `hadamard`. All of it is torch, in pieces that stay in a cache; on the host, where its kernels are
+rotated groups, see `signs`. All of it is torch, in pieces that stay in a cache; on the host, where its kernels are
 built, C does the same.
 
 A group x of n elements, a power of two, becomes H D x / n: D flips the signs of some elements (always the same, so that

@@ -40,7 +40,7 @@ from outsize.optim.learning_rates import parameter_groups
 from outsize.planner.program.program import Kind
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.driver import Moved
-from outsize.runtime.forward.head_loss import loss_of
+from outsize.model.head_loss import loss_of
 from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of
 from outsize.session.job.prepare import Job

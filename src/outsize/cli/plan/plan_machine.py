@@ -13,7 +13,7 @@ from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.codecs.transport import EXACT, Wire
 from outsize.errors import ConfigError
-from outsize.hardware.cards.presets import (
+from outsize.hardware.cards import (
     ADAMW_BYTES,
     ADAMW_PARAMS_PER_CORE_S,
     NVME,

@@ -9,7 +9,7 @@ from outsize.cli.plan.plan_model import AskedModel, ModelFigures
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, asked_model, in_options
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.cards.presets import split_count
+from outsize.hardware.cards import split_count
 from outsize.planner.predict.prediction import fastest
 from outsize.units import format_count, format_seconds
 

@@ -15,7 +15,7 @@ from outsize.model.products import Modes
 from outsize.model.split import Split
 from outsize.model.unit_lists import UnitChoice
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.runtime.forward.head_loss import chunked_head_loss, shift_labels
+from outsize.model.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial

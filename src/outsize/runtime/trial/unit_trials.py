@@ -15,7 +15,7 @@ from outsize.model.split import Split
 from outsize.model.walk import UnitCall
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.runtime.forward.binding import TORCH_DTYPE, Binder, glue_places
-from outsize.runtime.forward.head_loss import loss_of, shift_labels
+from outsize.model.head_loss import loss_of, shift_labels
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.unit_visit import Gradients, UnitVisit, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import seed_of

@@ -23,7 +23,7 @@ from outsize.codecs.codec import DTYPE_NAME, Codec, open_codec
 from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.group.group import Pace
-from outsize.hardware.cards.presets import COPY_LATENCY_S, NVME
+from outsize.hardware.cards import COPY_LATENCY_S, NVME
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.from_probe import read_machine
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine

@@ -20,7 +20,7 @@ from outsize.codecs.codec_spec import CODECS
 from outsize.codecs.transport import Transport, Wire
 from outsize.config import MemoryConfig, ParallelConfig
 from outsize.errors import ConfigError
-from outsize.hardware.cards.presets import find_card, known_card, parse_gpus
+from outsize.hardware.cards import find_card, known_card, parse_gpus
 from outsize.hardware.host_memory import HostMemory, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Gpu, Machine, Peer
 from outsize.model.sizes.model_spec import ModelSpec

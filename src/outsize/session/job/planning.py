@@ -9,7 +9,7 @@ from typing import Protocol
 from outsize.codecs.transport import EXACT
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.hardware.cards.presets import NVME
+from outsize.hardware.cards import NVME
 from outsize.hardware.machine_spec import Figure, Peer
 from outsize.hardware.machine_spec import Machine as Figures
 from outsize.model.split import Split
