@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from outsize.model.head_loss import IGNORE_INDEX, chunked_head_loss, shift_labels
+from outsize.model.tiled import IGNORE_INDEX, chunked_head_loss, shift_labels
 
 VOCAB, WIDTH = 13, 6
 

@@ -17,7 +17,7 @@ from transformers import (
 import zoo
 from outsize.errors import ModelError
 from outsize.model.split import split
-from outsize.model.tiled_mlp import parts_of, take_in_parts
+from outsize.model.tiled import parts_of, take_in_parts
 
 TOKENS = 32
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from outsize.errors import ModelError
 from outsize.model.split import split
+from outsize.model.tiled import loss_of
 from outsize.model.walk import Boundaries
-from outsize.model.head_loss import loss_of
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from runtime.oddities import Odd, batch
 

@@ -14,7 +14,7 @@ from outsize.config import parse_config
 from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton
 from outsize.model.compiled import take_kernels
-from outsize.model.tiled_mlp import take_in_parts
+from outsize.model.tiled import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.session.job import prepare
 from outsize.session.job.model_setup import lora_of, split_model

@@ -9,7 +9,7 @@ import outsize
 import zoo
 from outsize.errors import ConfigError, ModelError
 from outsize.model.split import split
-from outsize.model.tiled_mlp import take_in_parts
+from outsize.model.tiled import take_in_parts
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
 FAMILIES = (

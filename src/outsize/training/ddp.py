@@ -36,11 +36,11 @@ from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.group.gloo import WAIT_S, GlooGroup, break_off
 from outsize.group.group import Group
+from outsize.model.tiled import loss_of
 from outsize.optim.learning_rates import parameter_groups
 from outsize.planner.program.program import Kind
 from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.driver import Moved
-from outsize.model.head_loss import loss_of
 from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of
 from outsize.session.job.prepare import Job

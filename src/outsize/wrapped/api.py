@@ -25,7 +25,7 @@ from outsize.model.products import error_of, take_native, take_products
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
-from outsize.model.tiled_mlp import take_in_parts, take_whole
+from outsize.model.tiled import take_in_parts, take_whole
 from outsize.spin import late_warning
 from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import choose_dtype

@@ -211,7 +211,7 @@ class Workload:
         gradient_flops: of each streamed unit's backward, without what it recomputes.
         experts_forward_bytes: the most that experts of a block allocate in a forward that keeps nothing; 0 for none.
         routed_flops: of its forward, those of tokens with the experts that they visit; empty for none.
-        again_flops: that its backward computes again whatever is kept, see `model.tiled_mlp`; empty for none.
+        again_flops: that its backward computes again whatever is kept, see `model.tiled`; empty for none.
         attention_bytes: of what each streamed unit's attention returns; empty where it is unknown.
         attention_flops: of that attention.
         products_bytes: of what its attention and those of its matrix products return that its backward needs; likewise.

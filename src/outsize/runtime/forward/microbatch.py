@@ -29,8 +29,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outsize.compat.torch_private import num_nodes
 from outsize.errors import ModelError
+from outsize.model.tiled import loss_of
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.model.head_loss import loss_of
 from outsize.runtime.forward.outer_code import OuterBackward
 from outsize.runtime.forward.saved_tensors import DivergedError, Keeping, SavedTensors, Selected, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts

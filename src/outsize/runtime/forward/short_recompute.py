@@ -15,7 +15,7 @@ The story of one recompute:
    full, and is from now on. The same where someone still holds such memory when nothing but the graph should be left,
    as a module does that keeps an activation.
 5. A unit into which somebody looks with hooks is run in full: hooks see what was computed.
-6. What an MLP in parts makes (`model.tiled_mlp`) is left out as one operation, whatever is in it.
+6. What an MLP in parts makes (`model.tiled`) is left out as one operation, whatever is in it.
 """
 
 import random
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from outsize.accelerators import is_accelerator, module_of
 from outsize.compat import torch_private
 from outsize.compat.torch_private import OperationMode, forward_hooks_of, has_hooks_of_all, operations
-from outsize.model.tiled_mlp import Call
+from outsize.model.tiled import Call
 from outsize.runtime.forward.unit_facts import Needed
 
 T = TypeVar("T")

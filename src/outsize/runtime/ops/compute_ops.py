@@ -14,10 +14,10 @@ from outsize.compat import torch_private
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
+from outsize.model.tiled import chunked_head_loss, chunked_loss_alone, loss_of, shift_labels
 from outsize.planner.program.program import Kind, Lane, Op, Program
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder, Originals
-from outsize.model.head_loss import chunked_head_loss, chunked_loss_alone, loss_of, shift_labels
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.outer_code import OuterForward
 from outsize.runtime.forward.saved_tensors import Keeping, Selected

@@ -13,9 +13,9 @@ from outsize.errors import ModelError
 from outsize.model.compiled import is_compiled
 from outsize.model.products import Modes
 from outsize.model.split import Split
+from outsize.model.tiled import chunked_head_loss, shift_labels
 from outsize.model.unit_lists import UnitChoice
 from outsize.model.walk import Finished, UnitCall, Walk
-from outsize.model.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial

@@ -26,11 +26,11 @@ from outsize.errors import ModelError
 from outsize.group.group import Pace, SingleGroup
 from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
+from outsize.model.tiled import chunked_head_loss, shift_labels
 from outsize.model.walk import Boundaries, UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
-from outsize.model.head_loss import chunked_head_loss, shift_labels
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.saved_tensors import Keeping
 from outsize.runtime.forward.unit_state import UnitState, untouched

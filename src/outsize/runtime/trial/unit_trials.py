@@ -12,10 +12,10 @@ from outsize.compat import torch_private
 from outsize.compat.torch_private import allocations, memory_key, parameters_of
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
+from outsize.model.tiled import loss_of, shift_labels
 from outsize.model.walk import UnitCall
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.runtime.forward.binding import TORCH_DTYPE, Binder, glue_places
-from outsize.model.head_loss import loss_of, shift_labels
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.unit_visit import Gradients, UnitVisit, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import seed_of

@@ -10,7 +10,7 @@ from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton, unquantised
 from outsize.model.liger import save_as_liger
 from outsize.model.sizes.config_sizes import num_positions
-from outsize.model.tiled_mlp import can_take_in_parts, take_in_parts
+from outsize.model.tiled import can_take_in_parts, take_in_parts
 from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts

@@ -24,7 +24,7 @@ from outsize.model.products import error_of, take_products
 from outsize.model.sizes.config_sizes import num_positions
 from outsize.model.split import Split, split
 from outsize.model.stored_adapters import read_weights
-from outsize.model.tiled_mlp import take_in_parts
+from outsize.model.tiled import take_in_parts
 from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
 from outsize.runtime.device.heap import trim

@@ -13,7 +13,7 @@ from outsize.hardware.cards import NVME
 from outsize.hardware.machine_spec import Figure, Peer
 from outsize.hardware.machine_spec import Machine as Figures
 from outsize.model.split import Split
-from outsize.model.tiled_mlp import can_take_in_parts
+from outsize.model.tiled import can_take_in_parts
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.passes.slots import validate
 from outsize.planner.predict.decision import Decision
