@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outsize
 from cli.command_line import status_of
+from outsize import files
 from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.checkpoint.files.checkpoint_shards import join_shards
@@ -250,6 +251,19 @@ def test_a_hub_that_refuses_does_so_before_anything_is_written(
     assert "no route; look at the network" in told
     assert "hf auth login" not in told
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lacks", ["room", "a checkpoint", "an empty place"])
+def test_nothing_is_made_on_the_hub_for_an_export_that_cannot_be(
+    lacks: str, hub: type[Recorded], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, run = tmp_path / "out", tmp_path if lacks == "a checkpoint" else run_dir
+    if lacks == "room":
+        monkeypatch.setattr(files, "free_bytes", lambda path: 1000)
+    if lacks == "an empty place":
+        out.write_text("here")
+    assert status_of("export", run, "--out", out, "--push", "me/mine") == 2
+    assert hub.asked == []
 
 
 def test_what_everybody_sees_is_asked_for(

@@ -1,5 +1,6 @@
 """Write the newest checkpoint of a run out as a plain Hugging Face model of few files, or as adapters of one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from outsize import files
@@ -20,12 +21,13 @@ def export(
     merge: bool = False,
     trust_remote_code: bool = False,
     base: str | None = None,
+    ready: Callable[[], object] | None = None,
 ) -> Path:
     """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
 
     Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
     its adapters merged in; ``trust_remote_code`` lets code that comes with that model run, and ``base`` says where it
-    is, if not where the run had it.
+    is, if not where the run had it. ``ready`` is called before anything is written, once nothing is known to forbid it.
 
     Raises:
         CheckpointError: the run has no checkpoint, or there is nothing to merge.
@@ -47,11 +49,12 @@ def export(
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:
-        return merging.merge(source, target, trust_remote_code, base)
+        return merging.merge(source, target, trust_remote_code, base, ready)
     shards = sorted(source.glob("model-*.safetensors"))
     taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
     beside = [path for path in source.iterdir() if path.name not in taken and is_own_file(path, source)]
-    with new_directory(target, sum(path.stat().st_size for path in (*shards, *beside))) as partial:
+    num_bytes = sum(path.stat().st_size for path in (*shards, *beside))
+    with new_directory(target, num_bytes, ready=ready) as partial:
         for path in beside:
             files.copy(path, partial / path.name)
         copy_named_templates(source, partial)

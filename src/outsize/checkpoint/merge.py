@@ -4,6 +4,7 @@ A skeleton of the adapted model holds PEFT's layers. For each parameter that one
 that layer alone are read, merged as ``merge_and_unload`` would, and let go. So the memory of one unit suffices.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,13 @@ from outsize.model.split import split
 from outsize.model.stored_adapters import find_adapters
 
 
-def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False, base: str | None = None) -> Path:
+def merge(
+    checkpoint: Path,
+    out_dir: Path,
+    trust_remote_code: bool = False,
+    base: str | None = None,
+    ready: Callable[[], object] | None = None,
+) -> Path:
     """Write the model of ``checkpoint``, its adapters merged in, as a Hugging Face model of the run's dtype.
 
     Args:
@@ -33,6 +40,7 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False, base
         out_dir: where to; empty, or not there yet.
         trust_remote_code: whether code that comes with the model may run.
         base: the model, where the one that the adapters name is not there.
+        ready: called before anything is written, once nothing is known to forbid it.
 
     Raises:
         CheckpointError: it holds no adapters, or the model that they belong to is not where it was.
@@ -74,6 +82,7 @@ def merge(checkpoint: Path, out_dir: Path, trust_remote_code: bool = False, base
         tokenizer_source=path,
         adapters=checkpoint,
         num_bytes=weight_bytes(parts.spec, adapters=False),
+        ready=ready,
     )
 
 

@@ -12,26 +12,33 @@ CARD = "README.md"
 
 
 class Hub:
-    """A repository on the hub, made where there is none.
+    """A repository on the hub.
 
     Args:
         repo: ``OWNER/NAME``, or ``NAME`` for one's own.
         public: whether everybody may see it.
 
-    Raises:
-        ConfigError: no name of a repository, or everybody sees it and that was not asked for.
-        StorageError: the hub refuses it, or is not reached.
+    Attributes:
+        url: where it is, once it is made.
     """
 
     def __init__(self, repo: str, *, public: bool = False) -> None:
         from huggingface_hub import HfApi
 
-        self._repo, self._api = repo, HfApi()
-        made = self._call("create_repo", private=not public, exist_ok=True)
+        self._repo, self._api, self._public, self.url = repo, HfApi(), public, ""
+
+    def make(self) -> None:
+        """Make the repository where there is none.
+
+        Raises:
+            ConfigError: no name of a repository, or everybody sees it and that was not asked for.
+            StorageError: the hub refuses it, or is not reached.
+        """
+        made = self._call("create_repo", private=not self._public, exist_ok=True)
         self._repo, self.url = made.repo_id, str(made)
-        if not public and not self._call("repo_info").private:
+        if not self._public and not self._call("repo_info").private:
             raise ConfigError(
-                f"--push {repo}: everybody sees that repository; add --public if that is meant, or push to another"
+                f"--push {self._repo}: everybody sees that repository; add --public if so meant, or push to another"
             )
 
     def upload(self, directory: Path, run_dir: Path) -> None:

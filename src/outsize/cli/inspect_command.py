@@ -186,7 +186,12 @@ def export(
         target = out_dir or run_dir / "export"
         hub = None if push is None else Hub(push, public=public)
         written = exporter.export(
-            run_dir, target, merge=merge, trust_remote_code=trust_remote_code, base=base
+            run_dir,
+            target,
+            merge=merge,
+            trust_remote_code=trust_remote_code,
+            base=base,
+            ready=None if hub is None else hub.make,
         )
         if hub is not None:
             hub.upload(written, run_dir)

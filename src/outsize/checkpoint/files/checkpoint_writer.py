@@ -39,6 +39,7 @@ def write_checkpoint(
     adapters: Path | None = None,
     overwrite: bool = False,
     num_bytes: int = 0,
+    ready: Callable[[], object] | None = None,
 ) -> Path:
     """Write a checkpoint that ``from_pretrained`` loads, with one shard per unit, and return its directory.
 
@@ -57,12 +58,13 @@ def write_checkpoint(
         adapters: directory of adapters that were merged in, whose tokenizer and chat template go before those.
         overwrite: whether a directory that is there already is replaced, once the new one is complete.
         num_bytes: that there is to be room for; 0 does not look.
+        ready: called once there is, see `new_directory`.
 
     Raises:
         StorageError: the disk is full, the place is not writable, or something is there already.
     """
     final = Path(os.path.expanduser(directory)).absolute()
-    with new_directory(final, num_bytes, overwrite=overwrite) as partial:
+    with new_directory(final, num_bytes, overwrite=overwrite, ready=ready) as partial:
         writer = CheckpointWriter(partial, model_skeleton, units)
         for unit in units:
             if unit.all_tensors:
@@ -78,8 +80,12 @@ def write_checkpoint(
 
 
 @contextmanager
-def new_directory(final: Path, num_bytes: int, *, overwrite: bool = False) -> Iterator[Path]:
+def new_directory(
+    final: Path, num_bytes: int, *, overwrite: bool = False, ready: Callable[[], object] | None = None
+) -> Iterator[Path]:
     """Give out a hidden directory, which takes the place of ``final`` when it is complete, or is removed.
+
+    ``ready`` is called once there is room, before anything is written.
 
     Raises:
         StorageError: the disk is full or has no room for ``num_bytes``, the place is not writable, or something is
@@ -94,6 +100,8 @@ def new_directory(final: Path, num_bytes: int, *, overwrite: bool = False) -> It
                 f"{final} will take {format_bytes(num_bytes)}, and {format_bytes(free)} are free there; free some, or "
                 "choose a place on another disk"
             )
+        if ready is not None:
+            ready()
         with _becoming(final.resolve() if final.is_symlink() else final) as partial:
             yield partial
 
