@@ -122,7 +122,8 @@ def test_changes_are_asked_about_beside_the_codec_that_was_found(model_dir, tmp_
     file = tmp_path / "machine.json"
     file.write_text(replace(machine, links=(slow,)).to_json())
     options = (model_dir, "--machine", file, "--seq-len", 8, "--tokens-per-step", 8, "--method", "lora")
-    found = answer(capsys, *options, "--transport-weights", "auto", "--what-if", "compute=x2", "--no-advice")
+    options = (*options, "--resident", "none", "--transport-weights", "auto")
+    found = answer(capsys, *options, "--what-if", "compute=x2", "--no-advice")
     assert any("weights go over links as lossless" in line for line in found["assumptions"])
     assert 0 <= found["what_if"][0]["gain"] < 0.01
 

@@ -21,7 +21,7 @@ from outsize.training.dry_run import foresee
 from outsize.training.run import TrainResult, train
 from support import make_run
 
-LINKED: dict[str, Any] = {"device": "emulated", "link_gb_per_s": 100.0}
+LINKED: dict[str, Any] = {"device": "emulated", "link_gb_per_s": 100.0, "resident": "none"}
 
 
 def on_a_link(
@@ -76,6 +76,23 @@ def test_a_fast_link_carries_what_would_be_computed_again(tmp_path: Path, monkey
     kinds, said = chosen(tmp_path)
     assert {Kind.OFFLOAD, Kind.ONLOAD} <= kinds
     assert said[0].startswith("memory.activations: auto offloads: a step is predicted to take ")
+
+
+@pytest.mark.parametrize(("bytes_per_s", "stays"), [(1e6, True), (1e12, False)])
+def test_units_stay_with_their_state_unasked_where_the_link_is_slow_and_end_with_the_same_bits(
+    bytes_per_s: float, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    on_a_link(monkeypatch, bytes_per_s)
+    memory = {**LINKED, "resident": "auto", "device_memory": "1GiB"}
+    config = make_run(tmp_path, memory=memory, train={"microbatches": 2, "steps": 2})
+    said: list[str] = []
+    found = train(config, announce=said.append)
+    line = "memory.resident: auto keeps 6 of 6 units that train on the device with their state: a step is predicted"
+    assert any(each.startswith(line) for each in said) == stays
+    again = config.train.model_copy(update={"run_dir": str(tmp_path / "again")})
+    memory_none = config.memory.model_copy(update={"resident": "none"})
+    none = train(config.model_copy(update={"memory": memory_none, "train": again}))
+    assert losses(found) == losses(none)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "leaves"), [(1e12, True), (1e6, False)])

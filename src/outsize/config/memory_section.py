@@ -72,10 +72,10 @@ class MemoryConfig(Section):
         Literal["auto", "none"] | Annotated[int, Field(ge=0)],
         Idle(*TRAINERS, *REPLICATED),
     ] = Field(
-        default="none",
+        default="auto",
         description="Units that rest on the device with masters, moments and gradient, and step there; the others are "
-        "streamed. auto: as many as make a step shorter; none, or a number of units. For AdamW with its exact state, "
-        "on one device over a home in host memory.",
+        "streamed. auto: as many as are predicted to make a step shorter, on a device that a link lies below; none, or "
+        "a number of units. For AdamW with its exact state, on one device over a home in host memory.",
     )
     prefetch: Annotated[int | None, Idle(*STAGES)] = Field(
         default=None,

@@ -204,4 +204,7 @@ def _counted(count: int, noun: str) -> str:
 def _place(config: Config, prepared: Job) -> str:
     if prepared.plan.home == "disk":
         return f"on disk ({home_file(config.memory, prepared.run_dir)})"
-    return "in host memory"
+    layout = prepared.plan.layout
+    resident, trained = len(layout.resident), len(layout.step_order)
+    here = "" if resident == trained else "in host memory, and "
+    return f"{here}on the device ({resident} of {trained} units)" if resident else "in host memory"

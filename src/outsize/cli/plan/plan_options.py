@@ -97,6 +97,12 @@ class PlanFlags:
         Literal["step", "none"],
         typer.Option(help="When a home on disk commits; none takes half the disk."),
     ] = "step"
+    resident: Annotated[
+        str,
+        typer.Option(
+            metavar="N", help="Units that stay on the GPU with their state: auto, none, or how many."
+        ),
+    ] = "auto"
     device_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Budget on each GPU; default: 90 % of it.")
     ] = None

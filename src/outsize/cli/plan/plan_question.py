@@ -196,6 +196,7 @@ def _config(
     tokens_per_step = options.tokens_per_step
     flags: dict[str, Any] = {
         **{setting: getattr(options, name) for setting, name in SETTINGS.items()},
+        "memory.resident": int(options.resident) if options.resident.isdigit() else options.resident,
         "model.path": model.path,
         "train.method": options.method,
         "model.kernels": options.kernels if options.kernels in get_args(BlockKernels) else "none",

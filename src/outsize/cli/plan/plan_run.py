@@ -23,6 +23,7 @@ SETTINGS = {
     "optimizer.ns_on": "ns_on",
     "memory.home": "home",
     "memory.commits": "commits",
+    "memory.resident": "resident",
     "transport.weights": "transport_weights",
     "parallel.gradients": "net_gradients",
     "parallel.weights": "net_weights",
@@ -64,6 +65,7 @@ def with_run(options: PlanFlags) -> PlanFlags:
         section, key = setting.split(".")
         values[option] = getattr(getattr(run, section), key)
     values["tokens_per_step"] = run.tokens_per_step
+    values["resident"] = str(run.memory.resident)
     values["kernels"] = None if run.model.kernels == "none" else run.model.kernels
     for budget in ("device_memory", "host_memory"):
         num_bytes = getattr(run.memory, budget)

@@ -74,7 +74,7 @@ def render_short(
     speed, step_s = f"{prediction.tokens_per_s:,.0f} tokens/s", format_seconds(prediction.step_s)
     lines = [
         _headline(request),
-        f"fits, its training state {home}: {', '.join(tiers)}",
+        f"fits, its training state {home}{_resident(prediction, ' but for ')}: {', '.join(tiers)}",
         f"{speed}{_between(prediction)}, {step_s} for a step of {question.tokens_per_step:,} tokens in "
         f"{prediction.microbatches} microbatches; MFU {prediction.mfu:.0%}",
         f"what ends a step is {prediction.ends_it}",
@@ -268,6 +268,7 @@ def _step_table(request: Asked, prediction: Prediction) -> Table:
         ),
         ("rounds", _rounds(prediction)),
         *(("products of Muon", place) for place in (prediction.products_on,) if place is not None),
+        *(("on the GPU throughout", units) for units in (_resident(prediction),) if units),
         ("time", format_seconds(prediction.step_s)),
         ("tokens/s", f"{prediction.tokens_per_s:,.0f}{_between(prediction)}"),
         ("MFU, recompute not counted", f"{prediction.mfu:.1%}"),
@@ -284,6 +285,13 @@ def _step_table(request: Asked, prediction: Prediction) -> Table:
         table.add_row(f"  {name}", value)
     table.add_row("", "")
     return table
+
+
+def _resident(prediction: Prediction, before: str = "") -> str:
+    """Return how many units rest on the device with their state, behind ``before``; empty where none does."""
+    layout = prediction.plan.layout
+    resident, trained = len(layout.resident), len(layout.step_order)
+    return f"{before}{resident} of {trained} units, which rest on the GPU" if resident else ""
 
 
 def _if_free(free_bubble: float | None) -> str:

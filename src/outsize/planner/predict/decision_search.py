@@ -48,6 +48,8 @@ from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_
 GAIN = 0.03
 # What `Decision.former` calls where products of Muon run.
 PRODUCTS_KEY = "optimizer.ns_on"
+# And how many units rest on the device with their state.
+RESIDENT_KEY = "memory.resident"
 # Codecs that keep every bit, the faster first.
 CODECS = (LOSSLESS4.name, LOSSLESS3.name)
 
@@ -162,7 +164,21 @@ def _fastest(question: Question) -> Decision:
 
 
 def _fastest_at(question: Question, home: Tier) -> Decision:
-    """Return the same with the home there, and raise the same."""
+    """Return the same with the home there, and raise the same.
+
+    Units stay on the device with their state only where a step of the best plan without such units takes no less.
+    """
+    best = _searched_at(question, home)
+    if not best.plan.layout.resident or question.options.resident != "auto":
+        return best
+    streaming = _searched_at(question.deciding(resident=0), home)
+    if best.compared_s < streaming.compared_s:
+        return _same(best, former={**best.former, RESIDENT_KEY: streaming})
+    return _same(streaming, question=question)
+
+
+def _searched_at(question: Question, home: Tier) -> Decision:
+    """Return the best of all numbers of microbatches."""
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
     ways = cache(lambda microbatches: _ways(question, microbatches, home))

@@ -21,9 +21,10 @@ from outsize.detail import Detail
 from outsize.errors import OutsizeError
 from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
-from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, worth_it
+from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, RESIDENT_KEY, worth_it
 from outsize.planner.predict.question import CodingRates
 from outsize.planner.program.stages import Choice
+from outsize.planner.search.forward_plan import why_not_resident
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
@@ -38,6 +39,7 @@ from outsize.units import format_seconds
 Announce = Callable[[str], None]
 OFFLOAD = "memory.activations"
 COMPILE = "model.compile"
+NOTHING = {PRODUCTS_KEY: "is host", OFFLOAD: "offloads nothing", RESIDENT_KEY: "is none"}
 
 
 def plan_run(
@@ -137,6 +139,8 @@ def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     ]
     if _may_offload(prepared):
         open_keys.append(OFFLOAD)
+    if _may_be_resident(prepared):
+        open_keys.append(RESIDENT_KEY)
     if products_open(prepared.config.optimizer):
         if prepared.machine.devices.own_processor:
             open_keys.append(PRODUCTS_KEY)
@@ -150,10 +154,7 @@ def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
         decision.simulated  # noqa: B018  # before anything is said
     except (OutsizeError, RuntimeError) as error:
         for key in open_keys:
-            stays = (
-                "host" if key == PRODUCTS_KEY else getattr(prepared.plan.transport, key.partition(".")[2], "")
-            )
-            nothing = "offloads nothing" if key == OFFLOAD else f"is {stays}"
+            nothing = NOTHING.get(key) or f"is {getattr(prepared.plan.transport, key.partition('.')[2])}"
             announce(f"{key}: auto {nothing}: nothing could be predicted: {error}")
         return prepared, None
     for line in _told(decision, open_keys):
@@ -214,6 +215,14 @@ def _may_offload(prepared: Job) -> bool:
     return prepared.config.memory.activations == AUTO and linked and prepared.group.size == 1 and recomputes
 
 
+def _may_be_resident(prepared: Job) -> bool:
+    """Return whether units that train could rest on the device because a link with a rate of its own lies below it."""
+    memory, machine = prepared.config.memory, prepared.machine
+    options = replace(question_of(prepared).options, num_workers=machine.num_workers, home=prepared.plan.home)
+    is_open = memory.resident == AUTO and memory.slots is None and is_linked(memory, machine)
+    return is_open and not why_not_resident(options) and bool(prepared.plan.layout.step_order)
+
+
 def _told(decision: Decision, open_keys: list[str]) -> list[str]:
     """Return what was chosen and why, line by line."""
     lines = []
@@ -229,6 +238,10 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
         elif key == OFFLOAD:
             chosen = "auto offloads" if decision.plan.layout.any_leaves else ""
             reason = "since the link carries what would be computed again"
+        elif key == RESIDENT_KEY:
+            layout, reason = decision.plan.layout, "since nothing of them crosses the link"
+            units = f"{len(layout.resident)} of {len(layout.step_order)} units that train"
+            chosen = f"auto keeps {units} on the device with their state" if layout.resident else ""
         else:
             name = getattr(decision.plan.transport, crossing)
             chosen, reason = f"auto is {name}", "since it waits for the link"
