@@ -11,8 +11,8 @@ steps, inside a checkpoint, at the end. Two things must follow:
 At last the newest unfinished state is gone on with by other numbers of ranks, which sum in another order: their losses
 must agree within fp32 tolerance.
 
-    python bench/bench_node_kill.py                  # 20 kills of 2 ranks, plain data parallel: about 3 minutes
-    python bench/bench_node_kill.py --mode stream --ranks 3 --kills 20
+    python bench/bench_node_kill.py                  # 20 kills of 2 ranks: about 3 minutes
+    python bench/bench_node_kill.py --ranks 3 --kills 20
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
 
-def write_run(root: Path, name: str, mode: str, size: int) -> Path:
+def write_run(root: Path, name: str, size: int) -> Path:
     """Write a configuration with as many microbatches in all, whatever the number of ranks."""
     config = parse_config(
         {
@@ -78,7 +78,7 @@ def write_run(root: Path, name: str, mode: str, size: int) -> Path:
             },
             "optimizer": {"lr": 1e-3},
             "memory": {"device": "cpu", "home": "host", "device_memory": "64MiB", "host_memory": "64MiB"},
-            "parallel": {"mode": mode, "timeout_s": TIMEOUT_S},
+            "parallel": {"timeout_s": TIMEOUT_S},
         }
     )
     path = root / f"{name}-{size}.yaml"
@@ -90,7 +90,7 @@ def prepare(root: Path) -> None:
     """Write the model and tokens, and train once alone."""
     bench_speed.build(root, LAYERS, HIDDEN, VOCABULARY, 20_000)
     with contextlib.suppress(SystemExit):
-        sys.argv = ["outsize", "train", str(write_run(root, "alone", "auto", 1))]
+        sys.argv = ["outsize", "train", str(write_run(root, "alone", 1))]
         cli()
 
 
@@ -163,12 +163,12 @@ def step_reached(run_dir: Path) -> str:
     return f"step {max(losses(run_dir), default=0)}" if path.exists() else "before the first step"
 
 
-def campaign(root: Path, mode: str, size: int, kills: int, seed: int, whole_s: float, expected) -> Tally:
+def campaign(root: Path, size: int, kills: int, seed: int, whole_s: float, expected) -> Tally:
     """Kill until enough kills are done, and let the last run come to its end."""
     tally, drawn, number, restarts = Tally(), random.Random(seed), 0, 0
-    config = write_run(root, f"{mode}-{number}", mode, size)
+    config = write_run(root, f"kill-{number}", size)
     while tally.kills < kills or restarts:
-        run_dir = root / f"{mode}-{number}"
+        run_dir = root / f"kill-{number}"
         lost = drawn.randrange(size)
         kill = (lost, drawn.uniform(0.0, whole_s)) if tally.kills < kills else None
         codes, stop_s = run(root, config, size, restarts, kill)
@@ -192,17 +192,17 @@ def campaign(root: Path, mode: str, size: int, kills: int, seed: int, whole_s: f
         else:
             tally.failures.append(f"run {number} ended otherwise")
         number, restarts = number + 1, 0
-        config = write_run(root, f"{mode}-{number}", mode, size)
+        config = write_run(root, f"kill-{number}", size)
     return tally
 
 
-def other_sizes(root: Path, mode: str, size: int, expected: dict[int, float]) -> list[str]:
+def other_sizes(root: Path, size: int, expected: dict[int, float]) -> list[str]:
     """Go on with other numbers of ranks from a checkpoint in the middle; returns what went wrong."""
     wrong = []
     for other in [n for n in (1, 2, 3) if n != size]:
-        name = f"{mode}-other{other}"
-        shutil.copytree(root / f"{mode}-half", root / name)
-        codes, _ = run(root, write_run(root, name, mode, other), other, 0)
+        name = f"other-{other}"
+        shutil.copytree(root / "half", root / name)
+        codes, _ = run(root, write_run(root, name, other), other, 0)
         found = losses(root / name) if not any(codes) else {}
         close = [abs(found.get(step, 1e9) - loss) <= TOLERANCE for step, loss in expected.items()]
         if not all(close):
@@ -210,13 +210,13 @@ def other_sizes(root: Path, mode: str, size: int, expected: dict[int, float]) ->
     return wrong
 
 
-def half_done(root: Path, mode: str, size: int, whole_s: float) -> None:
+def half_done(root: Path, size: int, whole_s: float) -> None:
     """Leave a run directory whose ranks were lost after a checkpoint."""
-    config, delay = write_run(root, f"{mode}-half", mode, size), whole_s
+    config, delay = write_run(root, "half", size), whole_s
     for _ in range(20):
-        shutil.rmtree(root / f"{mode}-half", ignore_errors=True)
+        shutil.rmtree(root / "half", ignore_errors=True)
         run(root, config, size, 0, (0, delay))
-        pointer = root / f"{mode}-half" / "checkpoints" / "latest"
+        pointer = root / "half" / "checkpoints" / "latest"
         saved = pointer.read_text().strip() if pointer.exists() else "none"
         if saved not in ("none", f"step-{STEPS:08}"):
             return
@@ -228,26 +228,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mode", choices=("ddp", "stream"), default="ddp")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    mode, size = arguments.mode, arguments.ranks
+    size = arguments.ranks
     with tempfile.TemporaryDirectory(prefix="outsize-node-kill-") as directory:
         root = Path(directory)
         common.import_all(common.imported_by(lambda: prepare(root)))
         began = time.monotonic()
-        codes, _ = run(root, write_run(root, "whole", mode, size), size, 0)
+        codes, _ = run(root, write_run(root, "whole", size), size, 0)
         whole_s = time.monotonic() - began
         if any(codes):
             raise SystemExit(f"the reference ended with {codes}: {(root / 'logs' / '0.txt').read_text()}")
-        tally = campaign(root, mode, size, arguments.kills, arguments.seed, whole_s, digest(root / "whole"))
-        half_done(root, mode, size, whole_s * 0.8)
-        others = other_sizes(root, mode, size, losses(root / "whole"))
+        tally = campaign(root, size, arguments.kills, arguments.seed, whole_s, digest(root / "whole"))
+        half_done(root, size, whole_s * 0.8)
+        others = other_sizes(root, size, losses(root / "whole"))
     common.print_table(
-        ("mode", "ranks", "kills", "clean stops", "runs ended", "of them equal", "other N", "stop s"),
+        ("ranks", "kills", "clean stops", "runs ended", "of them equal", "other N", "stop s"),
         [
             (
-                mode,
                 size,
                 tally.kills,
                 tally.clean,
@@ -265,7 +263,6 @@ def main() -> None:
         {
             "bench": "node_kill",
             "machine": common.machine(),
-            "mode": mode,
             "ranks": size,
             "kills": tally.kills,
             "clean_stops": tally.clean,

@@ -505,3 +505,21 @@ def test_a_regular_expression_with_a_comma_stays_one():
         environ={},
     )
     assert config.lora.target_modules == pattern
+
+
+@pytest.mark.parametrize(
+    ("key", "former", "value", "said"),
+    [
+        ("mode", "stream", "ddp", "plain data parallel is no more: ranks stream"),
+        ("ddp_compress", "none", "fp16", "as parallel.gradients says"),
+        ("ddp_powersgd_rank", 4, 8, "parallel.gradients=int4-ef"),
+        ("ddp_bucket_mib", 25.0, 1.0, "unit by unit"),
+    ],
+)
+def test_keys_of_plain_data_parallel_are_read_where_they_changed_nothing_and_else_refused(
+    key, former, value, said
+):
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}}
+    assert parse_config({**tree, "parallel": {key: former}}) == parse_config(tree)
+    with pytest.raises(ConfigError, match=f"parallel.{key}: no such key: .*{said}"):
+        parse_config({**tree, "parallel": {key: value}})

@@ -9,7 +9,6 @@ from outsize.config.messages import all_keys
 from outsize.config.section import idle_rows
 
 ONE, SEVERAL = Surroundings(), Surroundings(num_processes=4)
-DDP = "parallel.mode=ddp"
 DPO = "train.objective=dpo"
 # By key: a value that is not the default; then where it has no effect, each way in which that can be.
 CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
@@ -66,9 +65,9 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "data.glob": ("a*", [([], Surroundings(one_file=True))]),
     "train.head_chunk_tokens": (
         "64",
-        [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DDP], SEVERAL), ([DPO], ONE)],
+        [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DPO], ONE)],
     ),
-    "train.round_microbatches": ("4", [(["train.microbatches=4"], ONE), ([DDP], SEVERAL), ([DPO], ONE)]),
+    "train.round_microbatches": ("4", [(["train.microbatches=4"], ONE), ([DPO], ONE)]),
     "train.save_every": ("100", [([], ONE)]),
     "train.save_total_limit": (
         "5",
@@ -117,13 +116,10 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             ([DPO], ONE),
         ],
     ),
-    "memory.host_memory": ("1GiB", [([DDP], SEVERAL)]),
-    "memory.home": ("disk", [([DDP], SEVERAL)]),
-    "memory.activations": ("keep", [([DDP], SEVERAL)]),
     **{
         f"memory.{key}": (
             value,
-            [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
+            [(["memory.home=host"], ONE), ([], Surroundings(home="host"))],
         )
         for key, value in {"disk_memory": "1GiB", "store_dir": "/mnt"}.items()
     },
@@ -136,38 +132,29 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
                 (["memory.device=cuda:0,1"], ONE),
                 (["memory.device=cuda:all"], ONE),
                 ([], Surroundings(device="cuda:0,1")),
-                ([DDP], SEVERAL),
             ],
         )
         for key, value in {"slots": "3", "prefetch": "1", "offload": "true"}.items()
     },
-    "memory.resident": ("3", [([DDP], SEVERAL), ([DPO], ONE)]),
+    "memory.resident": ("3", [([DPO], ONE)]),
     "memory.tile_elements": (
         "4096",
-        [(["memory.home=host"], ONE), ([], Surroundings(home="host")), ([DDP], SEVERAL)],
+        [(["memory.home=host"], ONE), ([], Surroundings(home="host"))],
     ),
     "memory.numa": ("off", [([], Surroundings(num_numa_nodes=1)), ([DPO], ONE)]),
     "memory.link_gb_per_s": (
         "4.0",
-        [(["memory.device=cpu"], ONE), (["memory.device=emulated", DDP], SEVERAL)],
+        [(["memory.device=cpu"], ONE)],
     ),
     "memory.peer_gb_per_s": ("4.0", [(["memory.device=cpu"], ONE), (["memory.device=emulated:1"], ONE)]),
-    "transport.weights": ("lossless4", [([DDP], SEVERAL)]),
-    "transport.gradients": ("int8", [([DDP], SEVERAL)]),
-    "transport.activations": ("int8", [(["memory.offload=false"], ONE), ([DDP], SEVERAL)]),
-    "parallel.mode": ("stream", [([], ONE)]),
+    "transport.activations": ("int8", [(["memory.offload=false"], ONE)]),
     "parallel.timeout_s": ("5.0", [([], ONE)]),
-    "parallel.gradients": ("bf16", [([], ONE), ([DDP], SEVERAL)]),
-    "parallel.weights": ("delta", [([], ONE), ([DDP], SEVERAL)]),
+    "parallel.gradients": ("bf16", [([], ONE)]),
+    "parallel.weights": ("delta", [([], ONE)]),
     "parallel.handover": (
         "host",
         [([], ONE), (["memory.device=emulated:1"], ONE), (["memory.device=emulated:2", DPO], ONE)],
     ),
-    "parallel.ddp_bucket_mib": ("5.0", [([], ONE), ([], SEVERAL)]),
-    "parallel.ddp_static_graph": ("true", [([], ONE), ([], SEVERAL)]),
-    "parallel.ddp_find_unused": ("true", [([], ONE), ([], SEVERAL)]),
-    "parallel.ddp_compress": ("fp16", [([], ONE), ([], SEVERAL)]),
-    "parallel.ddp_powersgd_rank": ("2", [([], ONE), ([], SEVERAL), ([DDP], SEVERAL)]),
     "telemetry.project": ("mine", [([], ONE), (["telemetry.writers=[tensorboard]"], ONE)]),
     "telemetry.every": ("5", [([], ONE)]),
 }
@@ -193,16 +180,10 @@ USED: dict[str, tuple[list[str], Surroundings]] = {
     "memory.link_gb_per_s": (["memory.device=emulated"], ONE),
     "memory.peer_gb_per_s": (["memory.device=emulated:2"], ONE),
     "transport.activations": (["memory.offload=true"], ONE),
-    "parallel.mode": ([], SEVERAL),
     "parallel.timeout_s": ([], SEVERAL),
     "parallel.gradients": ([], SEVERAL),
     "parallel.weights": ([], SEVERAL),
     "parallel.handover": (["memory.device=emulated:2"], ONE),
-    **dict.fromkeys(
-        ("parallel.ddp_bucket_mib", "parallel.ddp_static_graph", "parallel.ddp_find_unused"), ([DDP], SEVERAL)
-    ),
-    "parallel.ddp_compress": ([DDP], SEVERAL),
-    "parallel.ddp_powersgd_rank": ([DDP, "parallel.ddp_compress=powersgd"], SEVERAL),
     "telemetry.project": (["telemetry.writers=[trackio]"], ONE),
     "telemetry.every": (["telemetry.writers=[tensorboard]"], ONE),
     **{key: (["train.method=lora"], ONE) for key in CASES if key.startswith("lora.")},
@@ -232,22 +213,6 @@ def test_a_setting_without_effect_is_noted_and_one_with_an_effect_is_not(key: st
         assert noted(key, value, others, around), (others, around)
     others, around = USED.get(key, ([], ONE))
     assert not noted(key, value, others, around)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("train.profile_steps", "1"),
-        ("train.on_stall", "report"),
-        ("train.stall_factor", "20.0"),
-        ("train.stall_floor_s", "20.0"),
-        ("memory.numa", "off"),
-        ("telemetry.writers", "[wandb]"),
-        ("telemetry.every", "5"),
-    ],
-)
-def test_what_watches_a_run_works_under_plain_data_parallel_too(key: str, value: str):
-    assert not noted(key, value, [DDP, "telemetry.writers=[trackio]"], SEVERAL)
 
 
 @pytest.mark.parametrize("around", [ONE, SEVERAL, Surroundings(home="host", device="cpu", dtype="fp32")])

@@ -18,12 +18,10 @@ from outsize.compat.torch_private import (
     fake_tensors,
     form_grouped_product,
     is_watched,
-    limited_backend,
     of_all_threads,
     operations,
     schema_of,
     watching,
-    world_group,
 )
 
 
@@ -287,13 +285,3 @@ def test_a_graph_is_compiled_by_the_backend_that_is_named():
     torch.compile(lambda x: x * 3, backend=backend)(x).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
     assert len(graphs_seen) == 1
-
-
-def test_the_group_of_all_ranks_has_a_backend_that_gives_up(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        backend = limited_backend(world_group(), torch.device("cpu"), 5.0)
-        assert callable(backend.abort)
-    finally:
-        torch.distributed.destroy_process_group()

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.session.job.prepare import prepare
-from outsize.streamed.spec import RunSpec
 from outsize.training.dry_run import plan
 from outsize.training.run import train
 from outsize.training.verify import verify
@@ -123,12 +120,6 @@ def test_what_does_not_fit_whole_is_told_why_it_was_not_cut(own_run: Any) -> Non
         InfeasiblePlanError, match=r"not cut into microbatches: .*OwnForCausalLM\.skip .*short"
     ):
         plan(tight)
-
-
-def test_replicas_take_microbatches_one_by_one(own_run: Any, tmp_path: Path) -> None:
-    config = own_run("attribute")
-    prepared = prepare(replace(RunSpec.of(config, tmp_path), overall=config), print)
-    assert prepared.plan.layout.num_microbatches == 2
 
 
 @pytest.mark.parametrize(("member", "rounds"), [("local", 1), *((member, None) for member in LOCAL)])

@@ -1,18 +1,13 @@
 """What is found out before ranks train together, on ranks that are threads."""
 
-from dataclasses import replace
-
 import pytest
 
 from outsize.accelerators import CPU, Devices
-from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.errors import ConfigError
 from outsize.group.gloo import launched
-from outsize.session.job.prepare import prepare
-from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.testing.device_contract import rank_variables
 from outsize.training import ranks
-from outsize.training.ddp import check_fits, one_share
 from outsize.training.ranks import check_same_start
 from tiny import tiny_run
 
@@ -75,31 +70,6 @@ def test_two_ranks_on_one_gpu_are_refused(tmp_path, monkeypatch):
     )
 
 
-def test_a_replica_has_to_fit_and_to_be_what_torch_can_average(tmp_path):
-    config = tiny_run(tmp_path, parallel={"mode": "ddp"})
-    prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
-    check_fits(prepared)
-    with pytest.raises(InfeasiblePlanError, match="a replica of the model needs"):
-        check_fits(replace(prepared, machine=replace(prepared.machine, device_bytes=2**20)))
-    for section, key, value, why in (
-        ("parallel", "ddp_compress", "powersgd", "for GPUs, by NCCL"),
-        ("train", "method", "lora", "use full"),
-        ("train", "loss", "chunked", "the model's own loss"),
-        ("train", "mlp_parts", 2, "takes MLPs whole"),
-        ("optimizer", "name", "SGD", "steps by AdamW"),
-        ("optimizer", "clip", "unit", "clips by the norm of all"),
-        ("optimizer", "gradients", "bf16", "keeps them in fp32"),
-    ):
-        other = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
-        with pytest.raises(ConfigError, match=why):
-            check_fits(prepared.following(other))
-    rounded = replace(prepared.plan, state=replace(prepared.plan.state, moments="int8"))
-    with pytest.raises(ConfigError, match="keeps fp32 moments beside fp32 masters"):
-        check_fits(replace(prepared, plan=rounded))
-    with pytest.raises(ConfigError, match="bf16 or fp32"):
-        check_fits(replace(prepared, run=replace(prepared.run, dtype="fp16")))
-
-
 def test_each_rank_of_a_machine_has_a_gpu_and_a_share_of_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: 2)
@@ -111,10 +81,3 @@ def test_each_rank_of_a_machine_has_a_gpu_and_a_share_of_the_memory(tmp_path, mo
     assert ranks.own_share(config.memory, None) is config.memory
     with pytest.raises(ConfigError, match="--nproc-per-node 2"):
         ranks.own_share(config.memory, launched(rank_variables(2, 3, 1)))
-
-
-def test_of_epochs_a_replica_has_the_steps_of_all_ranks_together(tmp_path):
-    config = tiny_run(tmp_path, train={"epochs": 1.0, "tokens_per_step": 64})
-    run = replace(RunSpec.of(one_share(config, 2), tmp_path), overall=config).over(64)
-    assert run.overall is not None
-    assert run.config.train.steps == run.overall.train.steps == config.over(64).train.steps

@@ -48,7 +48,7 @@ Stored = Mapping[str, StoredTensor]
 
 
 class Restorable(Protocol):
-    """What a checkpoint is brought back into: a `StreamedTrainer`, or a replica of plain data parallel."""
+    """What a checkpoint is brought back into: a `StreamedTrainer`."""
 
     @property
     def spec(self) -> ModelSpec:

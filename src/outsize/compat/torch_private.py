@@ -28,27 +28,12 @@ as transformers' outputs. None is a leaf.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-
-
-def world_group() -> Any:
-    """Return the process group of all ranks that was initialized."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_group()
-
-
-def limited_backend(group: Any, device: torch.device, seconds: float) -> Any:
-    """Return the backend of ``group`` for tensors on ``device``, whose calls to come fail after ``seconds``."""
-    backend = group._get_backend(device)
-    backend._set_default_timeout(timedelta(seconds=seconds))
-    return backend
 
 
 def compile_graph(backend: str, graph: Any, inputs: Any) -> Any:

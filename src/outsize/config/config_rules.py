@@ -129,11 +129,10 @@ def refused_by_trainers(config: "Config", where: str) -> list[str]:
 
 
 def _compile(config: "Config") -> list[str]:
-    """What is compiled returns nothing from within, and has kernels for each length; DDP sends gradients one by one."""
+    """What is compiled returns nothing from within, and has kernels for each length."""
     train, activations = config.train, config.memory.activations
     refused = {
         "train.mlp_parts: 1": train.mlp_parts > 1,
-        "parallel.mode: stream": config.parallel.mode == "ddp",
         "memory.activations: auto": activations.endswith(("-attention", "-products")),
         "data.group_by_length: false": config.data.is_grouped,
     }

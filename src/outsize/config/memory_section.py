@@ -1,8 +1,9 @@
 """Sections memory, transport and parallel: devices, budgets, links and processes."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outsize.choices import Activations, Handover, Home
 from outsize.codecs.codec_spec import (
@@ -16,8 +17,6 @@ from outsize.config.section import (
     ALONE,
     HOST_HOME,
     OF_A_RANK,
-    ONLY_DDP,
-    REPLICATED,
     STAGES,
     TRAINERS,
     Device,
@@ -46,13 +45,13 @@ class MemoryConfig(Section):
         description="Budget on the device, of each where there are several, a size; null is what is free, less a "
         "margin.",
     )
-    host_memory: Annotated[Size | None, Idle(*REPLICATED), OF_A_RANK] = Field(
+    host_memory: Annotated[Size | None, OF_A_RANK] = Field(
         default=None, description="Budget in host memory, a size; null is what is free, less a margin."
     )
     disk_memory: Annotated[Size | None, Idle(*HOST_HOME)] = Field(
         default=None, description="Budget on disk, a size; null is what is free, less a margin."
     )
-    home: Annotated[Home, Idle(*REPLICATED)] = Field(
+    home: Home = Field(
         default="auto",
         description="Where weights and optimizer state rest between uses; "
         "auto is host if they fit its budget.",
@@ -70,7 +69,7 @@ class MemoryConfig(Section):
     )
     resident: Annotated[
         Literal["auto", "none"] | Annotated[int, Field(ge=0)],
-        Idle(*TRAINERS, *REPLICATED),
+        Idle(*TRAINERS),
     ] = Field(
         default="auto",
         description="Units that rest on the device with masters, moments and gradient, and step there; the others are "
@@ -86,7 +85,7 @@ class MemoryConfig(Section):
         default=None,
         description="Whether activations leave the device between passes; null: if they do not fit.",
     )
-    activations: Annotated[Activations, Idle(*REPLICATED)] = Field(
+    activations: Activations = Field(
         default="auto",
         description="What becomes of what a backward needs of its forward. recompute: it is made again; keep: it "
         "stays on the device, keep-attention: what attention returned, keep-products: what matrix products returned as "
@@ -98,7 +97,6 @@ class MemoryConfig(Section):
         int | None,
         Idle(
             ("the home is in host memory", lambda case: case.home == "host" and case.has_global_norm()),
-            *REPLICATED,
         ),
     ] = Field(
         default=None,
@@ -120,9 +118,7 @@ class MemoryConfig(Section):
     )
     link_gb_per_s: Annotated[
         float | None,
-        Idle(
-            ("only emulated devices have a throttled link", lambda case: not case.is_emulated()), *REPLICATED
-        ),
+        Idle(("only emulated devices have a throttled link", lambda case: not case.is_emulated())),
     ] = Field(
         default=None,
         gt=0,
@@ -136,7 +132,6 @@ class MemoryConfig(Section):
                 "only emulated devices copy to each other as fast as one likes",
                 lambda case: not (case.is_emulated() and case.has_several_workers()),
             ),
-            *REPLICATED,
         ),
     ] = Field(
         default=None,
@@ -152,7 +147,7 @@ class TransportConfig(Section):
     lossless4 and lossless3 keep every bit; all others lose, within a bound that docs/codecs.md states.
     """
 
-    weights: Annotated[TransportWeights, Idle(*REPLICATED)] = Field(
+    weights: TransportWeights = Field(
         default="raw",
         description="Weights on their way up, encoded once at home (those that train, after each of their steps) and "
         "decoded on the device. auto: encoded if that is predicted to shorten a step, which it does where the link is "
@@ -165,18 +160,28 @@ class TransportConfig(Section):
                 "memory.offload is false",
                 lambda case: case.config.memory.offload is False and not case.has_several_workers(),
             ),
-            *REPLICATED,
         ),
     ] = Field(
         default="raw",
         description="Inputs of units that leave the device between passes. auto: as of weights, by a codec that keeps "
         "every bit; raw on a GPU, which does not encode so.",
     )
-    gradients: Annotated[TransportGradients, Idle(*REPLICATED)] = Field(
+    gradients: TransportGradients = Field(
         default="raw",
         description="Gradients on their way home. auto: as of activations. -ef adds what was lost to the next step's, "
         "and keeps it on the device, 2 bytes for each parameter that trains.",
     )
+
+
+# Values at which keys that are no more changed nothing; see `outsize.config.messages` for what is said of others.
+_FORMER: dict[str, tuple[object, ...]] = {
+    "mode": ("auto", "stream"),
+    "ddp_bucket_mib": (25.0,),
+    "ddp_static_graph": (False,),
+    "ddp_find_unused": (False,),
+    "ddp_compress": ("none",),
+    "ddp_powersgd_rank": (4,),
+}
 
 
 class ParallelConfig(Section):
@@ -185,20 +190,14 @@ class ParallelConfig(Section):
     train.tokens_per_step is what all of them train together; train.microbatches are those of each.
     """
 
-    mode: Annotated[Literal["auto", "stream", "ddp"], Idle(*ALONE)] = Field(
-        default="auto",
-        description="stream: every rank streams the model from a home of its own, which holds all weights and a share "
-        "of the optimizer's state; ddp: every rank holds the whole training state on its device, and torch's "
-        "DistributedDataParallel averages gradients; auto is stream.",
-    )
-    gradients: Annotated[WireGradients, Idle(*ALONE, *REPLICATED)] = Field(
+    gradients: Annotated[WireGradients, Idle(*ALONE)] = Field(
         default="fp32",
-        description="stream: how gradients are written between ranks; fp32 is exact, and -ef adds what was lost to the "
+        description="How gradients are written between ranks; fp32 is exact, and -ef adds what was lost to the "
         "next step's, which takes 2 bytes of host memory for each parameter that trains.",
     )
-    weights: Annotated[WireWeights, Idle(*ALONE, *REPLICATED)] = Field(
+    weights: Annotated[WireWeights, Idle(*ALONE)] = Field(
         default="raw",
-        description="stream: how weights that have stepped are written between ranks, both lossless; delta sends the "
+        description="How weights that have stepped are written between ranks, both lossless; delta sends the "
         "bits of 16-bit weights that have changed, about a tenth at fine-tuning rates.",
     )
     timeout_s: Annotated[float, Idle(*ALONE)] = Field(
@@ -210,7 +209,6 @@ class ParallelConfig(Section):
         Handover,
         Idle(
             ("one device hands nothing over", lambda case: not case.has_several_workers()),
-            *REPLICATED,
             *TRAINERS,
         ),
     ] = Field(
@@ -219,29 +217,11 @@ class ParallelConfig(Section):
         "way of host memory; peer: from device to device, an error where a pair cannot; auto: peer where a pair can "
         "and there is room for what arrives.",
     )
-    ddp_bucket_mib: Annotated[float, Idle(*ONLY_DDP)] = Field(
-        default=25.0, gt=0, description="MiB of gradients that are averaged with one call."
-    )
-    ddp_static_graph: Annotated[bool, Idle(*ONLY_DDP)] = Field(
-        default=False,
-        description="Whether every step goes through the same parameters in the same order, so that torch looks once.",
-    )
-    ddp_find_unused: Annotated[bool, Idle(*ONLY_DDP)] = Field(
-        default=False,
-        description="Whether torch looks, in every forward, for parameters that it does not use; for models that have "
-        "such.",
-    )
-    ddp_compress: Annotated[Literal["none", "bf16", "fp16", "powersgd"], Idle(*ONLY_DDP)] = Field(
-        default="none",
-        description="How gradients are written between ranks; all but none lose, and bf16 and powersgd are for GPUs.",
-    )
-    ddp_powersgd_rank: Annotated[
-        int,
-        Idle(
-            *ONLY_DDP,
-            (
-                "parallel.ddp_compress is not powersgd",
-                lambda case: case.config.parallel.ddp_compress != "powersgd",
-            ),
-        ),
-    ] = Field(default=4, ge=1, description="Rank of the factors that PowerSGD sends in place of a matrix.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, given: Any) -> Any:
+        """Leave out keys of plain data parallel that say what is so without them, as config.yaml of a run may."""
+        if not isinstance(given, Mapping):
+            return given
+        return {key: value for key, value in given.items() if value not in _FORMER.get(key, ())}

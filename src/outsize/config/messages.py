@@ -154,6 +154,16 @@ _NOT_HERE |= dict.fromkeys(
     "whole words are not masked as one, since kept tokens do not say where words begin; wrap the model (outsize.wrap) "
     "under transformers' Trainer, whose DataCollatorForLanguageModeling(whole_word_mask=True) masks them",
 )
+_RANKS = "ranks stream, and share the optimizer's state; parallel.gradients and parallel.weights say what they exchange"
+_NOT_HERE |= {
+    "parallel.mode": f"plain data parallel is no more: {_RANKS} (docs/nodes.md)",
+    "ddp_compress": "gradients between ranks are written as parallel.gradients says: bf16, int8-ef, int4-ef, ...",
+    "ddp_powersgd_rank": "PowerSGD is no more; parallel.gradients=int4-ef sends least",
+}
+_NOT_HERE |= dict.fromkeys(
+    ("ddp_bucket_mib", "ddp_static_graph", "ddp_find_unused"),
+    "gradients go to other ranks unit by unit, and what a step leaves out sends zeros; leave it out",
+)
 _HINTS = {
     "model.path": "pass --model DIR or write it in the config file",
     "data.path": "pass --data PATH or write it in the config file",
@@ -188,7 +198,7 @@ def suggest(path: str) -> str | None:
 
 def unknown_key(path: str) -> str:
     """Return what to say about a key that does not exist, without the key itself."""
-    absent = _NOT_HERE.get(path.rpartition(".")[2])
+    absent = _NOT_HERE.get(path) or _NOT_HERE.get(path.rpartition(".")[2])
     if absent is not None:
         return f"no such key: {absent}"
     meant = suggest(path)

@@ -82,10 +82,6 @@ class Case:
         """Return whether a single process trains."""
         return self.around.num_processes == 1
 
-    def is_replicated(self) -> bool:
-        """Return whether each rank holds the whole training state."""
-        return not self.is_alone() and self.config.parallel.mode == "ddp"
-
     def has_global_norm(self) -> bool:
         """Return whether gradients are clipped to a norm over all of them."""
         return self.config.optimizer.clip == "global" and bool(self.config.optimizer.max_grad_norm)
@@ -120,7 +116,7 @@ class Case:
     def saves_once(self) -> bool:
         """Whether the checkpoint at the end is the only one; a run that goes on may find others."""
         train = self.config.train
-        commits = self.home == "disk" and self.config.memory.commits == "step" and not self.is_replicated()
+        commits = self.home == "disk" and self.config.memory.commits == "step"
         by_clock = not commits if train.save_minutes is None else train.save_minutes > 0
         return not 0 < train.save_every < train.steps and not by_clock and train.resume == "none"
 
@@ -151,8 +147,6 @@ OF_A_RANK, TOLD_ON_RESUME = Mark.OF_A_RANK, Mark.TOLD_ON_RESUME
 
 # Reasons of several keys. FIELDS: records with fields of their own are read by trainers of other libraries.
 ALONE: Final[Row] = (("a single process trains", Case.is_alone),)
-REPLICATED: Final[Row] = (("parallel.mode is ddp", Case.is_replicated),)
-ONLY_DDP: Final[Row] = (*ALONE, ("parallel.mode is not ddp", lambda case: not case.is_replicated()))
 MASKS: Final[Row] = (
     ("the model predicts the next token and not hidden ones", lambda case: case.around.masks is False),
     ("train.objective predicts no hidden tokens", lambda case: not case.learns("sft")),
@@ -160,9 +154,8 @@ MASKS: Final[Row] = (
 NO_STALL: Final[Row] = (("train.on_stall is ignore", lambda case: case.config.train.on_stall == "ignore"),)
 STAGES: Final[Row] = (
     ("several workers have slots for their stages, and hand inputs over", Case.has_several_workers),
-    *REPLICATED,
 )
-HOST_HOME: Final[Row] = (("the home is in host memory", lambda case: case.home == "host"), *REPLICATED)
+HOST_HOME: Final[Row] = (("the home is in host memory", lambda case: case.home == "host"),)
 NO_EVALUATION: Final[Row] = (
     ("neither eval.data nor eval.split says what on", lambda case: not case.config.eval.on),
 )

@@ -10,7 +10,6 @@ from outsize.config.section import (
     NO_STALL,
     NO_WRITERS,
     OF_A_RANK,
-    REPLICATED,
     TOLD_ON_RESUME,
     TRAINERS,
     Case,
@@ -106,7 +105,6 @@ class TrainConfig(Section):
                     (case.config.train.round_microbatches or 1) >= (case.config.train.microbatches or 2**63)
                 ),
             ),
-            *REPLICATED,
             *TRAINERS,
         ),
     ] = Field(
@@ -145,7 +143,6 @@ class TrainConfig(Section):
             ("train.loss is model", lambda case: case.config.train.loss == "model"),
             ("train.loss_function is given", lambda case: case.config.train.loss_function is not None),
             ("the loss of this model is its own", lambda case: case.around.chunks_loss is False),
-            *REPLICATED,
             *TRAINERS,
         ),
     ] = Field(default=512, ge=1, description="Tokens per chunk of the chunked loss.")

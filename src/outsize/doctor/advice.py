@@ -83,14 +83,14 @@ def raised_pin_limits(facts: Facts) -> str | None:
 
 def home_on_disk(facts: Facts) -> Remedy | None:
     """The home on disk, which reads in order what swap reads page by page."""
-    if _is_replicated(facts) or (facts.recorded is not None and facts.recorded.plan.get("home") == "disk"):
+    if facts.recorded is not None and facts.recorded.plan.get("home") == "disk":
         return None
     return Remedy("memory.home: disk, which reads in order what swap reads page by page", "memory.home=disk")
 
 
 def smaller_host_budget(facts: Facts) -> str | None:
     """Less host memory for what the run keeps there; a home in it is as large as it is."""
-    if _is_replicated(facts) or (facts.recorded is not None and facts.recorded.plan.get("home") == "host"):
+    if facts.recorded is not None and facts.recorded.plan.get("home") == "host":
         return None
     return "a smaller memory.host_memory"
 
@@ -161,12 +161,6 @@ def is_on_cpu_alone(facts: Facts) -> bool:
     return (
         facts.recorded is not None and is_on_cpu(facts) and not facts.recorded.device.startswith("emulated")
     )
-
-
-def _is_replicated(facts: Facts) -> bool:
-    """Whether each rank of the run held the whole model on its device, and had no home."""
-    several = facts.recorded is not None and int(facts.recorded.about.get("num_ranks", 1)) > 1
-    return several and _of(facts, "parallel", "mode") == "ddp"
 
 
 def _of(facts: Facts, section: str, key: str) -> Any:

@@ -217,7 +217,7 @@ def record_of(directory: Path, lines: Iterable[Mapping[str, Any]]) -> RunRecord:
     if not records:
         raise ConfigError(
             f"{directory}: schema {schema} of the heartbeat does not tell the time of each lane; train some steps "
-            "with this version of outsize into another train.run_dir (parallel.mode: ddp has no lanes to tell of)"
+            "with this version of outsize into another train.run_dir"
         )
     about = read_mapping(directory / "run.json")
     return RunRecord(

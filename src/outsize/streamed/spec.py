@@ -28,7 +28,6 @@ class RunSpec:
         dtype: in which the model computes; adapters are fp32 in any case.
         group: the ranks that share each step; of one, where none do.
         weights_from: checkpoint that a run goes on from, where it holds the model; None for ``model.path``.
-        overall: configuration of the steps of all ranks, where ``config`` is that of one replica's share; else None.
         may_unpack: whether documents get a sequence each where the model cannot keep several apart.
     """
 
@@ -39,7 +38,6 @@ class RunSpec:
     dtype: ComputeDtype
     group: Group = field(default_factory=SingleGroup)
     weights_from: Path | None = None
-    overall: Config | None = None
     may_unpack: bool = False
 
     @property
@@ -49,13 +47,11 @@ class RunSpec:
 
     def unpacked(self) -> "RunSpec":
         """Return the same run with a sequence for each document."""
-        overall = self.overall and _unpacked(self.overall)
-        return replace(self, config=_unpacked(self.config), overall=overall, may_unpack=False)
+        return replace(self, config=_unpacked(self.config), may_unpack=False)
 
     def in_microbatches(self, count: int) -> "RunSpec":
         """Return the same run with steps cut into ``count`` microbatches."""
-        overall = self.overall and self.overall.in_microbatches(count)
-        return replace(self, overall=overall, config=self.config.in_microbatches(count))
+        return replace(self, config=self.config.in_microbatches(count))
 
     def over(self, num_sequences: int) -> "RunSpec":
         """Return the same run with the steps that ``train.epochs`` come to over so many sequences.
@@ -63,11 +59,7 @@ class RunSpec:
         Raises:
             ConfigError: the warm-up is longer than that.
         """
-        if self.overall is None:
-            return replace(self, config=self.config.over(num_sequences))
-        overall = self.overall.over(num_sequences)  # of whose steps this one's share has as many
-        train = self.config.train.model_copy(update={"steps": overall.train.steps})
-        return replace(self, overall=overall, config=self.config.model_copy(update={"train": train}))
+        return replace(self, config=self.config.over(num_sequences))
 
     @property
     def model_path(self) -> str:

@@ -145,7 +145,7 @@ def headline(prepared: Job, step_s: float | None, *, num_sequences: int | None =
         num_sequences: of the data; None where they are not read.
         done: steps that the run has behind it.
     """
-    config = prepared.overall
+    config = prepared.config
     left = config.train.steps - done
     parts = [
         f"{_model(config, prepared)} on {_data(config, num_sequences)}",

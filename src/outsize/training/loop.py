@@ -3,15 +3,15 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from outsize.checkpoint.checkpoint_state import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
-from outsize.checkpoint.saver import Saver, Stores
+from outsize.checkpoint.saver import Saver
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
@@ -22,11 +22,10 @@ from outsize.group.group import Group
 from outsize.planner.simulate.stalls import Window
 from outsize.planner.simulate.timeline import Timeline
 from outsize.reporting.html_page import to_chrome
-from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position
-from outsize.session.steps import LossScale, StepOutcome
-from outsize.storage.ledger import Ledger
+from outsize.session.steps import StepOutcome
+from outsize.session.stream import StreamedTrainer
 from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Evaluations
 from outsize.training.forecast import Forecast
@@ -35,61 +34,8 @@ from outsize.training.profiling import PROFILE, StepProfiler
 from outsize.training.ranks import Ranks
 from outsize.training.records import Heartbeat, StepRecord, TrainResult, write_whole
 from outsize.training.stopping import Interrupt
-from outsize.training.watchdog import Watchdog, Watched
+from outsize.training.watchdog import Watchdog
 from outsize.units import format_seconds
-
-
-class StepEngine(Watched, Stores, Protocol):
-    """Runs the ops of steps: an `Engine`, or the `ReplicaEngine` of plain data parallel."""
-
-    @property
-    def ranges(self) -> OpRanges:
-        """Names of ops in profiles."""
-
-    def moved(self) -> Mapping[str, Moved]:
-        """Return what went over each link so far, by lane."""
-
-
-class Trainer(Protocol):
-    """Trains: a `StreamedTrainer`, or a `DataParallelTrainer`."""
-
-    @property
-    def prepared(self) -> Job:
-        """The run."""
-
-    @property
-    def engine(self) -> StepEngine:
-        """Runs its ops."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """What of every budget is used."""
-
-    @property
-    def position(self) -> Position:
-        """Where it stands before its first step."""
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """What losses are multiplied by."""
-
-    def steps(
-        self, batches: Iterable[Batch], first: int = 0, done: Callable[[], None] = lambda: None
-    ) -> Iterator[StepOutcome]:
-        """Train on ``batches``, numbered from ``first``; yields what is known of a step.
-
-        ``done`` is called when nothing of the step that was yielded last is under way any more.
-        """
-
-    def settle(self) -> None:
-        """Return when nothing of the last step is under way."""
-
-    def take_timeline(self) -> Timeline:
-        """Return what the lanes did since the last call."""
-
-    def fallbacks(self) -> dict[str, int]:
-        """Return what could not be had as asked so far, and how often."""
-
 
 Progress = Callable[[StepRecord], None]
 # The step whose timeline is kept: by then kernels and caches are warm.
@@ -102,7 +48,7 @@ class Run:
 
     prepared: Job
     ranks: Ranks
-    trainer: Trainer
+    trainer: StreamedTrainer
     accounts: Accounts
     heartbeat: Heartbeat
     writers: Writers
@@ -127,7 +73,7 @@ class Run:
     @property
     def config(self) -> Config:
         """Of the steps of all ranks."""
-        return self.prepared.overall
+        return self.prepared.config
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
@@ -314,7 +260,7 @@ class Run:
 
 @contextlib.contextmanager
 def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) -> Iterator[Iterator[Batch]]:
-    config = prepared.overall
+    config = prepared.config
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
     with Prefetcher(
         source,

@@ -32,7 +32,7 @@ from outsize.session.decide.decide import plan_run
 from outsize.session.decide.rates import Rates
 from outsize.session.fill import summary
 from outsize.session.job.machine import home_file
-from outsize.session.job.prepare import Job, prepare
+from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch, bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
@@ -41,12 +41,11 @@ from outsize.storage.record import CommitRecord
 from outsize.streamed.spec import RunSpec
 from outsize.telemetry.counters import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
-from outsize.training.ddp import check_fits, one_share, start_replica
 from outsize.training.defaults import Settled, settle
 from outsize.training.dry_run import headline
 from outsize.training.evaluation import Evaluations, check_evaluates
 from outsize.training.forecast import Forecast, forecast
-from outsize.training.loop import Progress, Run, Trainer
+from outsize.training.loop import Progress, Run
 from outsize.training.measures import (
     Accounts,
     Peak,
@@ -117,8 +116,7 @@ def _train(
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
     prepared, rates = _prepared(settled, ranks, resumed)
-    replicated = prepared.run.overall is not None
-    record = None if replicated else newest_home(prepared, own_dir, resumed, announce)
+    record = newest_home(prepared, own_dir, resumed, announce)
     if prepared.config.train.epochs is None and (done := _done(prepared, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     interrupt.doing = "the data was read and tokenised"
@@ -130,7 +128,7 @@ def _train(
     _check_goes_on(prepared, dataset, resumed, record, ranks)
     check_room(
         prepared,
-        prepared.overall.train,
+        prepared.config.train,
         run_dir,
         home_file(prepared.config.memory, own_dir),
         announce,
@@ -138,7 +136,7 @@ def _train(
         gather=ranks.group.gather_objects,
     )
     interrupt.doing = "the machine was timed and memory filled with the model's weights"
-    expected = None if replicated else forecast(prepared, own_dir, announce, rates)
+    expected = forecast(prepared, own_dir, announce, rates)
     if ranks.is_first:
         _say_what_happens(prepared, dataset, expected, (resumed, record), announce)
     run = _open(stack, ranks, prepared, dataset, (resumed, record), expected, progress)
@@ -172,29 +170,17 @@ def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
     config = as_before(config, ranks.run_dir, resumed, rank_dir, ranks.group.size, announce)
-    replicated = ranks.group.size > 1 and config.parallel.mode == "ddp"
-    run = RunSpec.of(
-        one_share(config, ranks.group.size) if replicated else config,
-        own_dir,
-        None if replicated else ranks.group,
-        ranks.devices,
-        ranks.memory,
-    )
+    run = RunSpec.of(config, own_dir, ranks.group, ranks.devices, ranks.memory)
     run = replace(run, may_unpack=settled.may_unpack)
     if resumed is not None and config.train.method == "full":
         run = replace(run, weights_from=resumed)
-    rates = None
-    if replicated:
-        prepared = prepare(replace(run, overall=config), announce, adapters_from=begun)
-        check_fits(prepared)
-    else:
-        prepared, rates = plan_run(run, announce, adapters_from=begun)
+    prepared, rates = plan_run(run, announce, adapters_from=begun)
     if ranks.is_first:
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)
     if resumed is not None:
         prepared = _with_tokenizer(prepared)
-        run_checkpoint.check_same_run(resumed, prepared.overall, prepared)
+        run_checkpoint.check_same_run(resumed, prepared.config, prepared)
     return prepared, rates
 
 
@@ -219,15 +205,11 @@ def _open(
     watchdog = stack.enter_context(_watchdog(prepared, ranks, expected))
     # Entered before what it speaks of, so that it speaks when every lane has ended.
     aftermath = stack.enter_context(_aftermath(prepared, own_dir, announce))
-    trainer: Trainer
-    if prepared.run.overall is not None:
-        trainer = start_replica(stack, prepared, ranks.group, resumed, announce)
-    else:
-        trainer = start(
-            stack, prepared, own_dir, record, resumed, announce, data_of(dataset, prepared.config.data)
-        )
-        tell_costs(prepared, own_dir, announce)
-        _write_plan(ranks, prepared, trainer.errors)
+    trainer = start(
+        stack, prepared, own_dir, record, resumed, announce, data_of(dataset, prepared.config.data)
+    )
+    tell_costs(prepared, own_dir, announce)
+    _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, prepared, (flops, peak), placement)
     heartbeat = stack.enter_context(Heartbeat(own_dir, announce))
     writers = stack.enter_context(_writers(prepared, ranks))
@@ -273,7 +255,7 @@ def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:
 
 def _writers(prepared: Job, ranks: Ranks) -> Writers:
     """Open the trackers of a run; of several ranks the first one has them."""
-    config = prepared.overall
+    config = prepared.config
     named = open_writers(
         config.telemetry.writers if ranks.is_first else (),
         ranks.run_dir,
@@ -284,11 +266,11 @@ def _writers(prepared: Job, ranks: Ranks) -> Writers:
 
 
 def _evaluations(
-    stack: contextlib.ExitStack, trainer: Trainer, ranks: Ranks, telling: Telling
+    stack: contextlib.ExitStack, trainer: StreamedTrainer, ranks: Ranks, telling: Telling
 ) -> Evaluations | None:
     """Open what the model is measured on; None where it is not."""
     config = trainer.prepared.config
-    if not config.eval.on or not isinstance(trainer, StreamedTrainer):
+    if not config.eval.on:
         return None
     dataset = stack.enter_context(
         open_dataset(config, trainer.prepared, ranks.run_dir, ranks.announce, measured=True)
@@ -309,7 +291,7 @@ def _watchdog(prepared: Job, ranks: Ranks, expected: Forecast | None) -> Watchdo
     )
 
 
-def _accounts(trainer: Trainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> Accounts:
+def _accounts(trainer: StreamedTrainer, sampler: GpuSampler, flops: float | None, peak: Peak) -> Accounts:
     machine, links = trainer.prepared.machine, trainer.engine.moved()
     return Accounts(
         machine.devices, machine.num_workers, links, trainer.ledger, trainer.fallbacks, sampler, flops, peak
@@ -324,7 +306,7 @@ def _write_facts(
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:
-        write_whole(ranks.run_dir / "config.yaml", dump_config(prepared.overall))
+        write_whole(ranks.run_dir / "config.yaml", dump_config(prepared.config))
     facts = about(prepared, *computing)
     write_json(
         ranks.own_dir / "run.json", {**facts, "num_ranks": ranks.group.size, "numa": placement.to_dict()}
@@ -341,7 +323,7 @@ def _write_plan(ranks: Ranks, prepared: Job, errors: dict[str, float]) -> None:
 
 def _dataset(stack: contextlib.ExitStack, prepared: Job, ranks: Ranks, resumed: Path | None) -> PackedDataset:
     """Open the data of whole batches; of several ranks, check that all have read the same."""
-    config = prepared.overall
+    config = prepared.config
     with ranks.first_goes_first():
         dataset = stack.enter_context(open_dataset(config, prepared, ranks.run_dir, ranks.announce))
     if ranks.group.size > 1:
@@ -352,7 +334,7 @@ def _dataset(stack: contextlib.ExitStack, prepared: Job, ranks: Ranks, resumed: 
 
 def _done(prepared: Job, resumed: Path | None, announce: Announce) -> Position | None:
     """Return where the run stands that is ``resumed``, if that is its end; said."""
-    steps = prepared.overall.train.steps
+    steps = prepared.config.train.steps
     done = None if resumed is None else run_checkpoint.position_of(resumed)
     if done is None or done.step < steps:
         return None
@@ -365,7 +347,7 @@ def _over_epochs(prepared: Job, dataset: PackedDataset, announce: Announce) -> J
     if prepared.config.train.epochs is None:
         return prepared
     prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
-    config = prepared.overall
+    config = prepared.config
     epochs = f"{config.train.epochs:g} {'epoch' if config.train.epochs == 1 else 'epochs'}"
     steps = f"{config.train.steps:,} steps of {config.sequences_per_step}"
     announce(Detail(f"{epochs} of {dataset.num_sequences:,} sequences are {steps}"))
@@ -376,7 +358,7 @@ def _check_goes_on(
     prepared: Job, dataset: PackedDataset, resumed: Path | None, record: CommitRecord | None, ranks: Ranks
 ) -> None:
     """Check that a run goes on with the sequences that it had, and say which settings it goes on with otherwise."""
-    config = prepared.overall
+    config = prepared.config
     if record is not None:
         state, where = record.state, home_file(config.memory, ranks.own_dir)
     elif resumed is not None and not trainer_checkpoint.is_trainers(resumed):
@@ -410,10 +392,10 @@ def _nothing_done(prepared: Job, run_dir: Path, position: Position) -> TrainResu
     )
 
 
-def _saver(trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
+def _saver(trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
     """Who writes the checkpoints of a run. One that goes on in its own directory stays the run that it was."""
     run_dir, prepared = ranks.run_dir, trainer.prepared
-    config = prepared.overall
+    config = prepared.config
     newest = latest(run_dir)
     run = uuid.uuid4().hex if newest is None else read_state(newest)["run"]
     scale, dtype, data = trainer.loss_scale, prepared.dtype, data_of(dataset, config.data)
@@ -421,7 +403,7 @@ def _saver(trainer: Trainer, ranks: Ranks, dataset: PackedDataset) -> Saver:
         trainer,
         run_dir,
         config.train,
-        commits=prepared.plan.layout.commits and prepared.run.overall is None,
+        commits=prepared.plan.layout.commits,
         state_of=lambda position: describe(position, config, dtype, scale, data, run),
         announce=ranks.announce,
         decide=ranks.first_decides if ranks.group.size > 1 else None,

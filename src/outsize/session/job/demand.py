@@ -87,11 +87,6 @@ class RunDemand:
         return self.run.config
 
     @property
-    def overall(self) -> Config:
-        """Configuration of the steps of all ranks together; `config`, except where each trains a replica."""
-        return self.run.overall or self.run.config
-
-    @property
     def dtype(self) -> ComputeDtype:
         """In which the model computes; adapters are fp32 in any case."""
         return self.run.dtype

@@ -74,7 +74,7 @@ def options_for(
             kernels=kernels,
         ),
         can_part=can_part,
-        round_microbatches=None if config.parallel.mode == "ddp" else _round_of(config.train, optimizer),
+        round_microbatches=_round_of(config.train, optimizer),
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,

@@ -76,8 +76,7 @@ def decision_for(
         return decide(question)
     except InfeasiblePlanError as error:
         is_open = config.train.microbatches is None and config.sequences_per_step > 1
-        can_be_cut = demand.run.overall is not None or not is_open
-        reason = "" if can_be_cut else why_whole(demand.split, demand.trials(1).measured)
+        reason = "" if not is_open else why_whole(demand.split, demand.trials(1).measured)
         if not reason:
             raise
         raise InfeasiblePlanError(
@@ -96,7 +95,6 @@ def question_of(
             nothing is decided that only rates of this machine can tell: what leaves the device, and codecs that shorten
             a step.
         coding_rates: of codecs, likewise.
-        replica: whether it trains as a plain replica, where each microbatch ends before the next begins.
 
     Raises:
         ConfigError: settings that do not go with the model, the machine, or each other.
@@ -137,14 +135,12 @@ def question_of(
 def _uncut(demand: RunDemand) -> RunDemand:
     """Return the run with whole steps, where microbatches would take values from one another (`SideEffects.crosses`).
 
-    Of a replica each microbatch ends before the next begins.
-
     Raises:
         ConfigError: it asks for microbatches.
     """
     config = demand.config
     count = min(config.sequences_per_step, config.train.microbatches or config.sequences_per_step)
-    if count == 1 or demand.run.overall is not None:
+    if count == 1:
         return demand
     measured = _first_trial(demand)
     if not measured.effects.crosses:

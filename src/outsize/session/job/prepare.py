@@ -99,8 +99,6 @@ def prepare(
     announce: Announce,
     source: WeightSource | None = None,
     adapters_from: Path | None = None,
-    *,
-    replica: bool = False,
 ) -> Job:
     """Read the model's config, split it, measure it, and plan a step by data sheets of the machine.
 
@@ -109,7 +107,6 @@ def prepare(
         announce: called with lines for people.
         source: where weights come from; None for the checkpoint that ``model.path`` names.
         adapters_from: directory that adapters come from, a checkpoint's, say; None for fresh ones.
-        replica: whether it trains as a plain replica, see `question_of`.
 
     Raises:
         OutsizeError: anything that a run could not be started with; nothing has been written yet.
