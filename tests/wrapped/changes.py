@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -183,6 +184,30 @@ def _(loop: Loop) -> None:
 @row("data *= 2, assigned by Python")
 def _(loop: Loop) -> None:
     loop.head.data *= 0.5
+
+
+@row("weights swapped by data, with what they were kept as data (an average while evaluating)")
+def _(loop: Loop) -> Tensor:
+    averages = [p.detach().clone() * 0.9 for p in loop.model.parameters()]
+    former = [p.data for p in loop.model.parameters()]
+    for p, average in zip(loop.model.parameters(), averages, strict=True):
+        p.data = average
+    loss: Tensor = loop.model(**loop.batch).loss
+    for p, value in zip(loop.model.parameters(), former, strict=True):
+        p.data = value
+    return loss
+
+
+@row("data of two parameters exchanged")
+def _(loop: Loop) -> None:
+    loop.head.data, loop.table.data = loop.table.data, loop.head.data
+
+
+@row("a state kept as it is when other data is assigned")
+def _(loop: Loop) -> list[Tensor]:
+    state, view = loop.model.state_dict(), loop.head.detach()[1:]
+    loop.head.data = loop.head.data * 0.5
+    return [state["lm_head.weight"], view]
 
 
 @row("data = another shape", all="has room for that shape|was given other sizes after")
@@ -416,12 +441,16 @@ def _(loop: Loop) -> None:
     torch.save(loop.model, io.BytesIO())
 
 
-@row("save_pretrained")
-def _(loop: Loop) -> Any:
+def _pretrained(model: nn.Module, **settings: Any) -> dict[str, Tensor]:
     with tempfile.TemporaryDirectory() as directory:
-        loop.model.save_pretrained(directory)
+        model.save_pretrained(directory, **settings)
         files = sorted(Path(directory).glob("*.safetensors"))
         return {name: value for file in files for name, value in safetensors.torch.load_file(file).items()}
+
+
+@row("save_pretrained")
+def _(loop: Loop) -> Any:
+    return _pretrained(loop.model)
 
 
 # --- states ---------------------------------------------------------------------------------------------------
@@ -429,6 +458,21 @@ def _(loop: Loop) -> Any:
 
 def _other(loop: Loop) -> dict[str, Tensor]:
     return {n: v.detach().clone() * 0.5 for n, v in loop.model.state_dict().items()}
+
+
+@row("save_pretrained(state_dict=) of other weights")
+def _(loop: Loop) -> Any:
+    return _pretrained(loop.model, state_dict=_other(loop))
+
+
+@row("save_pretrained of shards and a variant")
+def _(loop: Loop) -> Any:
+    return _pretrained(loop.model, max_shard_size="10KB", variant="fp32")
+
+
+@row("save_pretrained(state_dict=) of its own")
+def _(loop: Loop) -> Any:
+    return _pretrained(loop.model, state_dict=loop.model.state_dict())
 
 
 @row("load_state_dict")
@@ -525,6 +569,19 @@ def _(loop: Loop) -> None:
 @row("prune", all="does not stand where")
 def _(loop: Loop) -> None:
     prune.l1_unstructured(loop.model.model.layers[0].mlp.up_proj, "weight", 0.3)
+
+
+@row("prune, and remove")
+def _(loop: Loop) -> None:
+    layer = loop.model.model.layers[0].mlp.up_proj
+    prune.l1_unstructured(layer, "weight", 0.3)
+    prune.remove(layer, "weight")
+
+
+@row("set_module_tensor_to_device of accelerate", all="replaced")
+def _(loop: Loop) -> None:
+    value = torch.full(tuple(loop.head.shape), 0.01)
+    set_module_tensor_to_device(loop.model, "lm_head.weight", "cpu", value=value)
 
 
 @row("parametrize", all="does not stand where|replaced")
@@ -670,6 +727,31 @@ def _(loop: Loop) -> Any:
 def _(loop: Loop) -> Any:
     loop.head.register_post_accumulate_grad_hook(lambda p: None)
     loop.step()
+
+
+@row("backward(create_graph=True)", kind="gradients", all="gradients of gradients")
+def _(loop: Loop) -> None:
+    loop.model(**loop.batch).loss.backward(create_graph=True)
+
+
+@row("torch.autograd.grad", kind="gradients", all="use loss.backward")
+def _(loop: Loop) -> Any:
+    return torch.autograd.grad(loop.model(**loop.batch).loss, [loop.head])
+
+
+@row("hooks of modules, forward and backward", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    seen: list[Tensor] = []
+    layers = loop.model.model.layers
+    hooks = [
+        layers[0].register_forward_hook(lambda module, inputs, output: output * 0.5),
+        layers[1].register_full_backward_hook(lambda module, inner, outer: seen.append(outer[0].clone())),
+        loop.model.lm_head.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,)),
+    ]
+    loop.step()
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 def _task(loop: Loop, sequence: int) -> None:

@@ -103,8 +103,12 @@ class _Node(torch.autograd.Function):
         return values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "backward(create_graph=True) asks for gradients of gradients, for which a wrapped model keeps no "
+                "graph: leave it out, or take such a loss of the model before outsize.wrap"
+            )
         anchor, *others = ctx.next_functions
         if not will_run(anchor[0]):  # nobody can ask for that by itself
             raise ConfigError(

@@ -21,6 +21,7 @@ from outsize.compat.torch_private import dtype_to_move_to, parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
+from outsize.wrapped.at_home.at_rest import is_same
 from outsize.wrapped.at_home.home_parameter import plainly
 from outsize.wrapped.generating import generation, generation_config_as_it_is, on_device
 from outsize.wrapped.inferring import CalledOutside
@@ -29,6 +30,8 @@ from outsize.wrapped.wrap_planning import IN_PLACE
 
 _log = logging.getLogger(__name__)
 _RUNNER = "_outsize_runner"
+# What `save_pretrained` is asked for where it writes unit by unit.
+_BY_UNITS = {"save_directory", "is_main_process", "state_dict", "kwargs"}
 
 
 class Wrapped(nn.Module):
@@ -260,15 +263,20 @@ def _without_self(signature: inspect.Signature) -> inspect.Signature:
 
 def _save_pretrained(kind: type[nn.Module]) -> Any:
     own = cast(Any, kind).save_pretrained
+    signature = _without_self(inspect.signature(own))
 
     @wraps(own)
     def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         runner = runner_of(self)
         runner.settle()
-        if runner.parameters.in_memory or hasattr(self, "peft_config"):  # PEFT writes adapters alone
+        bound = signature.bind(save_directory, *args, **kwargs).arguments
+        asked = {**bound, **bound.get("kwargs", {})}
+        usual = asked.keys() <= _BY_UNITS and _is_own_state(self, asked.get("state_dict"))
+        # PEFT writes adapters alone. Shards of another size, or of other weights, are read as transformers writes them.
+        if runner.parameters.in_memory or hasattr(self, "peft_config") or not usual:
             with generation_config_as_it_is(self, save_directory):
                 return own(self, save_directory, *args, **kwargs)
-        if not kwargs.get("is_main_process", True):
+        if not asked.get("is_main_process", True):
             return None
         config, spec = cast(Any, self).config, runner.split.spec
         needed = weight_bytes(spec, adapters=False)
@@ -281,6 +289,12 @@ def _save_pretrained(kind: type[nn.Module]) -> Any:
         return written
 
     return save_pretrained
+
+
+def _is_own_state(model: nn.Module, state: Mapping[str, Any] | None) -> bool:
+    """Whether a state to be saved is that of the model as it is, which `Trainer` hands over."""
+    own = {} if state is None else model.state_dict()
+    return state is None or (state.keys() == own.keys() and all(is_same(own[n], state[n]) for n in own))
 
 
 def iterate_parameters(model: nn.Module) -> Iterable[nn.Parameter]:

@@ -68,6 +68,7 @@ class HomeParameters(HomeTensors):
         self.named: dict[str, nn.Parameter] = {}
         self.names: dict[int, str] = {}
         self._pointers: dict[str, int] = {}
+        self._where: dict[str, tuple[UnitSpec, TensorSpec, str]] = {}
         self._handed_gradients: dict[str, HandedGradient] = {}
         self._gradient_places: weakref.WeakValueDictionary[str, Place] = weakref.WeakValueDictionary()
         units = split.spec.units
@@ -255,6 +256,16 @@ class HomeParameters(HomeTensors):
         if gradient and self.factors and id(parameter) in self.names:
             self.multiply_gradients((self.names[id(parameter)],))
 
+    def _part(self, parameter: nn.Parameter) -> None:
+        """Have a parameter that is about to be assigned other data lie apart from what a program holds of it."""
+        name = self.names[id(parameter)]
+        if self.handed_out.part_one(f"{self._where[name][2]} of {name}"):
+            parameter.data = self._shown_view(name)
+
+    def _shown_view(self, name: str) -> Tensor:
+        unit, tensor, plane = self._where[name]
+        return self.handed_out.tensor(f"{plane} of {name}", self._view(unit, tensor, plane), num_usual=1)
+
     def _bring(self, unit: UnitSpec, fill: Fill) -> None:
         """Copy the weights of ``unit`` home."""
         for plane, tensors in self._members(unit, WEIGHTS):
@@ -309,10 +320,8 @@ class HomeParameters(HomeTensors):
             former.moved(place)
             return former
         if self._is_view(unit, plane):
-            view = self.handed_out.tensor(
-                f"{plane} of {tensor.name}", self._view(unit, tensor, plane), num_usual=1
-            )
-            return show_at_home(former, view, weakly(self._look))
+            self._where[tensor.name] = unit, tensor, plane
+            return show_at_home(former, self._shown_view(tensor.name), weakly(self._look), weakly(self._part))
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
         return cast(nn.Parameter, made)

@@ -6,7 +6,9 @@ tensor of its own that nobody keeps; one that writes it writes it home. What goe
 refused: numpy's arrays cannot be written to, and storage is a copy.
 """
 
-from typing import Any, NoReturn, Protocol
+import copy
+import sys
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,11 @@ from outsize.errors import ConfigError
 
 # How a part is seen: an operation, its arguments but for the first, and which of several results.
 _View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
+
+
+_ONE_HOLDER = (
+    2  # what `sys.getrefcount` counts of a place that one tensor has: its attribute, and the argument
+)
 
 
 class Place(Protocol):
@@ -60,8 +67,20 @@ class AtRest(torch.Tensor):
     _shown: Tensor | None
 
     @staticmethod
-    def __new__(cls, place: Place, views: tuple[_View, ...] = (), *, parameter: bool = False) -> "AtRest":
-        """Return the tensor that rests at ``place``, or a part of it; as a parameter where asked."""
+    def __new__(
+        cls,
+        place: Place,
+        views: tuple[_View, ...] = (),
+        *,
+        parameter: bool = False,
+        requires_grad: bool = True,
+    ) -> "AtRest":
+        """Return the tensor that rests at ``place``, or a part of it; as a parameter where asked.
+
+        Whoever makes a parameter of the class of another one (accelerate) gives a tensor, and gets an ordinary one.
+        """
+        if isinstance(place, Tensor):
+            return cast("AtRest", nn.Parameter(place, requires_grad))
         form = _seen(torch.empty(place.shape, dtype=place.dtype, device="meta"), views)
         made: AtRest = formed_like(cls, form, torch.device("cpu"))
         made._place, made._views, made._shown = place, views, None
@@ -90,7 +109,14 @@ class AtRest(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        assign(self.detach(), value)
+        value_home = value_to_assign(self.detach(), value)
+        if value_home is None:
+            return
+        if sys.getrefcount(self._place) > _ONE_HOLDER:  # whoever else looks there keeps what was
+            former, self._place = self._place, copy.copy(self._place)
+            former.part()
+        with torch.no_grad():
+            self.detach().copy_(value_home)
 
     def moved(self, place: Place) -> None:
         """Rest at ``place`` from now on."""
@@ -160,24 +186,27 @@ class AtRest(torch.Tensor):
         return _seen(base, self._views)
 
 
-def assign(own: Tensor, value: Tensor) -> None:
-    """Do what ``own.data = value`` means to a tensor at home: the value goes there.
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same bytes in the same order."""
+    if isinstance(one, AtRest) and isinstance(other, AtRest):
+        return (one._place.key, one._views) == (other._place.key, other._views)
+    return _geometry(one) == _geometry(other) and one.dtype == other.dtype
+
+
+def value_to_assign(own: Tensor, value: Tensor) -> Tensor | None:
+    """Return what is to be copied home for ``own.data = value``; None where it is that tensor already.
 
     Raises:
         ConfigError: it has another shape or dtype, for which there is no room.
     """
-    if isinstance(value, AtRest) and isinstance(own, AtRest):
-        if (value._place.key, value._views) == (own._place.key, own._views):
-            return
-    elif _geometry(own) == _geometry(value) and own.dtype == value.dtype:
-        return
+    if is_same(own, value):
+        return None
     if own.shape != value.shape or own.dtype != value.dtype:
         raise ConfigError(
             f"parameter.data = {_form(value)}, over {_form(own)} of a wrapped model: its home has room for that shape "
             "and dtype alone. Change the model before outsize.wrap, or outsize.unwrap it first"
         )
-    with torch.no_grad():
-        own.copy_(value.clone() if _share_memory(own, value) else value)
+    return value.detach().clone() if _share_memory(own, value) else value
 
 
 def _share_memory(own: Tensor, value: Tensor) -> bool:

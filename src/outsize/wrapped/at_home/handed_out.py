@@ -47,15 +47,22 @@ class HandedOut:
         Raises:
             ConfigError: there is no room for them.
         """
-        for key, (storage, usual) in self._storages.items():
-            if num_holders(storage) > usual:
-                try:
-                    storage.share_memory_()  # all of a storage moves at once
-                except RuntimeError as error:
-                    raise ConfigError(
-                        f"{key}: the program holds a tensor of it (parameter.data, state_dict()), and shared memory "
-                        f"has no room for it ({error}), while its home is given back: keep tensor.clone(), or let go"
-                    ) from error
+        for key in self._storages:
+            self.part_one(key)
+
+    def part_one(self, key: str) -> bool:
+        """Give whoever holds the bytes of ``key`` others, see `part`; returns whether anybody does."""
+        storage, usual = self._storages[key]
+        if num_holders(storage) <= usual:
+            return False
+        try:
+            storage.share_memory_()  # all of a storage moves at once
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{key}: the program holds a tensor of it (parameter.data, state_dict()), and shared memory has no "
+                f"room for it ({error}), while its home is given back or assigned: keep tensor.clone(), or let go"
+            ) from error
+        return True
 
 
 class HandedGradient:

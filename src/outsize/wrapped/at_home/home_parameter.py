@@ -11,15 +11,17 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
 from outsize.compat.torch_private import as_plain_tensors
 from outsize.errors import ConfigError
-from outsize.wrapped.at_home.at_rest import AtRest, assign
+from outsize.wrapped.at_home.at_rest import AtRest, value_to_assign
 
 Wait = Callable[[nn.Parameter, bool], None]
-_WAIT = "_outsize_wait"
+Part = Callable[[nn.Parameter], None]
+_WAIT, _PART = "_outsize_wait", "_outsize_part"
 # Attributes with bytes behind them; all others tell the form.
 _VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _FORM = frozenset(
@@ -47,10 +49,9 @@ class HomeParameter(nn.Parameter):
             elif attribute in _VALUES or not (attribute or name in _FORM):
                 _wait_for(torch_private.leaves_of((args, kwargs)), gradient=False)
                 if attribute == "data":
-                    own = args[0].detach()  # shares the count of changes
                     if name == "__get__":
-                        return own
-                    return resize(args[0], args[1]) if _is_resized(own, args[1]) else assign(own, args[1])
+                        return args[0].detach()  # shares the count of changes
+                    return _assign(args[0], args[1])
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -67,13 +68,14 @@ def plainly() -> AbstractContextManager[Any]:
     return as_plain_tensors()
 
 
-def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait) -> nn.Parameter:
+def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait, part: Part) -> nn.Parameter:
     """Have ``parameter`` show ``view``: the same object, but for one that has had no bytes.
 
     Args:
         parameter: any parameter, perhaps one that is at home already.
         view: bytes at home, of its shape.
         wait: called with the parameter, and whether its gradient is looked at, before anybody looks at either.
+        part: called with the parameter before it is assigned other data.
     """
     with plainly():
         if isinstance(parameter, AtRest) or parameter.is_meta:
@@ -83,7 +85,7 @@ def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait) -> nn.Parame
             parameter.data = view
         if not isinstance(parameter, HomeParameter):
             parameter.__class__ = _at_home(type(parameter))
-        vars(parameter)[_WAIT] = wait
+        vars(parameter).update({_WAIT: wait, _PART: part})
     return parameter
 
 
@@ -91,7 +93,8 @@ def show_plainly(parameter: nn.Parameter, value: Tensor) -> None:
     """Undo `show_at_home`: ``parameter`` has ``value``."""
     with plainly():
         parameter.data = value
-        vars(parameter).pop(_WAIT, None)
+        for key in (_WAIT, _PART):
+            vars(parameter).pop(key, None)
         parameter.__class__ = type(parameter).__mro__[2]
 
 
@@ -109,8 +112,18 @@ def resize(parameter: nn.Parameter, value: Tensor) -> None:
     show_plainly(parameter, value)
 
 
-def _is_resized(own: Tensor, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == own.dtype and value.shape != own.shape
+def _assign(parameter: nn.Parameter, value: Any) -> None:
+    """Do what ``parameter.data = value`` means at home: the value goes there, and who holds what was keeps that."""
+    if isinstance(value, Tensor) and value.dtype == parameter.dtype and value.shape != parameter.shape:
+        return resize(parameter, value)
+    value_home = value_to_assign(parameter.detach(), value)
+    if value_home is not None:
+        part: Part | None = vars(parameter).get(_PART)
+        if part is not None:
+            part(parameter)
+        with torch.no_grad():
+            parameter.detach().copy_(value_home)
+    return None
 
 
 @cache
