@@ -31,7 +31,6 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "gradients int4": {"gradients": "int4"},
     "gradients int4-stochastic": {"gradients": "int4-stochastic"},
     "gradients int4-ef": {"gradients": "int4-ef"},
-    "gradients int4-hadamard-ef": {"gradients": "int4-hadamard-ef"},
 }
 MICROBATCHES = 2
 

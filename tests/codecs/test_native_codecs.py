@@ -137,7 +137,7 @@ def test_what_lies_at_an_odd_address_is_left_to_numpy():
     ("name", "kernels"),
     [
         ("int8", ["blockwise_encode", "blockwise_decode"]),
-        ("int4-hadamard-stochastic", ["blockwise_encode", "blockwise_decode"]),
+        ("int4-stochastic", ["blockwise_encode", "blockwise_decode"]),
         ("nf4-double", ["nf4_encode", "nf4_decode"]),
         ("lossless3", ["halves", "window_encode", "window_decode", "whole"]),
     ],

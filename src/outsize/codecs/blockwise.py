@@ -1,4 +1,4 @@
-"""Quantised transport: groups share a scale, elements have 8 or 4 bits, perhaps of rotated groups.
+"""Quantised transport: groups share a scale, elements have 8 or 4 bits.
 
 A group's scale is its largest magnitude by the largest integer (symmetric), or its range by the number of steps
 (asymmetric, with the smallest element as zero point). Scales and zero points are bf16, which has the range of fp32;
@@ -10,17 +10,8 @@ scales are rounded up and zero points down, so that no element is cut off. What 
   finds them.
 
 An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
-filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. A grid may be one of
-rotated groups, see `signs`. All of it is torch, in pieces that stay in a cache; on the host, where its kernels are
-built, C does the same.
-
-A group x of n elements, a power of two, becomes H D x / n: D flips the signs of some elements (always the same, so that
-a group whose elements are alike does not become a single large one), H adds and subtracts all of them in log2(n) rounds
-of butterflies. The way back is D H, since H H = n. Each element of the rotated group is a mean of all elements up to
-their signs, so nothing overflows, and the factor 1/n is exact.
-
-Both ways together are exact but for fp32: an element comes back within 2 n log2(n) 2^-24 of its group's largest
-magnitude. Signs that are random for this purpose: QuIP (Chee et al., 2023) and QuaRot (Ashkboos et al., 2024).
+filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. All of it is torch,
+in pieces that stay in a cache; on the host, where its kernels are built, C does the same.
 """
 
 import ctypes
@@ -28,7 +19,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -36,46 +26,6 @@ from torch import Tensor
 from outsize import native
 from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
-
-# Hexadecimal digits of pi behind the point. Bit i is that of element i of a group; a set bit is a minus.
-SIGNS: Final = (0x243F6A8885A308D3, 0x13198A2E03707344)
-MOST_GROUP: Final = 64 * len(SIGNS)
-
-
-def rotate(x: Tensor, into: Tensor) -> Tensor:
-    """Fill ``into`` with the rotated rows of ``x``, fp32 [groups, n], and return it; they may be the same tensor."""
-    torch.mul(x, signs(x.shape[1], x.device) / x.shape[1], out=into)
-    return _butterflies(into)
-
-
-def rotate_back(y: Tensor) -> Tensor:
-    """Turn the rows of ``y``, fp32 [groups, n], back in place, and return it."""
-    return _butterflies(y).mul_(signs(y.shape[1], y.device))
-
-
-@cache
-def signs(group: int, device: torch.device) -> Tensor:
-    """Return the signs of the elements of a group, fp32 [group] of 1 and -1.
-
-    Raises:
-        ValueError: no power of two from 2 to 128.
-    """
-    if not 2 <= group <= MOST_GROUP or group & (group - 1):
-        raise ValueError(f"no rotation of {group} elements")
-    bits = [SIGNS[i // 64] >> (i % 64) & 1 for i in range(group)]
-    return (1 - 2 * torch.tensor(bits, dtype=torch.float32)).to(device)
-
-
-def _butterflies(y: Tensor) -> Tensor:
-    apart = 1
-    while apart < y.shape[1]:
-        one, other = y.view(-1, 2, apart).unbind(1)
-        sums = one + other
-        torch.sub(one, other, out=other)
-        one.copy_(sums)
-        apart *= 2
-    return y
-
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -86,10 +36,8 @@ class _Grid(ctypes.Structure):
     _fields_ = (
         ("bits", ctypes.c_int32),
         ("symmetric", ctypes.c_int32),
-        ("rotated", ctypes.c_int32),
         ("is_bf16", ctypes.c_int32),
         ("factor", ctypes.c_float),
-        ("signs", ctypes.c_float * MOST_GROUP),
     )
 
 
@@ -147,9 +95,7 @@ def _places(grid: "Grid", sections: "Sections") -> tuple[ctypes.c_void_p, ...]:
 
 @cache
 def _grid(grid: "Grid", factor: float, dtype: torch.dtype) -> _Grid:
-    flips = signs(grid.group, torch.device("cpu")).tolist() if grid.rotated else ()
-    by_element = (ctypes.c_float * MOST_GROUP)(*flips)
-    return _Grid(grid.bits, grid.symmetric, grid.rotated, dtype is torch.bfloat16, factor, by_element)
+    return _Grid(grid.bits, grid.symmetric, dtype is torch.bfloat16, factor)
 
 
 # 262,144 elements are 1 MiB of fp32: smaller pieces fit caches better and cost more in calls.
@@ -167,13 +113,11 @@ class Grid:
         bits: of an integer, 8 or 4.
         symmetric: whether the grid is centred on zero, without a zero point.
         group: elements that share a scale.
-        rotated: whether they are rotated first.
     """
 
     bits: int
     symmetric: bool
     group: int
-    rotated: bool = False
 
     @property
     def least(self) -> int:
@@ -206,7 +150,7 @@ class BlockwiseCodec(Codec):
         self, spec: CodecSpec, bits: int, *, symmetric: bool = True, stochastic: bool = False, seed: int = 0
     ) -> None:
         self.spec = spec
-        self.grid = Grid(bits, symmetric, spec.group, spec.rotated)
+        self.grid = Grid(bits, symmetric, spec.group)
         self._stochastic = stochastic
         self._seed = seed
         self._noise: dict[torch.device, Tensor] = {}
@@ -231,8 +175,6 @@ class BlockwiseCodec(Codec):
             elements = source[first * group : last * group]
             y = values[: (last - first) * group].view(last - first, group)
             x = self._in_fp32(elements, y)
-            if self.grid.rotated:
-                x = rotate(x, into=y)
             scales, zeros = self._scales(x)
             sections.scales[first:last] = scales
             if zeros is not None:
@@ -324,8 +266,6 @@ class BlockwiseCodec(Codec):
             y *= sections.scales[first:last].float()[:, None]
             if not self.grid.symmetric:
                 y += sections.zeros[first:last].float()[:, None]
-            if self.grid.rotated:
-                rotate_back(y)
             elements = into[first * self.grid.group : last * self.grid.group]
             elements.copy_(y.view(-1)[: elements.numel()])
 

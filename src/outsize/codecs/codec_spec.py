@@ -10,7 +10,7 @@ those of window and blockwise codecs and of NF4 are of the kernels in C, those o
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, log2
+from math import ceil
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -47,7 +47,6 @@ class CodecSpec:
         error: most that an element of a finite group is off, before rounding to the dtype, as a fraction of the largest
             magnitude in the group; 0 where lossless.
         group: elements that share a scale; 0 where there are no scales.
-        rotated: whether a group is rotated before it is written, so that no element stands out.
         encode_bytes_per_s: assumed rate of encoding on one core.
         decode_bytes_per_s: assumed rate of decoding on one core.
     """
@@ -63,7 +62,6 @@ class CodecSpec:
     expected_bytes: CountBytes
     error: float = 0.0
     group: int = 0
-    rotated: bool = False
     encode_bytes_per_s: float
     decode_bytes_per_s: float
 
@@ -169,12 +167,10 @@ def _blockwise(
     scale_bytes: int = 2,
     *,
     uses: Iterable[str],
-    rotated: bool = False,
     **options: bool,
 ) -> CodecSpec:
-    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most, see `_rotated_error`."""
+    """Integers of ``bits``; an element is off by a largest magnitude over ``steps`` at most."""
     count = _blockwise_bytes(group, bits, scale_bytes)
-    error = _BF16_SLACK / steps
     return CodecSpec(
         name=name,
         opens=_BLOCKWISE,
@@ -184,21 +180,11 @@ def _blockwise(
         fixed_rate=True,
         max_bytes=count,
         expected_bytes=count,
-        error=_rotated_error(error, group) if rotated else error,
+        error=_BF16_SLACK / steps,
         group=group,
-        rotated=rotated,
-        encode_bytes_per_s=2.5e9 if rotated else 5e9,
-        decode_bytes_per_s=3e9 if rotated else 7e9,
+        encode_bytes_per_s=5e9,
+        decode_bytes_per_s=7e9,
     )
-
-
-def _rotated_error(error: float, group: int) -> float:
-    """Return what may become of ``error`` in each element of a rotated group: all of them may add up in one.
-
-    Rotated elements are means of elements up to their signs, so their largest magnitude is no larger. fp32 loses an ulp
-    of it in each of log2(group) sums, and as many on the way back.
-    """
-    return group * (error + 2 * log2(group) * 2**-24)
 
 
 # To the nearest is off by half a step, by chance by a whole one. An asymmetric grid has its steps over the range, which
@@ -212,16 +198,7 @@ INT8_STOCHASTIC = _blockwise(
 INT4 = _blockwise("int4", INT4_GROUP, 4, 2 * 7, uses=(*_NEAREST, "network-ef"))
 INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, 14, 4, uses=("activations",), symmetric=False)
 INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, 7, uses=_CHANCE, stochastic=True)
-INT8_HADAMARD = _blockwise("int8-hadamard", INT8_GROUP, 8, 2 * 127, uses=_NEAREST, rotated=True)
-INT8_HADAMARD_STOCHASTIC = _blockwise(
-    "int8-hadamard-stochastic", INT8_GROUP, 8, 127, uses=_CHANCE, rotated=True, stochastic=True
-)
-INT4_HADAMARD = _blockwise("int4-hadamard", INT4_GROUP, 4, 2 * 7, uses=_NEAREST, rotated=True)
-INT4_HADAMARD_STOCHASTIC = _blockwise(
-    "int4-hadamard-stochastic", INT4_GROUP, 4, 7, uses=_CHANCE, rotated=True, stochastic=True
-)
-ROTATED = (INT8_HADAMARD, INT8_HADAMARD_STOCHASTIC, INT4_HADAMARD, INT4_HADAMARD_STOCHASTIC)
-BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC, *ROTATED)
+BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC)
 
 # Between 256 and 448, the largest magnitude of e4m3, floats are 32 apart.
 FP8_GROUP = 128

@@ -18,10 +18,10 @@ static const float MAGIC = 12582912.0f;
 enum { MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000, BF16_NAN = 0x7FC0 };
 static const float LEAST_SCALE = 0x1p-126f;
 
-/* signs: of a rotation, 1 or -1 by element of a group. factor: from the spread of a group to its scale. */
+/* factor: from the spread of a group to its scale. */
 struct grid {
-    int32_t bits, symmetric, rotated, is_bf16;
-    float factor, signs[GROUP8];
+    int32_t bits, symmetric, is_bf16;
+    float factor;
 };
 
 /* What a call works on. chances: where each piece reads its own; NULL rounds to the nearest. */
@@ -74,19 +74,6 @@ static ALWAYS_INLINE int32_t in_order(int32_t bits)
 {
     return bits ^ (bits >> 31 & INT32_MAX);
 }
-
-/* Eight neighbours; where butterflies reach no further than them, a permutation and a sum. */
-typedef float floats __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t integers __attribute__((vector_size(32)));
-#if defined(__clang__)
-#define SWAPPED(eight, ...) __builtin_shufflevector(eight, eight, __VA_ARGS__)
-#else
-#define SWAPPED(eight, ...) __builtin_shuffle(eight, (integers){__VA_ARGS__})
-#endif
-
-/* Those of which `...` says MINUS with the other sign: a - b is a + -b to the last bit. */
-#define NEGATED(eight, ...) ((floats)((integers)(eight) ^ (integers){__VA_ARGS__}))
-#define MINUS INT32_MIN
 
 #define BODY "blockwise_body.h"
 #include "versions.h"

@@ -16,39 +16,6 @@ static ALWAYS_INLINE void NATIVE(load)(
         memcpy(x->bits, words, 4 * (size_t)group);
 }
 
-/* Sums and differences of elements 1, 2, 4 ... apart: the Hadamard matrix times the group. */
-static ALWAYS_INLINE void NATIVE(butterflies)(union group *x, int group)
-{
-    for (int i = 0; i < group; i += 8) {
-        floats eight = *(const floats *)(x->value + i);
-        eight = SWAPPED(eight, 1, 0, 3, 2, 5, 4, 7, 6) + NEGATED(eight, 0, MINUS, 0, MINUS, 0, MINUS, 0, MINUS);
-        eight = SWAPPED(eight, 2, 3, 0, 1, 6, 7, 4, 5) + NEGATED(eight, 0, 0, MINUS, MINUS, 0, 0, MINUS, MINUS);
-        eight = SWAPPED(eight, 4, 5, 6, 7, 0, 1, 2, 3) + NEGATED(eight, 0, 0, 0, 0, MINUS, MINUS, MINUS, MINUS);
-        *(floats *)(x->value + i) = eight;
-    }
-    for (int apart = 8; apart < group; apart *= 2)
-        for (int first = 0; first < group; first += 2 * apart)
-            for (int i = first; i < first + apart; i += 8) {
-                floats one = *(const floats *)(x->value + i), other = *(const floats *)(x->value + i + apart);
-                *(floats *)(x->value + i) = one + other;
-                *(floats *)(x->value + i + apart) = one - other;
-            }
-}
-
-static ALWAYS_INLINE void NATIVE(rotate)(const struct grid *grid, union group *x, int group)
-{
-    for (int i = 0; i < group; i++)
-        x->value[i] *= grid->signs[i] * (1.0f / (float)group);
-    NATIVE(butterflies)(x, group);
-}
-
-static ALWAYS_INLINE void NATIVE(rotate_back)(const struct grid *grid, union group *x, int group)
-{
-    NATIVE(butterflies)(x, group);
-    for (int i = 0; i < group; i++)
-        x->value[i] *= grid->signs[i];
-}
-
 /* Scale, bf16, and zero point of a group; 0 where not all of it is finite. */
 static ALWAYS_INLINE int NATIVE(choose_scale)(
     const struct grid *grid, const union group *x, int group, uint16_t *scale, float *zero)
@@ -132,8 +99,6 @@ static ALWAYS_INLINE void NATIVE(encode_few)(
     for (size_t g = 0; g < count; g++) {
         size_t start = begin + g * group;
         NATIVE(load)(grid, blocks->elements, start, end - start < (size_t)group ? (int)(end - start) : group, group, &x[g]);
-        if (grid->rotated)
-            NATIVE(rotate)(grid, &x[g], group);
         uint16_t scale = BF16_NAN;
         zeros[g] = 0.0f;
         if (!NATIVE(choose_scale)(grid, &x[g], group, &scale, &zeros[g])) {
@@ -202,8 +167,6 @@ static ALWAYS_INLINE void NATIVE(decode)(const struct blocks *blocks, size_t beg
         float zero = grid->symmetric ? 0.0f : from_bf16(blocks->zeros[number]);
         for (int i = 0; !grid->symmetric && i < group; i++)
             x.value[i] += zero;
-        if (grid->rotated)
-            NATIVE(rotate_back)(grid, &x, group);
         if (end - start < (size_t)group)
             NATIVE(hand_out)(grid, &x, (int)(end - start), blocks->elements, start);
         else

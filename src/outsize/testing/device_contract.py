@@ -260,9 +260,10 @@ class CodecContract:
             one_fp64, other_fp64 = one.double(), other.double()
             spread = float(one_fp64.abs().max())
             # Half an ulp of the dtype on top: the decoded value has to be written in it.
-            # Steps are never below 2^-126, and what all elements of a rotated group lose may add up in one.
-            least = torch.finfo(one.dtype).tiny * (group if codec.spec.rotated else 1)
-            rounding = float(other_fp64.abs().max()) * torch.finfo(one.dtype).eps + least
+            # Steps are never below 2^-126.
+            rounding = (
+                float(other_fp64.abs().max()) * torch.finfo(one.dtype).eps + torch.finfo(one.dtype).tiny
+            )
             assert float((one_fp64 - other_fp64).abs().max()) <= codec.spec.error * spread + rounding
 
 
