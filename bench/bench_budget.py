@@ -154,7 +154,7 @@ def find_least(case: Case, directory: Path, run_dir: Path) -> dict[str, Any]:
     """Return the smallest budget that a plan fits, and the error one page below it."""
     from outsize.config import load_config
     from outsize.errors import InfeasiblePlanError
-    from outsize.training.dry_run import plan
+    from outsize.training.forecast import plan
 
     def refusal(budget: int) -> InfeasiblePlanError:
         try:

@@ -136,7 +136,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("runtime/engine/executor.py", "dependency.mark.query()"): "which op a timeline says was waited for",
     ("runtime/engine/executor.py", "timed.ended.query()"): CLOCK,
     ("runtime/engine/executor.py", "begun = time.perf_counter(), self._device.record(lane)"): CLOCK,
-    ("inference/caller.py", "self._waits[0][1].query()"): CLOCK,
+    ("inference/loader.py", "self._waits[0][1].query()"): CLOCK,
     ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
     ("session/decide/lane_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(source)"): CLOCK,

@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 from model_configs import config_of  # noqa: E402 - of the benchmarks
 
+from outsize.cli.plan.plan_model import with_run  # noqa: E402
 from outsize.cli.plan.plan_options import PlanFlags  # noqa: E402 - after the path is known
 from outsize.cli.plan.plan_question import ask_what_fits  # noqa: E402
-from outsize.cli.plan.plan_run import with_run  # noqa: E402
 from outsize.planner.predict.prediction import fastest  # noqa: E402
 
 README = ROOT / "README.md"

@@ -349,7 +349,7 @@ TORCH_FREE = [
     "cli/plan/plan_question.py",
     "cli/plan/plan_table.py",
     "cli/doctor_command.py",
-    "cli/text/doctor_text.py",
+    "cli/text/records_text.py",
     "codecs/codec_spec.py",
     "codecs/transport.py",
     "codecs/transport.py",

@@ -15,7 +15,7 @@ from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Choice
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from planner.layouts import first_kept
 from reference import Recipe
 from runtime.engines import train as train_engine

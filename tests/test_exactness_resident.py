@@ -9,9 +9,9 @@ from outsize.errors import ConfigError, InfeasiblePlanError, NonFiniteError
 from outsize.planner.program.program import Kind
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, in_dir, make_batches, make_run
 from test_exactness import compare
 

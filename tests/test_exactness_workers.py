@@ -9,7 +9,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_model_dir, make_run
 from test_exactness import compare
 

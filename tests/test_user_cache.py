@@ -12,7 +12,7 @@ from counting import counted
 from outsize import user_cache
 from outsize.config import parse_config
 from outsize.runtime.trial.counts import dump, parse
-from outsize.session.job import counted_model, known_models
+from outsize.session.job import known_models, model_setup
 
 LLAMA = {
     "model_type": "llama",
@@ -129,8 +129,8 @@ def test_digests_follow_content_and_source(tmp_path, monkeypatch):
 
 def test_a_model_is_counted_once(monkeypatch):
     counts = []
-    plain = counted_model.count_model
-    monkeypatch.setattr(counted_model, "count_model", lambda *args: counts.append(1) or plain(*args))
+    plain = model_setup.count_model
+    monkeypatch.setattr(model_setup, "count_model", lambda *args: counts.append(1) or plain(*args))
     first = known_models.counted(LLAMA, parse_config(RUN))
     assert known_models.counted(dict(reversed(LLAMA.items())), parse_config(RUN)) == first
     assert len(counts) == 1

@@ -45,7 +45,7 @@ def verify(run: Run, *, announce: Announce = lambda _: None) -> "VerifyResult":
     Raises:
         OutsizeError: as `train`.
     """
-    from outsize.training.verify import verify as verify_run
+    from outsize.training.short_runs import verify as verify_run
 
     return verify_run(config_of(run), announce=announce)
 
@@ -56,7 +56,7 @@ def plan(run: Run) -> "Plan":
     Raises:
         OutsizeError: what would keep the run from starting; an `InfeasiblePlanError` says which memory is too small.
     """
-    from outsize.training.dry_run import plan as plan_run
+    from outsize.training.forecast import plan as plan_run
 
     return plan_run(config_of(run))
 

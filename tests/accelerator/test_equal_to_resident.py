@@ -25,7 +25,7 @@ from outsize.model import compiled
 from outsize.planner.program.stages import Stages
 from outsize.planner.search.partition import partition
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, in_dir, make_model_dir, make_run
 from train.test_combinations import documents_in
 from train.test_compile import CHEAP

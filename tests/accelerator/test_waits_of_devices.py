@@ -12,7 +12,7 @@ import torch
 from accelerator import late
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
-from outsize.inference.caller import Caller
+from outsize.inference.loader import Caller
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers

@@ -13,7 +13,7 @@ from outsize import files
 from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, DataError, InfeasiblePlanError, OutsizeError, StorageError
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 
 # --- verify -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError, StorageError
 from outsize.planner.program.program import Kind
 from outsize.runtime.engine import engine
 from outsize.session.run_state import Position
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
 
 STEPS = {"steps": 5}

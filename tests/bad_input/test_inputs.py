@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import zoo
 from bad_input.world import WEIGHTS, World, command, make_model, names_below, run_well
 from outsize.errors import CheckpointError, ConfigError, DataError, InfeasiblePlanError, ModelError
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
 
 

@@ -17,7 +17,7 @@ from outsize.config import dump_config
 from outsize.planner.program.program import Kind
 from outsize.runtime.ops.compute_ops import ComputeOps
 from outsize.session.stream import StreamedTrainer
-from outsize.training.stopping import Interrupt
+from outsize.training.evaluation import Interrupt
 from patience import PATIENCE_S
 
 SIX = {"steps": 6}

@@ -18,7 +18,7 @@ from bad_input.world import STEPS, World, half_written, names_below, process_sta
 from outsize.errors import ConfigError, StorageError
 from outsize.session.job.machine import home_file
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 
 KIB = 1024
 

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from outsize.checkpoint.files.beside_weights import read_beside, read_generation_config
-from outsize.checkpoint.files.checkpoint_files import INDEX, WEIGHTS, find_tensors
+from outsize.checkpoint.files.checkpoint_files import (
+    INDEX,
+    WEIGHTS,
+    find_tensors,
+    read_beside,
+    read_generation_config,
+)
 from outsize.cli.plan.plan_machine import net_of
 from outsize.cli.plan.plan_model import read_config
 from outsize.cli.text.prompts import read_records

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from cli.command_line import status_of
 from outsize.cli import main
+from outsize.cli.text.console import Progress, describe
 from outsize.cli.text.options import FLAGS
-from outsize.cli.text.progress import Progress, describe
 from outsize.config.messages import all_keys
 from outsize.errors import InfeasiblePlanError, NonFiniteError
 from outsize.training.records import StepRecord, TrainResult, VerifyResult
@@ -103,8 +103,8 @@ def backend(monkeypatch):
     parts = (
         (outsize.objectives, "recipes", recipes),
         (outsize.training, "run", {"train": fake.train}),
-        (outsize.training, "dry_run", {"foresee": fake.foresee}),
-        (outsize.training, "verify", {"verify": fake.verify}),
+        (outsize.training, "forecast", {"foresee": fake.foresee}),
+        (outsize.training, "short_runs", {"verify": fake.verify}),
         (outsize.checkpoint, "export", {"export": fake.export}),
     )
     for room, name, functions in parts:

@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from outsize.cli.text.columns import width_of, wrapped
-from outsize.cli.text.progress import Progress
+from outsize.cli.text.console import Progress, width_of, wrapped
 from outsize.detail import Detail
 
 TEXT = (

@@ -10,7 +10,7 @@ from typing import TextIO
 import pytest
 
 from outsize.cli import main
-from outsize.cli.text.streams import Told, told
+from outsize.cli.text.console import Told, told
 from outsize.training.run import train
 from tiny import tiny_run
 

@@ -17,8 +17,8 @@ from doctor.records import (
 )
 from hardware.fake_machine import measured, no_nvml, probed
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
 from outsize.doctor.finding import Rule, Seen
+from outsize.doctor.run_record import Facts
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.gpus import take_inventory
 from outsize.hardware.machine_file import MachineFile, parse

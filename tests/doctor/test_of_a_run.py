@@ -4,8 +4,7 @@ from pathlib import Path
 from doctor.records import host
 from outsize.data.packed_dataset import PackedDataset
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
-from outsize.doctor.run_record import read_run
+from outsize.doctor.run_record import Facts, read_run
 from outsize.telemetry.counters import HostSampler
 from outsize.telemetry.run_reading import HostSample
 from outsize.training.run import train

@@ -15,8 +15,7 @@ from cli.command_line import status_of
 from doctor.records import GIB, cpu_machine, gpu_machine, host, told
 from outsize.cli.train_command import _verdict
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
-from outsize.doctor.run_record import KEPT_LINES, read_run
+from outsize.doctor.run_record import KEPT_LINES, Facts, read_run
 from outsize.reporting.collect import collect
 from report.recorded import line, make_run
 

@@ -22,10 +22,10 @@ from doctor.records import (
     told,
 )
 from hardware.fake_machine import link, measured
-from outsize.doctor.advice import is_on_cpu_alone
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts, is_on_cpu
+from outsize.doctor.finding import is_on_cpu_alone
 from outsize.doctor.rules import RULES
+from outsize.doctor.run_record import Facts, is_on_cpu
 from outsize.hardware.cgroup import Fact
 
 GIB = 2**30

@@ -26,8 +26,7 @@ from outsize.config.load import load_config
 from outsize.data.survey import Detected
 from outsize.data.token_cache import CachedTokens
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
-from outsize.doctor.run_record import read_run
+from outsize.doctor.run_record import Facts, read_run
 from outsize.hardware.cards import parse_gpus
 from outsize.hardware.from_probe import read_machine
 from outsize.model.build import load_hf_config

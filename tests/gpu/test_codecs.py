@@ -13,7 +13,7 @@ from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.testing import CodecContract, same_bits
 from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 
 pytestmark = [

@@ -12,7 +12,7 @@ import pytest
 from devices import DEVICES, ON_ACCELERATOR, needs_accelerator
 from outsize.accelerators import Devices
 from outsize.runtime.device.device_group import can_copy
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_model_dir, make_run
 
 pytestmark = [

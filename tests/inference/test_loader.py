@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outsize.errors import StorageError
-from outsize.inference.caller import Caller
-from outsize.inference.loader import Loader
+from outsize.inference.loader import Caller, Loader
 from outsize.planner.search.forward_plan import Scan, plan_scan
 from outsize.runtime.device.device import CpuDevice
 from patience import PATIENCE_S

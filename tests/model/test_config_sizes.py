@@ -14,7 +14,7 @@ from cli.command_line import status_of
 from outsize.cli.plan.plan_model import read_config
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import load_hf_config
-from outsize.model.sizes.config_sizes import check_sizes
+from outsize.model.sizes.model_spec import check_sizes
 from tiny import tiny_model
 
 KEYS = (

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import outsize
-from outsize.model.sizes.config_sizes import num_positions
-from outsize.training.verify import verify
+from outsize.model.sizes.model_spec import num_positions
+from outsize.training.short_runs import verify
 from outsize.wrapped.module import runner_of
 from tiny import SIZES, tiny_model, tiny_run
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.reporting.series import means, min_max, smoothed
+from outsize.reporting.history import means, min_max, smoothed
 
 VALUES = st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=300)
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
-from outsize.doctor.run_record import read_run
+from outsize.doctor.run_record import Facts, read_run
 from outsize.errors import ConfigError
 from outsize.objectives.objective_run import _result
-from outsize.reporting.collect import collect
+from outsize.reporting.collect import LiveRun, collect
 from outsize.reporting.html_page import make_page, page_data, write_page
-from outsize.reporting.live import LiveRun
 from outsize.training.run import train
 from tiny import tiny_run
 

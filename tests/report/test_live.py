@@ -8,8 +8,8 @@ import pytest
 
 from outsize import local_server
 from outsize.errors import StorageError
-from outsize.reporting import live
-from outsize.reporting.live import LiveRun, LiveServer
+from outsize.reporting import collect
+from outsize.reporting.collect import LiveRun, LiveServer
 from patience import PATIENCE_S
 from report.browser import CHROMIUM, Browser
 from report.recorded import line, make_run
@@ -96,7 +96,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
 
 def test_a_run_is_read_once_per_interval_however_many_look_on(tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr(live, "collect", lambda *_: counted.append(1) or {"name": "run"})
+    monkeypatch.setattr(collect, "collect", lambda *_: counted.append(1) or {"name": "run"})
     run = LiveRun(make_run(tmp_path / "run", 1), every_s=1000.0)
     threads = [threading.Thread(target=run.data) for _ in range(5)]
     for thread in threads:

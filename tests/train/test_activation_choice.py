@@ -17,7 +17,7 @@ from outsize.session.decide import decide as module
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import foresee
+from outsize.training.forecast import foresee
 from outsize.training.run import TrainResult, train
 from support import make_run
 

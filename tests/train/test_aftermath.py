@@ -19,9 +19,9 @@ from outsize.session.job.machine import home_file
 from outsize.storage.committed import CommittedHome
 from outsize.storage.ledger import Arena
 from outsize.storage.prealloc import IOPool
+from outsize.training.evaluation import Aftermath
 from outsize.training.records import StepRecord
 from outsize.training.run import train
-from outsize.training.stopping import Aftermath
 from patience import PATIENCE_S
 from support import make_run
 

@@ -22,10 +22,10 @@ from outsize.data.chat import CHATML_TEMPLATE
 from outsize.errors import CheckpointError, ConfigError, OutsizeError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import preview
+from outsize.training.forecast import preview
 from outsize.training.run import train
 from outsize.training.run_data import open_dataset
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_model_dir, make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")

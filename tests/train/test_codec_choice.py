@@ -14,7 +14,7 @@ from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import foresee
+from outsize.training.forecast import foresee
 from outsize.training.run import train
 from support import make_run
 

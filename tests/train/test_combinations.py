@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 from train.test_compile import BLOCKS, LORA, OFFLOADED, cheap
 from train.test_compile import assert_equal as assert_compiled_and_equal

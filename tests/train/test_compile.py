@@ -20,7 +20,7 @@ from outsize.session.decide.rates import measure_rates
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, in_dir, make_run
 
 # Whole graphs, whose forward and backward run in torch's own kernels: what streams them is the same.

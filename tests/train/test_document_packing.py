@@ -15,7 +15,7 @@ from outsize.session.run_state import check_same_run
 from outsize.streamed.spec import RunSpec
 from outsize.training.evaluation import read_evaluations
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, in_dir, make_run
 
 

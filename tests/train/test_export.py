@@ -16,9 +16,8 @@ import outsize
 from cli.command_line import status_of
 from outsize import files
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
+from outsize.checkpoint.export import Hub, _is_on_the_hub, export
 from outsize.checkpoint.files.checkpoint_shards import join_shards
-from outsize.checkpoint.push import Hub, _is_on_the_hub
 from outsize.errors import CheckpointError, ConfigError, StorageError
 from outsize.training.run import train
 from outsize.wrapped.module import runner_of

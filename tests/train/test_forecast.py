@@ -18,7 +18,7 @@ from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.testing import in_ranks
 from outsize.training import forecast as module
-from outsize.training.dry_run import foresee
+from outsize.training.forecast import foresee
 from outsize.training.run import train
 from support import make_run
 

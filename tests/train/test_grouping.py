@@ -8,7 +8,7 @@ import pytest
 from outsize.config import Config
 from outsize.errors import ConfigError
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, in_dir
 from train.test_document_packing import run_over_documents
 

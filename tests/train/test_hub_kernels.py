@@ -29,7 +29,7 @@ from outsize.errors import ConfigError, ModelError
 from outsize.model import liger
 from outsize.model.compiled import take_hub
 from outsize.model.liger import take_plain
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 from train.test_liger import PARTS, RUNS, measured_in
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outsize.errors import StorageError
+from outsize.training.evaluation import SIGNALS, Interrupt
 from outsize.training.loop import Run
-from outsize.training.stopping import SIGNALS, Interrupt
 
 
 @pytest.mark.parametrize("number", SIGNALS)

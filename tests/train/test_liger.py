@@ -22,7 +22,7 @@ from outsize.model import liger
 from outsize.model.liger import take_liger, take_plain
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 

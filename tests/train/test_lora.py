@@ -20,10 +20,10 @@ from outsize.planner.memory.step_bytes import load_bytes
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
 from outsize.training.run_data import open_dataset
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,10 +13,10 @@ from outsize.session.job.machine import assumed_machine
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
 from outsize.training.run_dir import as_before
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 
 SEQUENCES, SEQ_LEN = 8, 32

@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from outsize.errors import InfeasiblePlanError, ModelError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import plan
-from outsize.training.verify import verify
+from outsize.training.forecast import plan
+from outsize.training.short_runs import verify
 from support import make_model_dir, make_run
 
 BF16 = {"dtype": "bf16"}

@@ -14,9 +14,9 @@ from outsize.optim.optimizer_names import muon_matrices
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import foresee, plan
+from outsize.training.forecast import foresee, plan
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, end_of, in_dir, make_run
 from train.test_activation_choice import on_a_link
 from train.test_states import BF16, DISK, EMULATED, RING, interrupted

@@ -8,7 +8,7 @@ import torch
 
 import zoo
 from outsize.session.job.model_setup import _add_noise
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 
 RUNS: dict[str, dict[str, Any]] = {

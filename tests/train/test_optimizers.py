@@ -11,9 +11,9 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from outsize.units import align_up
 from support import assert_same_end, end_of, in_dir, make_run
 from train.test_states import BF16, DISK, EMULATED, RING, interrupted

@@ -10,9 +10,9 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 
 CODE = """

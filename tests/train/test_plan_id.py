@@ -17,9 +17,9 @@ from outsize.session.job.job_options import options_for, question_for
 from outsize.session.job.planning import question_of
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import foresee
+from outsize.training.forecast import foresee
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_model_dir, make_run
 
 LAYERS = 4

@@ -21,7 +21,7 @@ from outsize.model.products import take_native, take_products
 from outsize.model.split import split
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 from train.test_liger import KEPT
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped

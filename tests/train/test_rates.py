@@ -12,7 +12,7 @@ from outsize.errors import ModelError
 from outsize.model.split import split
 from outsize.optim.learning_rates import RateGroup, parameter_groups, with_rates
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import make_run
 from train.test_states import BF16, DISK
 

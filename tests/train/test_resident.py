@@ -12,7 +12,7 @@ from outsize.data.batch import IGNORED, Batch
 from outsize.session.job.prepare import Job, prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.resident import materialise
-from outsize.training.verify import run_resident
+from outsize.training.short_runs import run_resident
 from support import make_batches, make_config, microbatches, recipe_of, reseed_of, save_model, unit_names
 
 

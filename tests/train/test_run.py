@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from outsize.config import load_config
 from outsize.errors import DataError, InfeasiblePlanError
 from outsize.planner.program.program import parse
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.records import StepRecord
 from outsize.training.run import train
 from support import make_run

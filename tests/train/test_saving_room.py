@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from outsize import files
-from outsize.checkpoint import saving_room
+from outsize.checkpoint import saver
 from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
-from outsize.checkpoint.saving_room import checkpoint_bytes
+from outsize.checkpoint.saver import checkpoint_bytes
 from outsize.errors import StorageError
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
@@ -104,7 +104,7 @@ def test_a_home_that_is_there_takes_its_room_once(tmp_path: Path, monkeypatch: p
     home.parent.mkdir(parents=True)
     home.write_bytes(b"x" * prepared.plan.total_bytes("disk"))
     with_free(monkeypatch, checkpoint_bytes(prepared))
-    saving_room.check_room(prepared, config.train, tmp_path / "run", home, lambda _: None)
+    saver.check_room(prepared, config.train, tmp_path / "run", home, lambda _: None)
 
 
 @pytest.mark.parametrize(("host", "fits"), [(None, False), ("another", True)])
@@ -117,9 +117,9 @@ def test_homes_of_ranks_on_one_disk_are_added_up(
     saved, home = checkpoint_bytes(prepared), prepared.plan.total_bytes("disk")
     handed: list[Any] = []
 
-    def check(rank: int, gather: saving_room.Gather) -> None:
+    def check(rank: int, gather: saver.Gather) -> None:
         path = tmp_path / f"rank-{rank}" / "home.bin"
-        saving_room.check_room(
+        saver.check_room(
             prepared, config.train, tmp_path, path, lambda _: None, saves=rank == 0, gather=gather
         )
 

@@ -14,9 +14,9 @@ from outsize.session.job import optimizer_layout
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec
-from outsize.training.dry_run import plan
+from outsize.training.forecast import plan
 from outsize.training.run import train
-from outsize.training.verify import verify
+from outsize.training.short_runs import verify
 from support import assert_same_end, in_dir, make_run
 from tiny import tiny_model
 

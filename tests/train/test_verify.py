@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from outsize.session.job.prepare import Job
-from outsize.training import verify as module
-from outsize.training.dry_run import plan
-from outsize.training.verify import run_resident, verify
+from outsize.training import short_runs as module
+from outsize.training.forecast import plan
+from outsize.training.short_runs import run_resident, verify
 from support import make_run
 from train.test_codec_choice import on_a_link
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from outsize.compat import torch_private
-from outsize.inference.caller import Caller
+from outsize.inference.loader import Caller
 from outsize.runtime.engine.engine import Engine
 from outsize.wrapped.outputs import Joined
 from wrapped.loops import wrapped

@@ -21,8 +21,13 @@ from pydantic import ValidationError
 
 from outsize import files
 from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest
-from outsize.checkpoint.files.beside_weights import Beside, write_beside
-from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, lone_template
+from outsize.checkpoint.files.checkpoint_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    Beside,
+    lone_template,
+    write_beside,
+)
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
 from outsize.checkpoint.files.checkpoint_map import Chunk, pieces
 from outsize.checkpoint.trainer_checkpoint import is_trainers

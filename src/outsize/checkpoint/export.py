@@ -1,17 +1,173 @@
-"""Write the newest checkpoint of a run out as a plain Hugging Face model of few files, or as adapters of one."""
+"""Export a trained model: a Hugging Face directory, adapters merged into their model, a push to the hub.
+
+A skeleton of the adapted model holds PEFT's layers. For each parameter that one of them stands around, the weights of
+that layer alone are read, merged as ``merge_and_unload`` would, and let go. So the memory of one unit suffices.
+"""
 
 from collections.abc import Callable
+from glob import escape
 from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint import merge as merging
-from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.files.beside_weights import copy_named_templates
-from outsize.checkpoint.files.checkpoint_files import INDEX, is_own_file
+from outsize.checkpoint.checkpoint_state import STATE, latest, read_state
+from outsize.checkpoint.files.checkpoint_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX,
+    copy_named_templates,
+    is_own_file,
+    locate_checkpoint,
+)
+from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_shards import join_shards
-from outsize.checkpoint.files.checkpoint_writer import new_directory
-from outsize.checkpoint.trainer_checkpoint import KEPT
-from outsize.errors import CheckpointError, ConfigError
+from outsize.checkpoint.files.checkpoint_writer import new_directory, write_checkpoint
+from outsize.checkpoint.saver import weight_bytes
+from outsize.checkpoint.trainer_checkpoint import KEPT, is_trainers
+from outsize.compat.torch_private import parameters_of
+from outsize.config import Config, load_config
+from outsize.errors import CheckpointError, ConfigError, ModelError, StorageError
+from outsize.model.adapters import Adapters, AdapterSource, put_in
+from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquantised
+from outsize.model.sizes.model_spec import UnitSpec
+from outsize.model.split import split
+from outsize.model.stored_adapters import find_adapters
+
+
+def merge_adapters(
+    checkpoint: Path,
+    out_dir: Path,
+    trust_remote_code: bool = False,
+    base: str | None = None,
+    ready: Callable[[], object] | None = None,
+) -> Path:
+    """Write the model of ``checkpoint``, its adapters merged in, as a Hugging Face model of the run's dtype.
+
+    Args:
+        checkpoint: of a run with ``train.method=lora``.
+        out_dir: where to; empty, or not there yet.
+        trust_remote_code: whether code that comes with the model may run.
+        base: the model, where the one that the adapters name is not there.
+        ready: called before anything is written, once nothing is known to forbid it.
+
+    Raises:
+        CheckpointError: it holds no adapters, or the model that they belong to is not where it was.
+        ModelError: they cannot be merged.
+        StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
+    """
+    if not (checkpoint / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
+        )
+    stored = find_adapters(str(checkpoint), base)
+    assert stored is not None
+    config, path = stored.config, stored.base
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise ModelError(
+            f"{checkpoint} holds adapters of a model for {config.task_type}; merge them with PEFT's merge_and_unload"
+        )
+    hf_config = unquantised(load_hf_config(path, trust_remote_code))
+    dtype = _dtype_of(checkpoint, hf_config)
+    plain = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
+    reader = CheckpointReader(locate_checkpoint(path), plain)
+    reader.load_buffers(plain)
+    adapted = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
+    adapters = put_in(adapted, config, seed=0, weights=stored.weights())
+    merged = _Merged(adapted, adapters, AdapterSource(reader, adapters))
+    parts = split(plain, dtype)
+    for name, places in parts.owners.items():
+        merged.check(name, len(places))
+
+    def read(unit: UnitSpec) -> dict[str, Tensor]:
+        return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
+
+    return write_checkpoint(
+        out_dir,
+        plain,
+        hf_config,
+        parts.spec.units,
+        read,
+        tokenizer_source=path,
+        adapters=checkpoint,
+        num_bytes=weight_bytes(parts.spec, adapters=False),
+        ready=ready,
+    )
+
+
+def _dtype_of(checkpoint: Path, hf_config: Any) -> str:
+    """Return in which dtype a run has computed; of adapters without the state of a run that of their model."""
+    if (checkpoint / STATE).is_file() and not is_trainers(checkpoint):
+        return str(read_state(checkpoint)["dtype"])
+    own = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
+    return next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == own), "fp32")
+
+
+class _Merged:
+    """Parameters of a model with adapters, merged, under the names that they have without."""
+
+    def __init__(self, adapted: nn.Module, adapters: Adapters, source: AdapterSource) -> None:
+        self._adapted = adapted
+        self._source = source
+        # What trains whole, and is saved under its own name.
+        prefix = "base_model.model."
+        self._whole = {stored.removeprefix(prefix): own for own, stored in adapters.names.items()}
+
+    def check(self, name: str, num_places: int) -> None:
+        """Refuse what two modules share and only one adapts: merged, they would not share it any more.
+
+        Raises:
+            ModelError: it is so.
+        """
+        if num_places > 1 and (name in self._whole or self._layer(name) is not None):
+            raise ModelError(
+                f"{name} is shared by {num_places} modules (tied weights), and adapters of one of them cannot be "
+                "merged into it; use the adapters with PEFT as they are"
+            )
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Return one parameter, merged."""
+        layer = self._layer(name)
+        if layer is None:
+            return self._read(self._whole.get(name, name), shape, DTYPES[dtype])
+        leaf = name.rpartition(".")[2]
+        path = name.removesuffix(f".{leaf}")
+        former: dict[tuple[nn.Module, str], Any] = {
+            (module, n): p for module in layer.modules() for n, p in parameters_of(module).items()
+        }
+        try:
+            wrappers = [module for module in layer.modules() if hasattr(module, "parameter_name")]
+            base = cast(Any, layer).get_base_layer()
+            for inner, parameter in list(layer.named_parameters()):
+                owner, _, attribute = inner.rpartition(".")
+                if wrappers and attribute != leaf and layer.get_submodule(owner) is base:
+                    continue  # another stack of the experts
+                value = self._read(f"{path}.{inner}", tuple(parameter.shape), parameter.dtype)
+                parameters_of(layer.get_submodule(owner))[attribute] = nn.Parameter(
+                    value, requires_grad=False
+                )
+            for wrapper in [w for w in wrappers if w.parameter_name == leaf] if wrappers else [layer]:
+                cast(Any, wrapper).merge()
+            return cast(Tensor, base.get_parameter(leaf).detach())
+        finally:
+            for module in layer.modules():
+                getattr(module, "merged_adapters", []).clear()
+            for (module, attribute), parameter in former.items():
+                parameters_of(module)[attribute] = parameter
+
+    def _layer(self, name: str) -> nn.Module | None:
+        """PEFT's layer around the module that holds the parameter; None where there is none."""
+        from peft.tuners.lora import LoraLayer
+
+        module = self._adapted.get_submodule(name.rpartition(".")[0])
+        return module if isinstance(module, LoraLayer) else None
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        value = torch.empty(shape, dtype=dtype)
+        self._source.read(name, 0, value.numel(), value.view(-1))
+        return value
 
 
 def export(
@@ -49,7 +205,7 @@ def export(
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:
-        return merging.merge(source, target, trust_remote_code, base, ready)
+        return merge_adapters(source, target, trust_remote_code, base, ready)
     shards = sorted(source.glob("model-*.safetensors"))
     taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
     beside = [path for path in source.iterdir() if path.name not in taken and is_own_file(path, source)]
@@ -61,3 +217,113 @@ def export(
         if shards:
             join_shards(shards, partial)
     return target
+
+
+CARD = "README.md"
+
+
+class Hub:
+    """A repository on the hub.
+
+    Args:
+        repo: ``OWNER/NAME``, or ``NAME`` for one's own.
+        public: whether everybody may see it.
+
+    Attributes:
+        url: where it is, once it is made.
+    """
+
+    def __init__(self, repo: str, *, public: bool = False) -> None:
+        from huggingface_hub import HfApi
+
+        self._repo, self._api, self._public, self.url = repo, HfApi(), public, ""
+
+    def make(self) -> None:
+        """Make the repository where there is none.
+
+        Raises:
+            ConfigError: no name of a repository, or everybody sees it and that was not asked for.
+            StorageError: the hub refuses it, or is not reached.
+        """
+        made = self._call("create_repo", private=not self._public, exist_ok=True)
+        self._repo, self.url = made.repo_id, str(made)
+        if not self._public and not self._call("repo_info").private:
+            raise ConfigError(
+                f"--push {self._repo}: everybody sees that repository; add --public if so meant, or push to another"
+            )
+
+    def upload(self, directory: Path, run_dir: Path) -> None:
+        """Send a model of a run, with a card where the model has none, and nothing that links lead to elsewhere.
+
+        Raises:
+            StorageError: the hub refuses it; the model stays in ``directory``.
+        """
+        card = directory / CARD
+        if not card.exists():
+            config = load_config(run_dir / "config.yaml")
+            adapters = (directory / ADAPTER_CONFIG).is_file()
+            card.write_text(make_card(self._repo, config, run_dir, is_adapters=adapters), encoding="utf-8")
+        others = [
+            escape(path.relative_to(directory).as_posix())
+            for path in directory.rglob("*")
+            if not path.is_dir() and not is_own_file(path, directory)
+        ]
+        self._call("upload_folder", folder_path=str(directory), ignore_patterns=others)
+
+    def _call(self, name: str, **given: Any) -> Any:
+        from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+
+        try:
+            return getattr(self._api, name)(repo_id=self._repo, **given)
+        except HFValidationError as error:
+            raise ConfigError(f"--push {self._repo}: {error}") from error
+        except Exception as error:  # those of httpx derive from nothing else
+            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            is_unknown = status in (401, 403) or isinstance(error, LocalTokenNotFoundError)
+            remedy = (
+                "`hf auth login` with a token that may write there"
+                if is_unknown
+                else "look at the network, too"
+            )
+            raise StorageError(f"the hub does not take {self._repo}: {first_line}; {remedy}") from error
+
+
+def make_card(repo: str, config: Config, run_dir: Path, *, is_adapters: bool) -> str:
+    """Return the card of a model: what it was trained from, and how. It names no path of the machine."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    base = config.model.path
+    is_local = not _is_on_the_hub(base, run_dir)
+    data = ModelCardData(
+        base_model=None if is_local else base,
+        library_name="peft" if is_adapters else "transformers",
+        tags=["outsize"],
+    )
+    optimizer = config.optimizer
+    rows = {
+        "from": Path(base).name if is_local else base,
+        "method": config.train.method,
+        "steps": config.train.steps,
+        "tokens per step": config.tokens_per_step,
+        "tokens per sequence": config.data.seq_len,
+        "optimizer": f"{optimizer.name}, learning rate {optimizer.lr:g}, {optimizer.schedule}",
+        "seed": config.train.seed,
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    title = repo.rpartition("/")[2]
+    head = f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nTrained with outsize.\n\n| | |\n|---|---|\n"
+    return str(ModelCard(f"{head}{table}\n"))
+
+
+def _is_on_the_hub(model: str, run_dir: Path) -> bool:
+    """Return whether a model's name is an id of the hub, and no path from here, or from above the run."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    places = (Path(), *run_dir.resolve().parents)
+    return model.count("/") == 1 and not any((place / model).exists() for place in places)

@@ -46,7 +46,7 @@ from outsize.checkpoint.checkpoint_state import (
     state_planes,
     take_place,
 )
-from outsize.checkpoint.files.beside_weights import Beside
+from outsize.checkpoint.files.checkpoint_files import Beside
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, write_file
 from outsize.checkpoint.files.checkpoint_map import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize import files
-from outsize.checkpoint.files.beside_weights import NAMED_TEMPLATES
+from outsize.checkpoint.files.checkpoint_files import NAMED_TEMPLATES
 from outsize.errors import StorageError
 from outsize.storage.directory import directory_of_process
 from outsize.storage.prealloc import explain

@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     message names; 3: a step stalled and could not be given up; 130: interrupted before anything was saved, or twice.
     """
     from outsize.cli.app import app
-    from outsize.cli.text.streams import told
+    from outsize.cli.text.console import told
     from outsize.runtime.device.heap import own_process
 
     own_process()  # before a command starts its first thread

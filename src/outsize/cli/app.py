@@ -9,17 +9,15 @@ import typer
 from typer.core import TyperGroup
 
 from outsize import __version__
-from outsize.cli.all_reduce_command import all_reduce
 from outsize.cli.bench_command import bench
 from outsize.cli.doctor_command import doctor
 from outsize.cli.generate_command import generate
 from outsize.cli.inspect_command import data, export, inspect
 from outsize.cli.plan.plan_command import plan
-from outsize.cli.probe_command import probe
-from outsize.cli.report_command import report
+from outsize.cli.probe_command import all_reduce, probe
 from outsize.cli.score_command import score
-from outsize.cli.server_commands import serve, watch
-from outsize.cli.text.columns import width_of, wrapped
+from outsize.cli.server_commands import report, serve, watch
+from outsize.cli.text.console import width_of, wrapped
 from outsize.cli.train_command import sweep, train, verify
 from outsize.errors import OutsizeError
 

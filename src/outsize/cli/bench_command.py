@@ -70,7 +70,7 @@ def _row(
     from outsize.accelerators import kind_here
     from outsize.config import load_config
     from outsize.training.run import train
-    from outsize.training.verify import verify
+    from outsize.training.short_runs import verify
 
     chosen = device if device != "auto" else kind_here() or "cpu"
     usual = ON_CPUS if chosen.partition(":")[0] in ("cpu", "emulated") else ON_ACCELERATORS

@@ -12,7 +12,7 @@ from outsize.cli.text.options import JsonOption, SetOption
 from outsize.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outsize.doctor.facts import Facts
+    from outsize.doctor.run_record import Facts
 
 _STEPS = "Steps of a turn of --try, the first not counted; default: 3."
 _TURNS = "Turns of --try, each without and with the remedy; default: 3."
@@ -56,7 +56,7 @@ def doctor(
 
     --try measures a fix: a setting that leaves the training as it is, or the one that --set names.
     """
-    from outsize.cli.text import doctor_text
+    from outsize.cli.text import records_text
     from outsize.doctor.examine import examine
     from outsize.doctor.finding import SEVERITIES
 
@@ -69,7 +69,7 @@ def doctor(
         facts = _facts(run, machine_file, beside or (), output)
         report = examine(facts)
         output.emit(asdict(report))
-        output.print_result(doctor_text.describe(report))
+        output.print_result(records_text.describe(report))
         if is_trial:
             from outsize.cli.doctor_trial import chosen, tried
 
@@ -81,8 +81,7 @@ def doctor(
 
 def _facts(run: Path | None, machine_file: Path | None, beside: Sequence[Path], output: Output) -> "Facts":
     """Return what was recorded; a quick probe of this machine where nothing is named."""
-    from outsize.doctor.facts import Facts
-    from outsize.doctor.run_record import read_run
+    from outsize.doctor.run_record import Facts, read_run
     from outsize.hardware import machine_file as files
 
     recorded = read_run(run) if run else None

@@ -4,11 +4,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outsize.cli.text.columns import columns
-from outsize.cli.text.console import Output
+from outsize.cli.text.console import Output, columns
 from outsize.config import Config, load_config
-from outsize.doctor.advice import Remedy
 from outsize.doctor.examine import Report
+from outsize.doctor.finding import Remedy
 from outsize.doctor.run_record import RunRecord
 from outsize.errors import ConfigError
 from outsize.training.short_runs import ShortRun, Turns, by_turns

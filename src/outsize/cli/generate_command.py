@@ -13,13 +13,13 @@ import typer
 
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.resumed import ResumedLines, check_made_with, now_and_then, size_of
+from outsize.cli.text.records_text import ResumedLines, check_made_with, now_and_then, size_of
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.training.conversation import Conversation
+    from outsize.training.run_data import Conversation
     from outsize.wrapped.writing.text import Figures, Written
 
 

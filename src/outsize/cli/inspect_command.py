@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outsize.choices import ComputeDtype
-from outsize.cli.text.columns import columns
-from outsize.cli.text.console import Output
+from outsize.cli.text.console import Output, columns
 from outsize.cli.text.options import JsonOption, with_run_options
 from outsize.units import format_bytes, format_count
 
@@ -83,7 +82,7 @@ def data(config: "Config", output: Output) -> None:
     """Show what would be trained: documents, their lengths, what is cut, and the first one as the model sees it."""
     from outsize.objectives import objective_data
     from outsize.objectives.recipes import RECIPES, objective_of
-    from outsize.training.dry_run import preview
+    from outsize.training.forecast import preview
 
     notes: list[str] = []
     objective = objective_of(config)
@@ -174,7 +173,6 @@ def export(
 ) -> None:
     """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
     from outsize.checkpoint import export as exporter
-    from outsize.checkpoint.push import Hub
     from outsize.errors import ConfigError
 
     output = Output(as_json=as_json)
@@ -184,7 +182,7 @@ def export(
                 "--public says who sees what --push sends; add --push OWNER/NAME, or leave it out"
             )
         target = out_dir or run_dir / "export"
-        hub = None if push is None else Hub(push, public=public)
+        hub = None if push is None else exporter.Hub(push, public=public)
         written = exporter.export(
             run_dir,
             target,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from outsize.errors import DataError
-from outsize.training.conversation import Conversation, read_prompt
+from outsize.training.run_data import Conversation, read_prompt
 
 # What is not done, and the values of it that ask for nothing; of what is named nowhere only None does.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {

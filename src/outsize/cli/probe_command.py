@@ -1,18 +1,23 @@
-"""``outsize probe``: what the machine has and what it does, as ``machine.json``."""
+"""``outsize probe`` and ``outsize all-reduce``: measure this machine, and sums over the ranks of several."""
 
+import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize.cli.text.console import Output
-from outsize.cli.text.options import with_options
-from outsize.errors import ConfigError
+from outsize import files
+from outsize.cli.text.console import Output, columns
+from outsize.cli.text.options import JsonOption, with_options
+from outsize.errors import ConfigError, ExecutionError
+from outsize.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from outsize.hardware.link_fit import AllReduceRates
     from outsize.model.sizes.model_spec import ModelSpec
     from outsize.probing.run_probe import Announce
 
@@ -157,3 +162,176 @@ def _progress(output: Output) -> "Iterator[Announce]":
             bar.refresh()
 
         yield announce
+
+
+def all_reduce(
+    num_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=2, help="Processes on this machine. Default: GPUs, or up to 4 processors."
+        ),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="auto, gloo, or that of the devices, one for each process: nccl, xccl, hccl.")
+    ] = "auto",
+    bytes_max: Annotated[str, typer.Option(help="The largest sum, on each rank.")] = "64MiB",
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the rates here; in a machine.json of `outsize probe` they take their place.",
+        ),
+    ] = None,
+    estimate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Measure nothing: how long would a sum of SIZE take, over PCIe and NVLink?"
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="With --estimate: of one link, per direction, e.g. 25GB."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time sums from 1 KiB on: latency, bus bandwidth and their fit, which `plan --net FILE` and `doctor` read.
+
+    Over several machines, start it on each: torchrun --nnodes 2 --rdzv-endpoint HOST:29500 ... -m outsize all-reduce
+    """
+    output = Output(as_json=as_json)
+    with output.guarded():
+        if estimate is not None:
+            rows = _estimated(_bytes(estimate, "--estimate"), num_ranks or 8, rate)
+            output.emit({"kind": "estimate", "ranks": num_ranks or 8, "links": rows})
+            output.print_result(_estimate_table(rows, num_ranks or 8))
+            return
+        if rate is not None:
+            raise ConfigError("--rate is of an estimate: add --estimate SIZE, e.g. 14GB")
+        if output_file is not None and not output_file.absolute().parent.is_dir():
+            raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
+        rates = _measured(num_ranks, backend, _bytes(bytes_max))
+        if int(os.environ.get("RANK", "0")):
+            return
+        if rates.fit is None:
+            raise ExecutionError(f"no sum over ranks was measured: {rates.note}")
+        if output_file is not None:
+            _write_rates(output_file, rates)
+        output.emit(rates.model_dump(mode="json"))
+        output.print_result(_table(rates))
+
+
+def _bytes(text: str, option: str = "--bytes-max") -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+# Of a message, where nothing was measured: a copy's fixed cost of 5 to 7 us, and a launch.
+_LATENCY_S = 10e-6
+
+
+def _estimated(num_bytes: int, num_ranks: int, rate: str | None) -> list[dict[str, Any]]:
+    """Return how long a sum takes by way and link, at the full rate of each link."""
+    from outsize.hardware.link_fit import estimates
+    from outsize.hardware.topology import LANE_BYTES_PER_S, NVLINK_BYTES_PER_S, theory_bytes_per_s
+
+    links = {f"PCIe {generation} x16": theory_bytes_per_s(generation, 16) for generation in LANE_BYTES_PER_S}
+    links |= {f"NVLink {generation}": of_all for generation, of_all in NVLINK_BYTES_PER_S.items()}
+    if rate is not None:
+        links = {rate: float(_bytes(rate, "--rate"))}
+    return [
+        {"link": name, "bytes_per_s": one, **estimates(num_bytes, num_ranks, one, _LATENCY_S)}
+        for name, one in links.items()
+        if one > 0
+    ]
+
+
+def _estimate_table(rows: list[dict[str, Any]], num_ranks: int) -> str:
+    ways = ("naive", "tree", "ring")
+    table = [("link", "each way", *ways)]
+    table += [
+        (row["link"], format_rate(row["bytes_per_s"]), *(_time(row[way]) for way in ways)) for row in rows
+    ]
+    return "\n".join(
+        [
+            *columns(table),
+            "",
+            f"Arithmetic, of {num_ranks} ranks, every link at its full rate and {_LATENCY_S * 1e6:.0f} us a message.",
+            "naive: all to one rank and back; tree: whole messages up and down a tree. NCCL does no worse than a ring.",
+        ]
+    )
+
+
+def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduceRates":
+    """Return the rates of ranks that torchrun has started, of which this is one, or of ranks started here."""
+    from outsize.accelerators import count_of, kind_here
+    from outsize.probing.several_gpus import measure_all_reduce, ranks_and_backend, time_as_rank
+
+    kind = kind_here()
+    num_devices = 0 if kind is None else count_of(kind)
+    if "WORLD_SIZE" in os.environ:
+        if num_ranks is not None:
+            raise ConfigError("--ranks: torchrun has started the ranks; leave --ranks away")
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks, best = ranks_and_backend(local_ranks, num_devices, local_ranks)
+        return time_as_rank(_checked(backend, best, ranks, num_devices), bytes_max)
+    ranks, best = ranks_and_backend(num_ranks, num_devices, len(os.sched_getaffinity(0)))
+    return measure_all_reduce(ranks, bytes_max, backend=_checked(backend, best, ranks, num_devices))
+
+
+def _checked(backend: str, best: str, ranks: int, num_devices: int) -> str:
+    """Return the backend: ``best`` unless another is ``backend`` for, which these ranks must be able to use."""
+    if backend == "auto":
+        return best
+    if backend not in ("gloo", best):
+        raise ConfigError(
+            f"--backend {backend}: {ranks} ranks of a machine with {num_devices} devices that torch sees sum by "
+            f"{' or '.join(sorted({'gloo', best}))}"
+        )
+    return backend
+
+
+def _write_rates(path: Path, rates: "AllReduceRates") -> None:
+    """Write ``rates`` to a file of their own, or into the machine that `outsize probe` wrote there."""
+    text = rates.model_dump_json(indent=1) + "\n"
+    fields = files.read_json(path, ConfigError, "choose another --output") if path.is_file() else {}
+    if "schema_version" in fields:
+        text = json.dumps({**fields, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output {path}: {error}; choose another file") from error
+
+
+def _table(rates: "AllReduceRates") -> str:
+    rows = [("bytes on each rank", "seconds", "bus bandwidth")]
+    for point in rates.points:
+        bus = point.bus_bytes_per_s.median
+        rows.append(
+            (
+                format_bytes(point.num_bytes),
+                _time(point.seconds.median or 0.0),
+                "not measured" if bus is None else format_rate(bus),
+            )
+        )
+    assert rates.fit is not None
+    held = (
+        ""
+        if rates.fit.held_out_median is None
+        else f"; off by {rates.fit.held_out_median:.0%} on held-out sizes"
+    )
+    return "\n".join(
+        [
+            *columns(rows),
+            "",
+            f"{rates.backend}, {rates.num_ranks} ranks: {_time(rates.fit.latency_s)} + "
+            f"{format_rate(rates.fit.bytes_per_s)} on each link, each way{held}",
+        ]
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else format_seconds(seconds)

@@ -11,7 +11,7 @@ import typer
 from outsize import files
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.resumed import ResumedLines, check_made_with, now_and_then, size_of
+from outsize.cli.text.records_text import ResumedLines, check_made_with, now_and_then, size_of
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_seconds
@@ -76,7 +76,7 @@ def score(options: ScoreOptions, output: Output) -> None:
 
 def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
     from outsize.cli.text.prompts import read_records
-    from outsize.training.conversation import read_prompt
+    from outsize.training.run_data import read_prompt
     from outsize.wrapped.writing.scoring import ScoredText
 
     if options.data.suffix != ".jsonl":

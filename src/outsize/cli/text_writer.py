@@ -13,7 +13,7 @@ from outsize.choices import Dtype, Home
 from outsize.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from outsize.training.conversation import Conversation
+    from outsize.training.run_data import Conversation
     from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures, Want
     from outsize.wrapped.writing.text import Figures, Prompt, Written
 
@@ -94,7 +94,7 @@ class TextWriter:
         """
         if isinstance(prompt, str):
             return prompt
-        from outsize.training.conversation import chat_text
+        from outsize.training.run_data import chat_text
 
         return chat_text(self._tokenizer, prompt)
 

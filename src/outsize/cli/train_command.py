@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.cli.text.columns import columns
-from outsize.cli.text.console import Output
+from outsize.cli.text.console import Output, columns
 from outsize.cli.text.options import ConfigArgument, JsonOption, SetOption, with_run_options
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_seconds
@@ -38,10 +37,10 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     Ctrl-C ends after the step under way, saves, and exits with status 0; a second one stops at once, with 130. Started
     by torchrun, the processes train together, see docs/nodes.md.
     """
-    from outsize.cli.text.plan_text import print_plan
-    from outsize.cli.text.progress import Progress
+    from outsize.cli.text.console import Progress
+    from outsize.cli.text.records_text import print_plan
     from outsize.group.gloo import launched
-    from outsize.training.stopping import Interrupt
+    from outsize.training.evaluation import Interrupt
 
     with Interrupt() as starting:
         starting.doing = "torch and transformers were loaded"
@@ -97,8 +96,7 @@ def _figures(result: "TrainResult") -> list[str]:
 def _verdict(run_dir: Path) -> list[str]:
     """Return what limited the run, as doctor says it; nothing of a run that does not tell."""
     from outsize.doctor.examine import examine
-    from outsize.doctor.facts import Facts
-    from outsize.doctor.run_record import read_run
+    from outsize.doctor.run_record import Facts, read_run
     from outsize.errors import ConfigError
 
     try:
@@ -116,8 +114,8 @@ def verify(config: "Config", output: Output, dry_run: bool) -> None:
 
     Exit status 1 where they differ. The resident run needs memory for the whole training state.
     """
-    from outsize.cli.text.plan_text import print_plan
-    from outsize.training import verify as comparison
+    from outsize.cli.text.records_text import print_plan
+    from outsize.training import short_runs as comparison
 
     if dry_run:
         print_plan(config, output)

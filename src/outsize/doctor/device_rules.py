@@ -11,9 +11,9 @@ What can be wrong with copies beside something else: compute, other GPUs, anothe
 
 import statistics
 
-from outsize.doctor.contention import cores_taken, throttled
-from outsize.doctor.facts import Facts, LackingError, lost_share, median, number, text
 from outsize.doctor.finding import Seen, worst
+from outsize.doctor.host_rules import cores_taken, throttled
+from outsize.doctor.run_record import Facts, LackingError, lost_share, median, number, text
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.topology import NumaRates, slower_than_fp32

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outsize.doctor.advice import Remedy
-from outsize.doctor.facts import Facts, LackingError
-from outsize.doctor.finding import SEVERITIES, Finding, Rule, Seen
+from outsize.doctor.finding import SEVERITIES, Finding, Remedy, Rule, Seen
 from outsize.doctor.rules import RULES
+from outsize.doctor.run_record import Facts, LackingError
 from outsize.telemetry.run_reading import as_a_run
 
 # Share of a step from which it is what limits a run, whatever else is slow.

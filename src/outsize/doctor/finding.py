@@ -1,11 +1,181 @@
-"""Types of the doctor: rules, their observations, and the findings made from both."""
+"""Define the doctor's rules, observations, findings, advice and remedies.
+
+Each function returns a step of a fix with the numbers of the run, or None where it is not to be had: one microbatch
+cannot be made fewer, a home in host memory not moved there. Where the record does not tell, an advice that may be
+impossible is not given. A rule with such a step has another one that is always possible.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from outsize.doctor.advice import Advice, Remedy
-from outsize.doctor.facts import Facts
+from outsize.doctor.run_record import Facts, is_on_cpu
+from outsize.hardware.host_memory import pin_limits
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A step of a fix that a setting is.
+
+    Attributes:
+        words: for people.
+        setting: ``section.key=value``, as `outsize doctor --try` tries it.
+        is_same_training: whether the run with it computes the same step, except for the order of sums.
+    """
+
+    words: str
+    setting: str
+    is_same_training: bool = True
+
+
+Advice = Callable[[Facts], str | Remedy | None]
+
+
+def more_tokens(facts: Facts) -> str | Remedy:
+    """Twice the tokens per step, in as many more microbatches: what waits is paid once per step."""
+    tokens, count = _of(facts, "train", "tokens_per_step"), _microbatches(facts)
+    to = f": {2 * tokens} instead of {tokens}" if tokens else " twice as large"
+    more = f"train.microbatches: {2 * count} instead of {count}" if count else "train.microbatches more"
+    words = f"train.tokens_per_step{to} ({more} where memory is short): what waits is paid once per step"
+    return Remedy(words, f"train.tokens_per_step={2 * tokens}", is_same_training=False) if tokens else words
+
+
+def fewer_microbatches(facts: Facts) -> Remedy | None:
+    """Half the microbatches of as many tokens; with several workers each needs its own."""
+    count = _microbatches(facts)
+    if count is None or count < 2 or _num_workers(facts) > 1:
+        return None
+    words = f"train.microbatches: {count // 2} instead of {count}, as far as memory allows"
+    return Remedy(words, f"train.microbatches={count // 2}")
+
+
+def lossless_weights(facts: Facts) -> Remedy | None:
+    """Weights in fewer bytes that lose nothing; `auto` that has come to raw has been tried by the run itself."""
+    run = facts.recorded
+    if run is None or is_on_cpu_alone(facts) or run.plan.get("home") != "host":
+        return None
+    sent = (run.plan.get("transport", {}).get("weights"), _of(facts, "transport", "weights"))
+    if sent != ("raw", "raw") or int(run.about.get("num_ranks", 1)) > 1:
+        return None
+    words = "transport.weights: auto sends weights in fewer bytes, bit for bit the same, where that shortens a step"
+    return Remedy(words, "transport.weights=auto")
+
+
+def home_in_host_memory(facts: Facts) -> Remedy | None:
+    """The home in RAM, where the machine of the run has as much as the state takes."""
+    if facts.recorded is None or facts.recorded.plan.get("home") != "disk":
+        return None
+    state_bytes = sum(facts.recorded.plan.get("home_bytes", {}).values())
+    about = facts.recorded.inventory
+    usable = None if about is None else about.memory.usable_bytes()
+    if not state_bytes or usable is None or state_bytes > usable:
+        return None
+    return Remedy(
+        "memory.home: host, which this machine's RAM could hold if it were free", "memory.home=host"
+    )
+
+
+def raised_pin_limits(facts: Facts) -> str | None:
+    """What raises the limits of pinned memory that the machine has."""
+    about = facts.inventory
+    return "; ".join(limit.remedy for limit in pin_limits(about.memory, about.environment)) or None
+
+
+def home_on_disk(facts: Facts) -> Remedy | None:
+    """The home on disk, which reads in order what swap reads page by page."""
+    if facts.recorded is not None and facts.recorded.plan.get("home") == "disk":
+        return None
+    return Remedy("memory.home: disk, which reads in order what swap reads page by page", "memory.home=disk")
+
+
+def smaller_host_budget(facts: Facts) -> str | None:
+    """Less host memory for what the run keeps there; a home in it is as large as it is."""
+    if facts.recorded is not None and facts.recorded.plan.get("home") == "host":
+        return None
+    return "a smaller memory.host_memory"
+
+
+def faster_store(facts: Facts) -> str | None:
+    """Another disk for the home."""
+    if facts.recorded is None or facts.recorded.plan.get("home") != "disk":
+        return None
+    return "memory.store_dir on a faster disk"
+
+
+def more_device_memory(facts: Facts) -> str | None:
+    """A larger budget of the device, where one was set below what there is."""
+    if not _of(facts, "memory", "device_memory"):
+        return None
+    return "a larger memory.device_memory, as far as the device has more, so that loads run further ahead"
+
+
+def further_ahead(facts: Facts) -> Remedy | None:
+    """More loads on the way, where fewer than two are."""
+    depth = None if facts.recorded is None else facts.recorded.plan.get("prefetch_depth")
+    if depth is None or depth > 1:
+        return None
+    return Remedy("memory.prefetch: 2, so that loads are on the way while compute works", "memory.prefetch=2")
+
+
+def fewer_workers(facts: Facts) -> str | None:
+    """Fewer emulated devices or GPUs, where there are several."""
+    return "fewer workers where units are few" if _num_workers(facts) > 1 else None
+
+
+def rarer_checkpoints(facts: Facts) -> str | None:
+    """More time between checkpoints, by the key that makes them due."""
+    for key in ("save_every", "save_minutes"):
+        if _of(facts, "train", key):
+            return f"train.{key} larger than {_of(facts, 'train', key):g}"
+    return None
+
+
+def less_recomputation(facts: Facts) -> str | None:
+    """More of the device for what backwards need, where they compute it again and the budget is one that was set."""
+    policy = () if facts.recorded is None else facts.recorded.plan.get("activations", ())
+    if not any("recompute" in choices for choices in policy) or not _of(facts, "memory", "device_memory"):
+        return None
+    return "less recomputation: a larger memory.device_memory, as far as the device has more"
+
+
+def fewer_threads(facts: Facts) -> str | None:
+    """As many threads as the quota has cores, where there are more."""
+    granted = facts.inventory.cpu.quota_cores.number()
+    threads = None if facts.recorded is None else facts.recorded.about.get("num_threads")
+    if granted is None or (threads is not None and threads <= max(1, int(granted))):
+        return None
+    return f"OMP_NUM_THREADS={max(1, int(granted))}, so that threads do not use the quota up and stand still together"
+
+
+def native_kernels(facts: Facts) -> str:
+    """The kernels switched on again, or built."""
+    if "OUTSIZE_NATIVE" in facts.inventory.environment.native.source:
+        return "unset OUTSIZE_NATIVE"
+    return (
+        "a C compiler (apt install gcc), then in outsize's source: pip install --force-reinstall --no-deps ."
+    )
+
+
+def is_on_cpu_alone(facts: Facts) -> bool:
+    """Whether units compute where host memory is; an emulated device has a link."""
+    return (
+        facts.recorded is not None and is_on_cpu(facts) and not facts.recorded.device.startswith("emulated")
+    )
+
+
+def _of(facts: Facts, section: str, key: str) -> Any:
+    return None if facts.recorded is None else facts.recorded.config.get(section, {}).get(key)
+
+
+def _microbatches(facts: Facts) -> int | None:
+    planned = None if facts.recorded is None else facts.recorded.plan.get("microbatches")
+    count: int | None = planned or _of(facts, "train", "microbatches")
+    return count
+
+
+def _num_workers(facts: Facts) -> int:
+    return 1 if facts.recorded is None else int(facts.recorded.plan.get("workers") or 1)
+
 
 Severity = Literal["error", "warning", "info", "good"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "info", "good")

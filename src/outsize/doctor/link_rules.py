@@ -8,8 +8,8 @@ What is wrong with the variables of NCCL that a machine has set; what they are i
 from itertools import combinations
 from os.path import basename, commonpath
 
-from outsize.doctor.facts import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
 from outsize.doctor.finding import Seen
+from outsize.doctor.run_record import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
 from outsize.hardware.cpu import listed
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.link_fit import misspelt_variables, overriding_variables

@@ -7,14 +7,12 @@ order of rows decides nothing: findings are ranked by gain. A row with ``limits`
 from typing import Final
 
 from outsize.doctor import (
-    advice,
-    contention,
     device_rules,
+    finding,
     host_rules,
     run_rules,
 )
-from outsize.doctor.advice import Remedy
-from outsize.doctor.finding import Rule
+from outsize.doctor.finding import Remedy, Rule
 from outsize.doctor.run_rules import waits_for
 from outsize.doctor.transfer_rules import PROBE_AGAIN, STALL_SHARE, TRANSFER_RULES
 
@@ -27,8 +25,8 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("the limit of the container or of the batch job", "other processes of the same group"),
         fix=(
             "a higher limit (docker run --memory, Slurm --mem)",
-            advice.smaller_host_budget,
-            advice.home_on_disk,
+            finding.smaller_host_budget,
+            finding.home_on_disk,
         ),
         verify="cat /sys/fs/cgroup/memory.events: oom and max do not grow",
     ),
@@ -37,7 +35,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="link",
         look=host_rules.pinned_memory,
         causes=("the default limit of the distribution or of the container", "the driver of WSL2"),
-        fix=(advice.raised_pin_limits, advice.home_on_disk, "a run that plans for less host memory"),
+        fix=(finding.raised_pin_limits, finding.home_on_disk, "a run that plans for less host memory"),
         verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(
@@ -46,8 +44,8 @@ RULES: Final[tuple[Rule, ...]] = (
         look=host_rules.swapping,
         causes=("budgets larger than what is free", "other processes"),
         fix=(
-            advice.smaller_host_budget,
-            advice.home_on_disk,
+            finding.smaller_host_budget,
+            finding.home_on_disk,
             "more RAM, or fewer other processes: ps --sort=-rss aux",
         ),
         verify="cat /proc/pressure/memory: avg60 of `some` near 0",
@@ -56,7 +54,7 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         id="cores-taken",
         part="run",
-        look=contention.cores_taken,
+        look=host_rules.cores_taken,
         causes=(
             "other jobs on the same processors: builds, downloads, other runs",
             "a virtual machine whose host has promised its processors to several",
@@ -73,7 +71,7 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("a container with a processor quota: libraries count the processors that they see",),
         fix=(
             "a larger quota (docker run --cpus, Kubernetes limits.cpu, Slurm --cpus-per-task)",
-            advice.fewer_threads,
+            finding.fewer_threads,
         ),
         verify="nr_throttled in /sys/fs/cgroup/cpu.stat stands still",
         limits="the quota of processor time",
@@ -83,7 +81,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="host",
         look=host_rules.kernels,
         causes=("outsize was installed where there is no C compiler", "OUTSIZE_NATIVE=0 in the environment"),
-        fix=(advice.native_kernels,),
+        fix=(finding.native_kernels,),
         verify="outsize probe: the row `C kernels` names an instruction set",
     ),
     Rule(
@@ -178,7 +176,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "Python in the model's forward",
         ),
         fix=(
-            advice.fewer_microbatches,
+            finding.fewer_microbatches,
             "data.seq_len or train.tokens_per_step larger, in as many microbatches, until memory is the limit",
         ),
         verify="stall_s.dispatch in heartbeat.jsonl",
@@ -193,7 +191,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "slow host memory, or few cores",
             "Muon's products on the host: with optimizer.ns_on=device a GPU multiplies",
         ),
-        fix=(advice.more_tokens,),
+        fix=(finding.more_tokens,),
         verify=STALL_SHARE,
         limits="the optimizer on the host",
     ),
@@ -206,7 +204,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a slow disk",
             "a cold cache",
         ),
-        fix=(advice.more_tokens, advice.home_in_host_memory, advice.faster_store),
+        fix=(finding.more_tokens, finding.home_in_host_memory, finding.faster_store),
         verify=STALL_SHARE,
         limits="the disk",
     ),
@@ -218,7 +216,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "few tokens per step: each load serves little work",
             "a link that is slower than it should be",
         ),
-        fix=(advice.lossless_weights, advice.more_tokens, advice.more_device_memory),
+        fix=(finding.lossless_weights, finding.more_tokens, finding.more_device_memory),
         verify=STALL_SHARE,
         limits="the link between host and device",
     ),
@@ -230,7 +228,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "few microbatches for the number of workers: the pipeline fills and drains in every step",
             "units that cannot be dealt out evenly",
         ),
-        fix=("train.tokens_per_step larger, in as many more microbatches", advice.fewer_workers),
+        fix=("train.tokens_per_step larger, in as many more microbatches", finding.fewer_workers),
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
         limits="other workers",
     ),
@@ -239,7 +237,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=waits_for("checkpoint"),
         causes=("a slow disk or network below train.run_dir", "checkpoints that are due too often"),
-        fix=(advice.rarer_checkpoints, "train.run_dir on a faster disk"),
+        fix=(finding.rarer_checkpoints, "train.run_dir on a faster disk"),
         verify="waits_s in heartbeat.jsonl: checkpoint",
         limits="checkpoints",
     ),
@@ -249,7 +247,7 @@ RULES: Final[tuple[Rule, ...]] = (
         look=device_rules.tiny_microbatch,
         causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
         fix=(
-            advice.fewer_microbatches,
+            finding.fewer_microbatches,
             "more tokens per step (train.tokens_per_step, data.seq_len) in as many microbatches",
         ),
         verify="mfu in heartbeat.jsonl",
@@ -301,7 +299,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=run_rules.compute_bound,
         causes=("enough tokens per step to hide all movement",),
-        fix=("nothing: only a faster device would be faster", advice.less_recomputation),
+        fix=("nothing: only a faster device would be faster", finding.less_recomputation),
         verify=STALL_SHARE,
         limits="compute",
     ),
@@ -315,7 +313,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a disk that writes back",
             "heat",
         ),
-        fix=(advice.rarer_checkpoints, "a machine on which nothing else begins and ends meanwhile"),
+        fix=(finding.rarer_checkpoints, "a machine on which nothing else begins and ends meanwhile"),
         verify="seconds in heartbeat.jsonl",
     ),
     Rule(

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from outsize.doctor.facts import Facts, LackingError, fit_of, is_on_cpu, planned_host_bytes
 from outsize.doctor.finding import Seen
+from outsize.doctor.run_record import Facts, LackingError, fit_of, is_on_cpu, planned_host_bytes
 from outsize.units import format_bytes, format_rate, format_seconds
 
 # Share of a step that is worth a finding, and below which all waiting together is no matter (docs/troubleshooting.md).

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from outsize.doctor import advice, device_rules, link_rules
+from outsize.doctor import device_rules, finding, link_rules
 from outsize.doctor.finding import Rule
 
 PROBE_AGAIN = "outsize probe --compare machine.json"
@@ -56,7 +56,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
             "RAM is short, or the control group's limit is reached",
             "WSL2, or a sandbox that hides what the driver needs",
         ),
-        fix=(advice.raised_pin_limits, "more free RAM"),
+        fix=(finding.raised_pin_limits, "more free RAM"),
         verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(
@@ -116,7 +116,7 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
         part="link",
         look=link_rules.small_copies,
         causes=("units of few parameters: each load is one copy, and pays its fixed cost",),
-        fix=(advice.further_ahead, "more tokens per step (train.tokens_per_step), where copies matter less"),
+        fix=(finding.further_ahead, "more tokens per step (train.tokens_per_step), where copies matter less"),
         verify=STALL_SHARE,
     ),
     Rule(

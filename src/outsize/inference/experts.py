@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat.torch_private import parameters_of
-from outsize.inference.forward_extent import no_grad_parameter, ordinary
+from outsize.inference.kv_cache import no_grad_parameter, ordinary
 from outsize.inference.source import Source
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec, pack_unit
 from outsize.model.split import Split

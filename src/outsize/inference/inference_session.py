@@ -27,13 +27,21 @@ from typing import Any
 from torch import Tensor
 
 from outsize.errors import InfeasiblePlanError
-from outsize.inference.caller import Caller
 from outsize.inference.experts import ExpertCache, find_experts, without
-from outsize.inference.forward_extent import ForwardExtent, Growth, Workspace, extent_of, ordinary
-from outsize.inference.kv_cache import HostedCache, cache_bytes, find_cache, grown_bytes, layers_of
-from outsize.inference.loader import Loader
-from outsize.inference.rows import Table, is_table
-from outsize.inference.source import Source
+from outsize.inference.kv_cache import (
+    ForwardExtent,
+    Growth,
+    HostedCache,
+    Workspace,
+    cache_bytes,
+    extent_of,
+    find_cache,
+    grown_bytes,
+    layers_of,
+    ordinary,
+)
+from outsize.inference.loader import Caller, Loader
+from outsize.inference.source import Source, Table, is_table
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.planner.search.forward_plan import Scan, plan_scan
@@ -221,14 +229,14 @@ class InferenceSession:
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether forwards may hold so many bytes, keys and values too, beside the slots of units and one forward."""
         try:
-            plan_scan(
-                self._unit_bytes,
-                self._room_bytes - self._workspace.known_bytes - num_bytes,
-                prefetch=self._prefetch,
-            )
+            self._plan_beside(num_bytes)
         except InfeasiblePlanError:
             return False
         return not self._hosted
+
+    def _plan_beside(self, num_bytes: int) -> Scan:
+        room = self._room_bytes - self._workspace.known_bytes - num_bytes
+        return plan_scan(self._unit_bytes, room, prefetch=self._prefetch)
 
     def enter(self, unit: int, extent: Callable[[], ForwardExtent], waiting_bytes: int = 0) -> None:
         """Forwards come to a unit; to one that is not behind the last, with a new pass.
@@ -328,9 +336,8 @@ class InferenceSession:
         least, most = 0, growth.length
         while most - least > 1:
             middle = (least + most) // 2
-            least, most = (
-                (middle, most) if self._shortage(cache, growth.rows, middle) is None else (least, middle)
-            )
+            fits = self._shortage(cache, growth.rows, middle) is None
+            least, most = (middle, most) if fits else (least, middle)
         shortage = self._shortage(cache, growth.rows, growth.length)
         left = least - (growth.length - growth.num_new)
         advice = f"lower max_new_tokens to {left}" if left > 0 else "shorten the prompt"
@@ -347,11 +354,7 @@ class InferenceSession:
         if not self._device.in_place:
             grown = _above(cache, grown + grown // CACHE_AHEAD)
         try:
-            plan_scan(
-                self._unit_bytes,
-                self._room_bytes - self._workspace.known_bytes - grown,
-                prefetch=self._prefetch,
-            )
+            self._plan_beside(grown)
         except InfeasiblePlanError as error:
             return error
         return None

@@ -1,12 +1,15 @@
-"""From the home of a unit's weights to where it computes: whole, or some rows of a table."""
+"""Copy a unit's weights from the offload store to the device: all of them, or rows of an embedding."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from outsize.compat.torch_private import parameters_of
+from outsize.inference.kv_cache import no_grad_parameter
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, TensorSpec, UnitSpec
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device
@@ -189,3 +192,52 @@ def _stretches(starts: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
         first, last = low, high
     if first is not None:
         yield first, last
+
+
+def is_table(module: nn.Module, unit: UnitSpec) -> bool:
+    """Whether ``module`` does nothing but look rows of its one tensor up."""
+    return (
+        unit.kind == "embedding"
+        and len(unit.all_tensors) == len(unit.tensors) == 1
+        and type(module).forward is nn.Embedding.forward
+        and module.max_norm is None
+    )
+
+
+class Table:
+    """Calls an embedding on the rows that its ids name, and no others.
+
+    The module's own forward runs, over a table of those rows and ids that count in it; the values are the same, since a
+    lookup computes nothing.
+    """
+
+    def __init__(self, module: nn.Module, unit: UnitSpec, source: Source) -> None:
+        self._module = module
+        self._unit = unit.index
+        self._tensor: TensorSpec = unit.tensors[0]
+        self._source = source
+
+    def run(self, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's own forward."""
+        name, ids = next(
+            ((name, kwargs[name]) for name in ("input", "input_ids") if name in kwargs), ("", None)
+        )
+        asked: Tensor = args[0] if ids is None else ids
+        numbers, places = torch.unique(asked, return_inverse=True)
+        _check(numbers, self._tensor)
+        table = self._source.rows(self._unit, self._tensor, numbers.cpu())
+        args, kwargs = ((places, *args[1:]), kwargs) if ids is None else (args, {**kwargs, name: places})
+        module = self._module
+        former, padding = parameters_of(module)["weight"], module.padding_idx
+        parameters_of(module)["weight"], module.padding_idx = no_grad_parameter(table), None  # type: ignore[assignment]
+        try:
+            return real(*args, **kwargs)
+        finally:
+            parameters_of(module)["weight"], module.padding_idx = former, padding
+
+
+def _check(numbers: Tensor, tensor: TensorSpec) -> None:
+    if len(numbers) and (int(numbers[0]) < 0 or int(numbers[-1]) >= tensor.shape[0]):
+        raise IndexError(
+            f"token ids {int(numbers[0])} to {int(numbers[-1])} for an embedding of {tensor.shape[0]} rows"
+        )

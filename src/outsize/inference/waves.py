@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outsize.inference.forward_extent import ForwardExtent, Growth, bytes_held, extent_of
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
-from outsize.inference.kv_cache import find_cache, grown_bytes
+from outsize.inference.kv_cache import ForwardExtent, Growth, bytes_held, extent_of, find_cache, grown_bytes
 from outsize.model.walk import Boundaries, Finished, UnitCall, Walk
 from outsize.units import align_up
 

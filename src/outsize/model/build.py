@@ -24,7 +24,7 @@ from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.compat.torch_private import buffers_of, parameters_of
 from outsize.compat.transformers_private import attention_of, initialize, kept_in_fp32
 from outsize.errors import CheckpointError, ModelError, StorageError
-from outsize.model.sizes.config_sizes import check_sizes
+from outsize.model.sizes.model_spec import check_sizes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,7 +21,7 @@ from outsize import files
 from outsize.accelerators import Devices, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest, remove_litter
-from outsize.checkpoint.saving_room import check_saves, state_bytes, weight_bytes
+from outsize.checkpoint.saver import check_saves, state_bytes, weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.compat.transformers_private import forget_metrics, on_device, use_one_device
 from outsize.config import Config, DataConfig, Surroundings, dump_config
@@ -40,12 +40,12 @@ from outsize.streamed.spec import devices_of
 from outsize.telemetry.run_reading import lines_of, step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.defaults import settle
+from outsize.training.evaluation import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.measures import peak_rss_bytes, stall_share
 from outsize.training.records import HEARTBEAT, TrainResult, write_whole
 from outsize.training.run_data import files_of
 from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed, config_of
-from outsize.training.stopping import Interrupt
 from outsize.wrapped.loop_records import Known
 from outsize.wrapped.module import is_wrapped, runner_of
 

@@ -26,9 +26,9 @@ from outsize.objectives.objective_models import streamed
 from outsize.session.steps import schedule_of
 from outsize.storage.prealloc import explain
 from outsize.telemetry.writers import Writers
+from outsize.training.evaluation import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.records import StepRecord
-from outsize.training.stopping import Interrupt
 from outsize.wrapped.clip_grad import clip_grad_norm_
 from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.module import is_wrapped, runner_of

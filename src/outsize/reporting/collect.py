@@ -1,7 +1,12 @@
-"""What a page shows of a run, as data: figures, curves, waits, verdict, timeline. No page is made here."""
+"""Collect the data that a page shows of a run, and serve that page while the run goes on.
 
+There are two addresses, the page and its data; the run is read at most once per interval, however many look on.
+"""
+
+import hashlib
 import math
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from outsize.doctor.examine import examine
-from outsize.doctor.facts import Facts
-from outsize.doctor.run_record import RunRecord, record_of
+from outsize.doctor.run_record import Facts, RunRecord, record_of
 from outsize.errors import ConfigError
+from outsize.local_server import LocalServer
 from outsize.planner.simulate.timeline import Timeline, round_starts, unit_latencies
-from outsize.reporting import series
-from outsize.reporting.history import COMPUTE, MOST_OPS, History, read_timeline
-from outsize.reporting.html_page import lane_order
-from outsize.reporting.series import MOST_BUCKETS
+from outsize.reporting.history import (
+    COMPUTE,
+    HEARTBEAT,
+    MOST_BUCKETS,
+    MOST_OPS,
+    History,
+    curves,
+    memory,
+    rates,
+    read_timeline,
+    rounded,
+    shares,
+)
+from outsize.reporting.html_page import lane_order, make_page, page_data, to_json
 from outsize.telemetry.run_reading import as_a_run, read_mapping
 
 # Steps longer than so many medians were interrupted by something else.
@@ -56,10 +71,10 @@ def _collected(directory: Path, history: History) -> dict[str, Any]:
         "machine": _facts(about.get("machine", {})),
         "config": config,
         "figures": _figures(history),
-        "curves": series.curves(history),
-        "rates": series.rates(history),
-        "memory": series.memory(history, plan),
-        "shares": series.shares(history),
+        "curves": curves(history),
+        "rates": rates(history),
+        "memory": memory(history, plan),
+        "shares": shares(history),
         "waits": [] if recorded is None else _waits(recorded),
         "gpus": history.recent[-1].get("gpus", []) if history.recent else [],
         "fallbacks": _fallbacks(history),
@@ -152,8 +167,8 @@ def _waits(recorded: RunRecord) -> list[dict[str, Any]]:
             "lane": lane,
             "cause": cause,
             "owner": owner,
-            "seconds": series.rounded(s),
-            "share": series.rounded(s / step_s),
+            "seconds": rounded(s),
+            "share": rounded(s / step_s),
         }
         for (lane, cause, owner), s in ordered
     ]
@@ -178,7 +193,7 @@ def _timeline(
     starts = round_starts(timeline.events, size) if size else []
     return {
         "lanes": lanes,
-        "busy": [series.rounded(timeline.busy_s(lane)) for lane in lanes],
+        "busy": [rounded(timeline.busy_s(lane)) for lane in lanes],
         "texts": list(texts),
         "ops": [
             [
@@ -198,7 +213,7 @@ def _timeline(
         "latencies": [
             {
                 "unit": units[unit] if unit < len(units) else f"unit {unit}",
-                **{name: series.rounded(seconds) for name, seconds in row.items()},
+                **{name: rounded(seconds) for name, seconds in row.items()},
             }
             for unit, row in unit_latencies(timeline.events).items()
         ],
@@ -222,3 +237,72 @@ def _facts(inventory: Mapping[str, Any]) -> dict[str, Any]:
         elif entry not in (None, "", [], ()):
             facts[name] = entry
     return facts
+
+
+_NOT_BEGUN = "no run has begun there yet; it is shown here once its first step has ended"
+
+
+class LiveRun:
+    """The data of a run, read again when it is asked for and older than the interval.
+
+    Args:
+        directory: of the run.
+        every_s: seconds between two reads.
+    """
+
+    def __init__(self, directory: Path, every_s: float) -> None:
+        self._directory = directory
+        self.every_s = every_s
+        self._history = History(directory)
+        self._lock = threading.Lock()
+        self._read_s = float("-inf")
+        self._data: dict[str, Any] = {}
+
+    def data(self) -> dict[str, Any]:
+        """Return what the page shows; ``version_of_data`` changes with it."""
+        with self._lock:
+            if time.monotonic() - self._read_s >= self.every_s:
+                self._data = self._read()
+                self._read_s = time.monotonic()
+            return self._data
+
+    def _read(self) -> dict[str, Any]:
+        """A run that has not begun, or is being written at this moment, is no reason to stop looking."""
+        try:
+            if self._history.was_replaced():
+                self._history = History(self._directory)
+            self._history.advance()
+            found = page_data([collect(self._directory, self._history)], refresh_s=self.every_s)
+        except ConfigError as error:
+            waiting = (
+                str(error) if (self._directory / HEARTBEAT).exists() else f"{self._directory}: {_NOT_BEGUN}"
+            )
+            found = page_data([], refresh_s=self.every_s, waiting=waiting)
+        digest = hashlib.sha256(to_json(found).encode()).hexdigest()[:16]
+        return {**found, "version_of_data": digest}
+
+
+class LiveServer(LocalServer):
+    """Serves a run: its page, and its data.
+
+    Args:
+        run: what is served.
+        port: on the loopback; 0 takes a free one.
+    """
+
+    def __init__(self, run: LiveRun, port: int = 0) -> None:
+        from starlette.applications import Starlette
+        from starlette.responses import HTMLResponse, Response
+        from starlette.routing import Route
+
+        def page(request: Any) -> Response:  # no coroutine: it reads files, on a thread of the server's
+            return HTMLResponse(make_page(run.data(), live=True))
+
+        def data(request: Any) -> Response:
+            found = run.data()
+            tag = {"ETag": f'"{found["version_of_data"]}"'}
+            if request.headers.get("if-none-match") == tag["ETag"]:
+                return Response(status_code=304, headers=tag)
+            return Response(to_json(found), headers=tag, media_type="application/json")
+
+        super().__init__(Starlette(routes=[Route("/", page), Route("/data.json", data)]), port)

@@ -22,7 +22,7 @@ from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.data.record_lengths import are_records, record_lengths
 from outsize.model.build import is_masked
-from outsize.model.sizes.config_sizes import num_positions
+from outsize.model.sizes.model_spec import num_positions
 from outsize.optim.optimizer_names import named
 from outsize.storage.directory import needed_directory
 from outsize.training.run_data import corpora_of, files_of, load_tokenizer, tokenising

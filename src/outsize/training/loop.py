@@ -27,14 +27,12 @@ from outsize.session.run_state import Position
 from outsize.session.steps import StepOutcome
 from outsize.session.stream import StreamedTrainer
 from outsize.telemetry.writers import Writers
-from outsize.training.evaluation import Evaluations
+from outsize.training.evaluation import Evaluations, Interrupt
 from outsize.training.forecast import Forecast
 from outsize.training.measures import Accounts, peak_rss_bytes, stall_share
-from outsize.training.profiling import PROFILE, StepProfiler
 from outsize.training.ranks import Ranks
 from outsize.training.records import Heartbeat, StepRecord, TrainResult, write_whole
-from outsize.training.stopping import Interrupt
-from outsize.training.watchdog import Watchdog
+from outsize.training.watchdog import PROFILE, StepProfiler, Watchdog
 from outsize.units import format_seconds
 
 Progress = Callable[[StepRecord], None]

@@ -18,8 +18,7 @@ from outsize.checkpoint.checkpoint_state import (
     remove_litter,
 )
 from outsize.checkpoint.home_file import newest_home, start, tell_costs
-from outsize.checkpoint.saver import Saver
-from outsize.checkpoint.saving_room import check_room
+from outsize.checkpoint.saver import Saver, check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
 from outsize.detail import Detail
@@ -42,9 +41,8 @@ from outsize.streamed.spec import RunSpec
 from outsize.telemetry.counters import GpuSampler
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.defaults import Settled, settle
-from outsize.training.dry_run import headline
-from outsize.training.evaluation import Evaluations, check_evaluates
-from outsize.training.forecast import Forecast, forecast
+from outsize.training.evaluation import Aftermath, Evaluations, Interrupt, check_evaluates
+from outsize.training.forecast import Forecast, forecast, headline
 from outsize.training.loop import Progress, Run
 from outsize.training.measures import (
     Accounts,
@@ -55,13 +53,11 @@ from outsize.training.measures import (
     slow_products,
     step_flops,
 )
-from outsize.training.profiling import StepProfiler
 from outsize.training.ranks import Ranks, check_same_run, together
 from outsize.training.records import Heartbeat, Telling, TrainResult, write_json, write_whole
 from outsize.training.run_data import data_of, notes_of, open_dataset
 from outsize.training.run_dir import PLAN_FILE, as_before, claimed
-from outsize.training.stopping import Aftermath, Interrupt
-from outsize.training.watchdog import Watchdog
+from outsize.training.watchdog import StepProfiler, Watchdog
 
 Announce = Callable[[str], None]
 # Errors of frozen weights that a codec has written, by name.

@@ -1,4 +1,4 @@
-"""A thread that notices when a step no longer gets anywhere, says where it stands, and gives it up if it may.
+"""Watch the steps of a run: end one that hangs, and trace some under torch.profiler.
 
 It looks at one number: how many ops have ended, and how many pieces of a checkpoint were written. A step is stalled
 when that number has not changed for a multiple of the median step, and for some minutes at least: an op that takes ten
@@ -30,11 +30,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch.profiler import ProfilerActivity, profile
 
 from outsize import files
+from outsize.accelerators import VENDORS, kind_here
+from outsize.compat.torch_private import of_all_threads
 from outsize.errors import StalledError
 from outsize.planner.program.program import lane_named
+from outsize.runtime.device.driver import OpRanges
 from outsize.runtime.engine.executor import Waiting
 from outsize.units import format_seconds
 
@@ -285,3 +291,69 @@ def _stacks() -> str:
     for thread in threading.enumerate():
         found = found.replace(f"Thread 0x{thread.ident or 0:016x}", f"Thread {thread.name}")
     return found
+
+
+PROFILE = "profile.json"
+# Steps of this process that are left alone: kernels and caches warm up. The first one recorded is that of
+# timeline.json.
+FIRST_PROFILED = 2
+
+
+class StepProfiler:
+    """Records some steps; a context manager.
+
+    Args:
+        run_dir: where the trace goes.
+        num_steps: that are recorded; 0 records none.
+        ranges: switched on meanwhile.
+    """
+
+    def __init__(self, run_dir: Path, num_steps: int, ranges: OpRanges) -> None:
+        self._path = run_dir / PROFILE
+        self._num_steps = num_steps
+        self._ranges = ranges
+        self._num_ended = 0
+        self._profile: Any = None
+
+    def step_ended(self, settle: Callable[[], None]) -> bool:
+        """Begin or end a record between two steps; returns whether a trace has been written.
+
+        Args:
+            settle: returns when nothing of the step is under way any more: units may still have to be stepped when its
+                loss is known, and they belong to its record.
+        """
+        self._num_ended += 1
+        begins = self._num_steps > 0 and self._num_ended == FIRST_PROFILED
+        ends = self._profile is not None and self._num_ended == FIRST_PROFILED + self._num_steps
+        if begins or ends:
+            settle()
+        if begins:
+            self._begin()
+        return ends and self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _begin(self) -> None:
+        kinds = [ProfilerActivity.CPU]
+        kind = kind_here()
+        if kind is not None and VENDORS[kind].activity:
+            kinds.append(getattr(ProfilerActivity, VENDORS[kind].activity))
+        # Lanes are threads that stand already: without this only those that begin from here on would be seen.
+        self._profile = profile(activities=kinds, experimental_config=of_all_threads())
+        self._profile.__enter__()
+        self._ranges.on = True
+
+    def _end(self) -> bool:
+        if self._profile is None:
+            return False
+        self._ranges.on = False
+        self._profile.__exit__(None, None, None)
+        self._profile.export_chrome_trace(str(self._path))
+        self._profile = None
+        return True

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from outsize.checkpoint.files.beside_weights import read_generation_config
+from outsize.checkpoint.files.checkpoint_files import read_generation_config
 from outsize.compat import torch_private
-from outsize.inference.forward_extent import Growth
+from outsize.inference.kv_cache import Growth
 
 if TYPE_CHECKING:
     from outsize.wrapped.runner import Runner

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outsize.inference.forward_extent import Growth, ordinary
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
+from outsize.inference.kv_cache import Growth, ordinary
 from outsize.inference.source import Source
 from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
-from outsize.checkpoint.saving_room import weight_bytes
+from outsize.checkpoint.saver import weight_bytes
 from outsize.compat.torch_private import dtype_to_move_to, parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking

@@ -18,7 +18,7 @@ from torch import nn
 
 from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError, ModelError
-from outsize.inference.forward_extent import ordinary
+from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
 from outsize.model.split import Split, split
 from outsize.optim.adamw import PlaneAdamW

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError, ModelError
-from outsize.inference.caller import Caller
+from outsize.inference.loader import Caller
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.files.beside_weights import Beside, write_beside
-from outsize.checkpoint.files.checkpoint_files import INDEX
+from outsize.checkpoint.files.checkpoint_files import INDEX, Beside, write_beside
 from outsize.checkpoint.files.checkpoint_format import (
     FileSum,
     Moved,

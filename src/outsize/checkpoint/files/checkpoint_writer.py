@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.files.beside_weights import Beside, read_beside
+from outsize.checkpoint.files.checkpoint_files import Beside, read_beside
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import UnitSpec

@@ -26,8 +26,8 @@ def plan(options: PlanFlags, output: Output) -> None:
     """
     from outsize.cli.plan import plan_compare, plan_table
     from outsize.cli.plan.plan_compare import largest_models
+    from outsize.cli.plan.plan_model import with_run
     from outsize.cli.plan.plan_question import ask_what_fits
-    from outsize.cli.plan.plan_run import with_run
 
     options = with_run(options)
     if options.sweep is not None or options.picture is not None:
@@ -96,7 +96,7 @@ def _swept(options: PlanFlags, output: Output) -> None:
     Raises:
         ConfigError: no range, or one in which nothing can be asked about.
     """
-    from outsize.cli.plan.plan_sweep import render, sweep, to_dict, to_svg
+    from outsize.cli.plan.plan_compare import render_sweep, sweep, sweep_to_dict, to_svg
     from outsize.errors import ConfigError
 
     kind = options.sweep
@@ -106,8 +106,8 @@ def _swept(options: PlanFlags, output: Output) -> None:
         points = sweep(options, kind)
     if options.picture is not None:
         _write({options.picture: to_svg(options.model, kind, points)})
-    output.emit(to_dict(kind, points))
-    output.print_result(render(kind, points))
+    output.emit(sweep_to_dict(kind, points))
+    output.print_result(render_sweep(kind, points))
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def _uncollected() -> Iterator[None]:
 
 def _files(request: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
     """Return the texts of the files that were asked for."""
-    from outsize.cli.plan.plan_yaml import train_yaml
+    from outsize.cli.plan.plan_question import train_yaml
     from outsize.reporting.html_page import to_chrome
 
     texts = {}

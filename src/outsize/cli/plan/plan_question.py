@@ -1,4 +1,4 @@
-"""From the options of ``outsize plan`` to a question for the planner."""
+"""Make the planner's question of the flags of ``outsize plan``, and a ``train.yaml`` of its answer."""
 
 import re
 from dataclasses import dataclass, replace
@@ -6,12 +6,20 @@ from itertools import product
 from math import ceil
 from typing import Any, get_args
 
+from outsize.accelerators import kind_of
 from outsize.choices import BlockKernels, Home
 from outsize.cli.plan.plan_machine import check_nodes, machine_from, net_of, share_of, size_of, wire_of
-from outsize.cli.plan.plan_model import AskedModel, ModelFigures, adapted_modules, read_config
+from outsize.cli.plan.plan_model import (
+    SETTINGS,
+    AskedModel,
+    ModelFigures,
+    adapted_modules,
+    is_run,
+    read_config,
+    read_run,
+)
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.cli.plan.plan_run import SETTINGS, is_run, read_run
-from outsize.config import Config, load_config
+from outsize.config import Config, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
     CUBLAS_BYTES,
@@ -23,6 +31,7 @@ from outsize.hardware.machine_spec import (
 )
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.predict.decision_search import fits_at_all, fits_encoded
+from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
@@ -271,3 +280,30 @@ def _tokens(text: str | None) -> float | None:
     if count < 1:
         raise ConfigError("--tokens: zero tokens take no time; write for example 500M or 10B")
     return count
+
+
+def train_yaml(request: Asked, prediction: Prediction) -> str:
+    """Return the configuration of the predicted run, as YAML."""
+    config, budgets = request.config, request.question.budgets
+    steps = config.train.steps if request.steps is None else request.steps
+    run = config.model_copy(
+        update={
+            "train": config.train.model_copy(
+                update={"steps": steps, "microbatches": prediction.microbatches}
+            ),
+            "memory": config.memory.model_copy(
+                update={
+                    "device": _devices(len(request.question.machine.gpus), config.memory.device),
+                    "device_memory": budgets.device,
+                    "host_memory": budgets.host,
+                    "home": prediction.home,
+                }
+            ),
+        }
+    )
+    return dump_config(run)
+
+
+def _devices(count: int, device: str) -> str:
+    """Return the first ``count`` GPUs as a configuration names them; of one, what was asked for."""
+    return f"{kind_of(device)}:" + ",".join(map(str, range(count))) if count > 1 else device

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outsize.cli.plan.plan_compare import Scaled
 from outsize.cli.plan.plan_question import Asked, in_options
-from outsize.cli.text.columns import table_width
+from outsize.cli.text.console import table_width
 from outsize.hardware.cards import COMPILED, LIGER
 from outsize.hardware.topology import slower_than_fp32
 from outsize.planner.predict.decision_search import host_refusal

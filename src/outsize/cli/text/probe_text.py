@@ -7,7 +7,7 @@ What streaming, several devices and data reach, in rows of name, figure and rema
 
 from collections.abc import Callable, Iterable, Sequence
 
-from outsize.cli.text.columns import columns
+from outsize.cli.text.console import columns
 from outsize.hardware.cgroup import Fact, Measurement
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.machine_file import Change, DeviceRates, DiskRates, MachineFile, readings

@@ -10,7 +10,7 @@ from typing import Any
 
 from outsize import files
 from outsize.errors import DataError
-from outsize.training.conversation import Conversation, read_prompt, unread_of
+from outsize.training.run_data import Conversation, read_prompt, unread_of
 
 Prompt = str | Conversation
 

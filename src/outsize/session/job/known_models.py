@@ -49,7 +49,7 @@ def described(hf_config: Mapping[str, Any]) -> Described:
             return Described(**json.loads(content))
         except (TypeError, ValueError):
             pass  # broken: asked again
-    from outsize.session.job.counted_model import describe  # torch and transformers take seconds to import
+    from outsize.session.job.model_setup import describe  # torch and transformers take seconds to import
 
     found = describe(hf_config)
     user_cache.store(_KIND, name, json.dumps(asdict(found)).encode())
@@ -70,7 +70,7 @@ def counted(hf_config: Mapping[str, Any], config: Config) -> Counts:
             return parse(content)
         except ValueError:
             pass  # broken: counted again
-    from outsize.session.job.counted_model import count_model
+    from outsize.session.job.model_setup import count_model
 
     found = count_model(hf_config, config)
     user_cache.store(_KIND, name, dump(found))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from outsize.compat.transformers_private import reads_padding, sampling_by
 from outsize.errors import ConfigError, DataError
-from outsize.inference.forward_extent import ForwardExtent, Growth
+from outsize.inference.kv_cache import ForwardExtent, Growth
 from outsize.inference.waves import in_order
-from outsize.model.sizes.config_sizes import num_positions
+from outsize.model.sizes.model_spec import num_positions
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.generation_settings import looks_at_padding, settled_in
 

@@ -1,0 +1,193 @@
+"""Print records in words: the plan of a dry run, findings of the doctor, results of a command that goes on."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outsize import files
+from outsize.cli.text.console import Output
+from outsize.errors import ConfigError
+from outsize.units import format_seconds
+
+if TYPE_CHECKING:
+    from outsize.config import Config
+    from outsize.doctor.examine import NotJudged, Report
+    from outsize.doctor.finding import Finding
+
+
+def print_plan(config: "Config", output: Output) -> None:
+    """Print the configuration of a run, then its plan, then what it does; fails as the run would if nothing fits."""
+    from outsize.config import dump_config
+    from outsize.objectives.recipes import objective_of
+    from outsize.training.forecast import foresee
+
+    if objective_of(config) is not None:
+        _print_plans(config, output)
+        return
+    foreseen = foresee(config, announce=output.say)
+    plan, forecast, config = foreseen.plan, foreseen.forecast, foreseen.config
+    predicted_s = None if forecast is None else forecast.step_s
+    output.emit(
+        {
+            "config": config.model_dump(mode="json"),
+            "plan_id": plan.plan_id,
+            "plan": plan.to_dict(),
+            "predicted_step_s": predicted_s,
+            "would": foreseen.headline,
+        }
+    )
+    prediction = "" if predicted_s is None else f"\npredicted step{format_seconds(predicted_s):>24}"
+    output.print_result(
+        f"{dump_config(config).rstrip()}\n\n{plan.table}{prediction}\n\nwould {foreseen.headline}"
+    )
+
+
+def _print_plans(config: "Config", output: Output) -> None:
+    """Print the plans of a run by a trainer: of the model that trains, and of the one it is compared with."""
+    from outsize.config import dump_config
+    from outsize.objectives import objective_run
+
+    plans = objective_run.foresee(config, output.say)
+    trained = plans["trained"]
+    frozen = {name: plan.to_dict() for name, plan in plans.items() if plan is not trained}
+    output.emit(
+        {
+            "config": config.model_dump(mode="json"),
+            "plan_id": trained.plan_id,
+            "plan": trained.to_dict(),
+            **{f"plan_{name}": plan for name, plan in frozen.items()},
+        }
+    )
+    tables = [f"{name} model\n{plan.table}" for name, plan in plans.items()]
+    output.print_result("\n\n".join([dump_config(config).rstrip(), *tables]))
+
+
+def describe(report: "Report") -> str:
+    """Return the findings, the largest gain first, and what could not be judged."""
+    lines = [] if report.bottleneck is None else [f"limited by {report.bottleneck.limits}", ""]
+    lines += [line for finding in report.findings for line in _finding(finding)]
+    lines.append(_count(report))
+    if report.not_judged:
+        lines += ["", "not judged, for want of:", *_lacking(report.not_judged)]
+    return "\n".join(lines)
+
+
+def _finding(finding: "Finding") -> Iterator[str]:
+    yield f"{finding.severity}: {finding.evidence}"
+    yield f"  expected  {finding.expected}"
+    yield f"  causes    {'; '.join(finding.causes)}"
+    yield f"  fix       {finding.fix}"
+    yield f"  gain      {finding.gain}"
+    yield f"  verify    {finding.verify}"
+    yield ""
+
+
+def _count(report: "Report") -> str:
+    from outsize.doctor.finding import SEVERITIES
+
+    numbers = {name: sum(finding.severity == name for finding in report.findings) for name in SEVERITIES}
+    parts = [f"{number} {name}" for name, number in numbers.items() if number]
+    return f"{', '.join(parts) or 'no findings'}; {report.num_passed} rules found nothing to say"
+
+
+def _lacking(not_judged: "Iterable[NotJudged]") -> list[str]:
+    """Return a line for each thing that is lacking, with how many rules need it."""
+    rules: dict[str, list[str]] = {}
+    for entry in not_judged:
+        rules.setdefault(entry.lacks, []).append(entry.id)
+    return [f"  {lacks} ({_counted(len(names))})" for lacks, names in rules.items()]
+
+
+def _counted(number: int) -> str:
+    return "1 rule" if number == 1 else f"{number} rules"
+
+
+SAY_S = 10.0  # between two lines of progress
+
+
+def check_made_with(out: Path, made: Mapping[str, str]) -> None:
+    """Note beside results what they are made with, and refuse to go on with those made with something else.
+
+    Args:
+        out: the results, or where they are to be.
+        made: settings.
+
+    Raises:
+        ConfigError: they were made with others, or by something else.
+    """
+    note = out.with_name(out.name + ".made-with.json")
+    if note.exists() and files.read_json(note, ConfigError, "choose another --out") != made:
+        raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
+    if not note.exists() and out.exists():
+        raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(made), encoding="utf-8")
+
+
+def size_of(data: Path | None) -> str:
+    """Return the bytes of a file, as settings note them; 0 where there is none."""
+    return str(data.stat().st_size) if data is not None and data.exists() else "0"
+
+
+class ResumedLines:
+    """Lines of JSON in a file.
+
+    Args:
+        out: the file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._former = list(self._read())
+        self.count = len(self._former)
+
+    def former(self) -> Iterator[dict[str, Any]]:
+        """Return the lines of a former run, once."""
+        former, self._former = self._former, []
+        return iter(former)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Write a line."""
+        with self._out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.count += 1
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Return the lines of a former run; what it wrote of a line that is not whole goes."""
+        if not self._out.exists():
+            return
+        try:
+            content = files.read_bytes(self._out, files.MOST_TEXT)
+        except OSError as error:
+            raise ConfigError(f"{self._out} cannot be read: {error}; choose another --out") from error
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            self._out.write_bytes(whole)
+        for number, text in enumerate(whole.splitlines(), 1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if not isinstance(line, dict):
+                raise ConfigError(
+                    f"{self._out}, line {number}: not what this command writes; choose another --out"
+                )
+            yield line
+
+
+def now_and_then(say: Callable[[str], None]) -> Callable[[Callable[[], str]], None]:
+    """Return what says how far a command is, at most every `SAY_S` seconds."""
+    said = time.monotonic()
+
+    def tell(text: Callable[[], str]) -> None:
+        nonlocal said
+        if time.monotonic() - said > SAY_S:
+            said = time.monotonic()
+            say(text())
+
+    return tell
