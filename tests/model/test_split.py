@@ -109,7 +109,6 @@ def test_the_blocks_are_of_all_lists_that_are_not_inside_another():
     for block in model.blocks:
         block.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
     assert blocks_of(model) == ["blocks.0", "blocks.1", "towers.0", "towers.2"]
-    assert blocks_of(model, UnitChoice(most_lists=1)) == ["blocks.0", "blocks.1"]
 
 
 def test_lists_stay_outside_where_little_is_left_or_they_are_small():

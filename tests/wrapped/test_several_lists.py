@@ -22,6 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "in two, recomputed, from disk": {
         "device": "emulated:1", "slots": 1, "microbatches": 2, "activations": "recompute", "home": "disk",
     },
+    "on two workers": {"device": "emulated:2"},
+    "on three workers, in two": {"device": "emulated:3", "microbatches": 2},
 }  # fmt: skip
 
 
@@ -196,14 +198,6 @@ def test_steps_are_those_of_the_plain_model(kind: type[Model], way: str):
         assert_equal(train(model, outsize.AdamW(model, lr=1e-2)), want, 0.0)
         units = [unit.name for unit in runner_of(model).split.spec.units]
         assert units == [*ORDERS[kind], *(["rest"] if kind is not Bare else [])]
-
-
-@pytest.mark.parametrize("kind", ORDERS)
-def test_several_workers_stream_the_largest_list_and_refuse_what_crosses_it(kind: type[Model]):
-    with wrapped(kind(), home="host", device="emulated:2") as model:
-        assert len(runner_of(model).split.layers) == 1
-        with pytest.raises(outsize.OutsizeError, match="use one device"):
-            train(model, outsize.AdamW(model, lr=1e-2))
 
 
 @pytest.mark.parametrize("frozen", ["doubles", "singles", "inward"])

@@ -250,6 +250,18 @@ def memory_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` lies in a storage of its own kind: not sparse, and none of vmap's."""
+    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def weak_storage(storage: torch.UntypedStorage) -> object:
+    """Return what keeps no byte of ``storage``, and keeps its `storage_key` from being that of another one."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)
+
+
 def no_function_override() -> Any:
     """Return the ``__torch_function__`` of a subclass whose operations go straight to its ``__torch_dispatch__``."""
     return torch._C._disabled_torch_function_impl

@@ -48,6 +48,19 @@ def output_collector() -> Any:
     return getattr(output_capturing, "_active_collector", None)
 
 
+def put_output_hooks(model: nn.Module) -> None:
+    """Give models inside ``model`` the hooks that record outputs of layers, before a call asks for any."""
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:
+        return
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)
+
+
 def has_hub_kernels(module: nn.Module) -> bool:
     """Return whether transformers has put kernels of the hub into ``module``."""
     return bool(getattr(module, "_use_kernels", False))

@@ -158,7 +158,7 @@ def _unit_modules(model: nn.Module, choice: UnitChoice) -> list[tuple[str, UnitK
         ModelError: there is none that is called once.
     """
     parts = own_parts(model)
-    for lists in (layer_lists(model, most=choice.most_lists), [] if parts is None else [parts]):
+    for lists in (layer_lists(model), [] if parts is None else [parts]):
         units = dict(_units_of(model, lists))
         order = choice.arranged(list(units))
         if any(units[name][0] == "block" for name in order):

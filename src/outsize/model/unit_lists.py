@@ -31,11 +31,9 @@ class UnitChoice:
     """Which layers are units, and in what order.
 
     Attributes:
-        most_lists: number of lists whose layers are units, the largest; None for as many as it takes.
         calls: of each forward that has called them in an order unknown before, the names of units called.
     """
 
-    most_lists: int | None = None
     calls: tuple[tuple[str, ...], ...] = ()
 
     def after(self, calls: Sequence[str]) -> "UnitChoice":
@@ -93,13 +91,8 @@ class LayerList:
     size: int = field(compare=False)
 
 
-def layer_lists(model: nn.Module, *, most: int | None = None) -> list[LayerList]:
-    """Return the lists whose layers are streamed, in the order of their definition; none where there is none.
-
-    Args:
-        model: that holds them.
-        most: number of lists; None for as many as it takes.
-    """
+def layer_lists(model: nn.Module) -> list[LayerList]:
+    """Return the lists whose layers are streamed, in the order of their definition; none where there is none."""
     total = size_of(model)
     found = [
         LayerList(name, tuple(layers), sum(size_of(each) for _, each in layers))
@@ -107,7 +100,7 @@ def layer_lists(model: nn.Module, *, most: int | None = None) -> list[LayerList]
     ]
     chosen: list[LayerList] = []
     left = total
-    for one in sorted(found, key=lambda one: -one.size)[:most]:
+    for one in sorted(found, key=lambda one: -one.size):
         if chosen and (one.size < LEAST_SHARE * total or left < SMALL_SHARE * total):
             break
         chosen.append(one)

@@ -21,6 +21,7 @@ from outsize.errors import ConfigError, ModelError
 from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
 from outsize.model.split import Split, split
+from outsize.model.unit_lists import ALL_LISTS
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes
@@ -38,7 +39,7 @@ from outsize.runtime.ops.gradient_ops import count_times_home
 from outsize.runtime.trial.measured import Measured
 from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.fill import summary
-from outsize.session.job.machine import check_transport, describe_machine, lists_on
+from outsize.session.job.machine import check_transport, describe_machine
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
 from outsize.wrapped import wrap_planning
@@ -120,7 +121,7 @@ class Planned:
         self._codecs, self._moments = settings.codecs, settings.moments
         self._with_head, self._transport = settings.with_head, settings.transport
         self._resident: frozenset[str] = frozenset()
-        self._choice = lists_on(self._devices)
+        self._choice = ALL_LISTS
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}

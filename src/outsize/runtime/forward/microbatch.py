@@ -240,7 +240,7 @@ class MicrobatchRun:
                     torch.ones_like(loss) / divisor
                 )  # no node of this thread: those of outer code are counted
                 self._outer.defer(get_gradient_edge(loss), given)
-                self._outer.enter_last()
+                self._enter_last()
             self._descend(unit, roots_of(returned.leaves))
         return loss.detach() / divisor
 
@@ -249,7 +249,7 @@ class MicrobatchRun:
         with self._gate.opened():
             for edge, gradient in zip(edges, gradients, strict=True):
                 self._outer.defer(edge, gradient)
-            self._outer.enter_last()
+            self._enter_last()
 
     def arrive(self, unit: int) -> None:
         """Bring the model to ``unit``, so that its arguments exist."""
@@ -415,6 +415,10 @@ class MicrobatchRun:
         visit.leaves.clear()
         visit.arrived.values.clear()
         self._enter(unit)
+
+    def _enter_last(self) -> None:
+        """Go backward through the model's own code behind its last unit."""
+        self._outer.enter_last()
 
     def _enter(self, unit: int) -> None:
         """Go backward through the model's own code on the way to ``unit``."""

@@ -275,6 +275,8 @@ class OuterForward:
         passage = weakref.ref(run)  # whose graph holds the parameter, which the collector does not see
 
         def add(parameter: Tensor) -> None:
+            if parameter.grad is None:  # it was held back, see `OuterBackward`
+                return
             run = passage()
             assert run is not None
             sums = self._sums[run.pulled_by]

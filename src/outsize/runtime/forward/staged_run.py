@@ -5,19 +5,22 @@ receives may be moved between workers, by way of the memory below them, before i
 backward; so may the gradient of what it returned. A unit may be recomputed before that gradient is there. And what no
 unit made (masks, position tables) is copied to a worker once, when the first of its units asks for it.
 
-Moved are the arguments that carry a gradient or lie in what the unit before returned. Where nothing but the worker
-changes, the code between the units has run before they move; the head's arguments come into being where it runs.
+Moved are the arguments that carry a gradient or lie in what the unit before returned, but for those that other units,
+or code behind the unit, use as well (an encoder's output, a time embedding, a skip): these stay where they were made,
+are copied like masks, and their gradients are summed where they come about. Where nothing but the worker changes, the
+code between the units has run before they move; the head's arguments come into being where it runs.
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from outsize.compat.torch_private import leaves_of, memory_key, storage_key
+from outsize.compat.torch_private import has_memory, leaves_of, map_only, memory_key, storage_key
 from outsize.errors import ModelError
 from outsize.model.walk import Finished, UnitCall
 from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed, Storage
@@ -27,7 +30,7 @@ from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_visit import Forward, Roots, UnitVisit, box_of
 
 # What asks a tensor for its form, or makes another view of it.
-_READ_NO_VALUE = {"__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "view_as"}
+READ_NO_VALUE = {"__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "view_as"}
 
 
 class StagedRun(MicrobatchRun):
@@ -42,6 +45,7 @@ class StagedRun(MicrobatchRun):
         ambient: see there.
         shortcuts: see there.
         outer: runs the model's own code.
+        shared: unit and position of each argument that others use as well.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -61,9 +65,12 @@ class StagedRun(MicrobatchRun):
         shortcuts: Shortcuts | None = None,
         *,
         outer: OuterForward,
+        shared: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
         super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts)
         self._glue = outer
+        self._shared = shared
+        self._staying: set[int] = set()  # memory of arguments that are shared
         self._outer = OuterBackward(leaves_wait=False)
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
@@ -129,8 +136,8 @@ class StagedRun(MicrobatchRun):
         if unit in self._visits:
             return self._visits[unit].leaves, self._moving[unit]
         leaves = list(self._waiting)
-        tensors = tuple(range(len(leaves)))
-        return leaves, tuple(i for i in tensors if i in self._passed) or tensors
+        tensors = [i for i, leaf in enumerate(leaves) if memory_key(leaf) not in self._staying]
+        return leaves, tuple([i for i in tensors if i in self._passed] or tensors)
 
     def stored(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
         """Return the storages of what ``unit`` receives and of what moves with it, each once with its dtype."""
@@ -147,12 +154,15 @@ class StagedRun(MicrobatchRun):
                     "layers), and several workers hand on what every unit returned; use one device"
                 )
             received = _storages(visit.leaves)
-            known = set(before.values())
+            self._staying |= {storage for i, storage in received.items() if (unit, i) in self._shared}
+            known = set(before.values()) - self._staying
             self._moving[unit] = tuple(
-                i for i, storage in received.items() if i in visit.sources or storage in known
+                i
+                for i, storage in received.items()
+                if (i in visit.sources or storage in known) and storage not in self._staying
             )
             # Blocks return more than the next one asks for (attention weights): that stays where it is.
-            handed = frozenset(received.values())
+            handed = frozenset(received.values()) - self._staying
             self._passed = frozenset(i for i, storage in before.items() if storage in handed)
         self._localise(self._visits[unit])
         return self._visits[unit]
@@ -161,6 +171,11 @@ class StagedRun(MicrobatchRun):
         """Have every argument on the worker's device; what has been copied there before is there."""
         device = self._glue.device()
         for i, leaf in enumerate(visit.leaves):
+            if _has_moved(leaf):
+                raise ModelError(
+                    "a layer is given what an earlier layer was given or returned, and that has moved on to another "
+                    "worker, which a trial of the model did not show; use one device"
+                )
             if leaf.device != device:
                 key = (device, memory_key(leaf), Form.of(leaf))
                 if key not in self._copies:
@@ -168,8 +183,10 @@ class StagedRun(MicrobatchRun):
                 visit.leaves[i] = self._copies[key][1]
 
     def _advance(self, unit: int, waiting: list[Tensor]) -> UnitCall | Finished:
+        present = _StillThere(self._glue.device())
+
         def piece() -> UnitCall | Finished:
-            with _StillThere():
+            with present:
                 return super(StagedRun, self)._advance(unit, waiting)
 
         return self._glue.run(self, piece)
@@ -184,35 +201,79 @@ class StagedRun(MicrobatchRun):
             _refill(source, visit.leaves[position])
         super()._descend(unit, roots)
 
+    def _enter_last(self) -> None:
+        self.pulled_by = self._glue.worker
+        super()._enter_last()
+
     def _enter(self, unit: int) -> None:
         """Go backward through the code on the way to ``unit``, on the worker where it ran."""
         self.pulled_by = self._glue.worker
         super()._enter(unit)
 
+    def backward(self, unit: int, forward: Forward) -> None:
+        """See `MicrobatchRun.backward`."""
+        with _saved_things_here():
+            super().backward(unit, forward)
+
+    def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """See `MicrobatchRun.backward_from`."""
+        with _saved_things_here():
+            super().backward_from(edges, gradients)
+
+
+@contextmanager
+def _saved_things_here() -> Iterator[None]:
+    """Say what is wrong where outer code goes backward from memory that is elsewhere."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not allocated" not in str(error):
+            raise
+        raise ModelError(
+            "code between the layers has saved for its backward what a layer was given, in a way that a trial of the "
+            "model did not show, and that has moved on to another worker; use one device"
+        ) from error
+
 
 class _StillThere(TorchFunctionMode):
-    """While entered, refuses code that computes with what has moved on to another worker."""
+    """While entered, refuses code that computes with what has moved on to another worker, and copies what stayed there.
+
+    Args:
+        device: of the worker that the code runs on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.__name__ not in _READ_NO_VALUE and any(map(_has_moved, leaves_of((args, kwargs)))):
+        if func.__name__ not in READ_NO_VALUE and any(map(_has_moved, leaves_of((args, kwargs)))):
             raise ModelError(
                 "code between the layers uses what an earlier layer was given or returned, and that has moved on to "
                 "another worker with the layer that follows; use one device"
             )
+        if self._device.type != "cpu" and func.__name__ not in READ_NO_VALUE:
+            args, kwargs = map_only(Tensor, self._here, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` as it is on the device of the worker, where it lies on another one's."""
+        elsewhere = tensor.device.type == self._device.type and tensor.device != self._device
+        return tensor.to(self._device) if elsewhere else tensor
 
 
 def _has_moved(value: object) -> bool:
     """Whether ``value`` is a tensor whose memory is no longer here."""
-    strided = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
-    return strided and value.numel() > 0 and value.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
+    if not isinstance(value, Tensor) or not has_memory(value) or value.device.type == "meta":
+        return False
+    return value.numel() > 0 and value.untyped_storage().nbytes() == 0
 
 
 def _storages(leaves: list[Tensor]) -> dict[int, int]:
     """The storage of each tensor, by its position in ``leaves``."""
-    return {i: memory_key(leaf) for i, leaf in enumerate(leaves)}
+    return {i: memory_key(leaf) for i, leaf in enumerate(leaves) if has_memory(leaf)}
 
 
 def _refill(source: Tensor, leaf: Tensor) -> None:

@@ -27,6 +27,7 @@ class SideEffects:
         outlets: those of them that leave tensors with a history there.
         stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
             while other weights come to lie in their place.
+        shared: unit and position of each of its inputs that others use as well.
         crosses: the name of something by which code between units takes values past a unit, see `CrossedState`;
             empty for nothing.
     """
@@ -34,6 +35,7 @@ class SideEffects:
     state: frozenset[int] = frozenset()
     outlets: frozenset[int] = frozenset()
     stashes: frozenset[int] = frozenset()
+    shared: frozenset[tuple[int, int]] = frozenset()
     crosses: str = ""
 
     def __or__(self, other: "SideEffects") -> "SideEffects":
@@ -42,6 +44,7 @@ class SideEffects:
             self.state | other.state,
             self.outlets | other.outlets,
             self.stashes | other.stashes,
+            self.shared | other.shared,
             self.crosses or other.crosses,
         )
 

@@ -66,7 +66,7 @@ class Gradients:
     def add(self, position: int, gradient: Tensor) -> None:
         """Add what one backward pass brings; a tensor used by several units collects several."""
         held = self.values[position]
-        self.values[position] = gradient if held is None else held + gradient
+        self.values[position] = gradient if held is None else held.to(gradient.device) + gradient
 
 
 class _Boundary(torch.autograd.Function):

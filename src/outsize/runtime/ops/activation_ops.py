@@ -251,9 +251,9 @@ class ActivationOps:
         for key in [key for key in self._below.kept if key[0] == number]:
             self._below.kept.pop(key)[0].forget(key)
         for place in [place for place in self._below.parcels if place[0][0] == number]:
-            for index in range(len(self._below.parcels.pop(place))):
-                assert self._scratch is not None
-                self._scratch.forget((*place, index))
+            del self._below.parcels[place]
+            assert self._scratch is not None
+            self._scratch.forget(place)
 
     def _cross(self, op: Op, storages: list[Storage]) -> list[Storage]:
         """Return copies on the device of the other worker; of what lies there already, that itself.
@@ -287,15 +287,14 @@ class ActivationOps:
     ) -> None:
         """Send storages below, and empty them where nothing else does."""
         assert self._scratch is not None
-        parcels = self._below.parcels[place] = []
-        for index, (storage, dtype) in enumerate(storages):
-            content = bytes_of(storage)
-            sent, parcel = pack(codec, content, dtype)
-            parcels.append(parcel)
-            with self._device.link(sent.nbytes):
-                self._scratch.put((*place, index), sent)
-            self.down = self.down.and_then(sent.nbytes, content.nbytes)
-            del content
+        going = [(storage, *pack(codec, bytes_of(storage), dtype)) for storage, dtype in storages]
+        parcels = self._below.parcels[place] = [parcel for *_, parcel in going]
+        sent_bytes = sum(parcel.sent_bytes for parcel in parcels)
+        with self._device.link(sent_bytes):
+            self._scratch.put(place, *(sent for _, sent, _ in going))
+        self.down = self.down.and_then(sent_bytes, sum(parcel.num_bytes for parcel in parcels))
+        while going:
+            storage = going.pop()[0]
             if empties:
                 storage.resize_(0)
 
@@ -304,23 +303,24 @@ class ActivationOps:
     ) -> list[Storage]:
         """Bring up what lies below, into empty storages or fresh ones."""
         assert self._scratch is not None
-        arrivals = []
-        move = self._scratch.take if last else self._scratch.read
-        for index, parcel in enumerate(self._below.parcels[place]):
-            if into:
-                content = bytes_of(into[index].resize_(parcel.num_bytes))
-            else:
-                content = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            arrived = room_for(parcel, content)
-            with self._device.link(parcel.sent_bytes):
-                move((*place, index), arrived)
-            unpack(self._codec, parcel, arrived, content)
-            self.up = self.up.and_then(parcel.sent_bytes, parcel.num_bytes)
+        parcels = self._below.parcels[place]
+        contents = [
+            bytes_of(into[index].resize_(parcel.num_bytes))
+            if into
+            else torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            for index, parcel in enumerate(parcels)
+        ]
+        arrived = [room_for(parcel, content) for parcel, content in zip(parcels, contents, strict=True)]
+        sent_bytes = sum(parcel.sent_bytes for parcel in parcels)
+        with self._device.link(sent_bytes):
+            (self._scratch.take if last else self._scratch.read)(place, *arrived)
+        for parcel, encoding, content in zip(parcels, arrived, contents, strict=True):
+            unpack(self._codec, parcel, encoding, content)
             self._device.hold(content, Lane("compute", op.worker))
-            arrivals.append(content.untyped_storage())
+        self.up = self.up.and_then(sent_bytes, sum(parcel.num_bytes for parcel in parcels))
         if last:
             del self._below.parcels[place]  # what fails before this can be forgotten
-        return arrivals
+        return [content.untyped_storage() for content in contents]
 
 
 def count_fetches(program: Iterable[Op] | Program) -> FetchCounts:

@@ -344,7 +344,8 @@ class ComputeOps:
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
         if self._stage is not None:
-            run: MicrobatchRun = StagedRun(*common, outer=self._stage.outer)
+            shared = self._settings.effects.shared
+            run: MicrobatchRun = StagedRun(*common, outer=self._stage.outer, shared=shared)
         else:
             run = MicrobatchRun(*common, state_of=self._state_of if context.keeps else None)
         self._runs.add(run)

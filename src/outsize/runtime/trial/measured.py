@@ -126,6 +126,7 @@ class Measured:
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
         inputs_shared: whether an activation is an input of more than one unit, or the model returns it, or a unit
             takes several, so that they stay on the device.
+        side_bytes: of activations that carry gradients and that several units, or code behind them, use.
         plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
         shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.
         graph_matters: whether a unit computes other bits when it makes a graph, as with kernels that are chosen by
@@ -151,6 +152,7 @@ class Measured:
     output_bytes: int
     held_bytes: int
     inputs_shared: bool
+    side_bytes: int
     plain_head: bool
     shifted: bool
     graph_matters: bool
@@ -190,6 +192,7 @@ class Row:
     shared: bool
     plain: bool
     glue: int = 0
+    side: int = 0
     output: int = 0
     chunk_tokens: tuple[int, ...] = ()
     chunk: tuple[Trace, ...] = ()
@@ -232,6 +235,7 @@ def scale(
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
+        side_bytes=at((row.side,) for row in rows),
         plain_head=rows[0].plain,
         shifted=rows[0].shifted,
         graph_matters=any(row.graph_matters for row in rows),

@@ -28,13 +28,17 @@ from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row, Trace
 from outsize.runtime.trial.unit_trials import (
     OuterUses,
+    SharedInputs,
     is_plain,
     is_shifted,
     measure_compiled,
     units_that_share,
 )
 
+SECTOR_BYTES = 4096
 T = TypeVar("T")
+PassedOn = Mapping[int, int]
+"""Of what a unit returns, by position: the position of that in what it was given."""
 
 
 class UnitOrderError(ModelError):
@@ -96,11 +100,12 @@ class TrialPass:
         self._inputs = dict(inputs)
         self._tracked = tracked_units(split.spec)
         self._chunk_tokens = chunk_tokens
-        self._known: dict[Any, tuple[Trace, Trace, Kept, Any]] = {}
+        self._known: dict[Any, tuple[Trace, Trace, Kept, Any, PassedOn]] = {}
         self._row = Row([], [], [], [], 0, False, False)
         self._has_cache = False
         self._returned: set[int] = set()
-        self._uses = OuterUses(split)
+        self._shared = SharedInputs()
+        self._uses = OuterUses(split, self._shared)
 
     def run(self, weights: torch.UntypedStorage) -> Row:
         """Run it.
@@ -152,18 +157,19 @@ class TrialPass:
                 call: UnitCall | Finished | None = None
                 for unit in range(last + 1):
                     if unit == last:
-                        handed = sum(t.untyped_storage().nbytes() for t in _tensors(outputs))
-                        self._row.held = max(live.restart() - sum(self._row.boundary) - handed, 0)
+                        received = {_place(t): t.untyped_storage().nbytes() for t in storages}
+                        handed = {_place(t): t.untyped_storage().nbytes() for t in _tensors(outputs)}
+                        self._row.held = max(live.restart() - sum((received | handed).values()), 0)
                     if call is None:
                         call, outputs = self._advance(walk, unit, outputs), None
                     if not self._calls(call, unit):
                         self._pass_over(unit, call)
                         continue
                     assert isinstance(call, UnitCall)
-                    received = self._receive(call)
+                    arguments = self._receive(call)
                     # Who else uses what a unit is given or returns without a graph, no graph tells.
-                    several = several or len(received) > 1 or not call.makes_graph
-                    storages += received
+                    several = several or len(arguments) > 1 or not call.makes_graph
+                    storages += arguments
                     if unit == last:
                         self._last(unit, call, walk, live)
                     else:
@@ -175,6 +181,8 @@ class TrialPass:
         pointers = [_place(tensor) for tensor in storages]
         several = several or not self._returned.isdisjoint(pointers)
         self._row.shared = len(set(pointers)) < len(pointers) or several
+        self._row.effects |= SideEffects(shared=self._shared.places)
+        self._row.side = self._shared.num_bytes
         self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
         self._row.outside = self._uses.names
         return self._row
@@ -188,7 +196,7 @@ class TrialPass:
     def _pass_over(self, unit: int, call: UnitCall | Finished) -> None:
         """Record a unit that this forward skips, with the sizes of units of equal form: a later forward may call it."""
         alike = (known for form, known in self._known.items() if form[:2] == self._kind(unit))
-        forward, backward, kept, _ = next(alike, ((), (), Kept(), None))
+        forward, backward, kept, *_ = next(alike, ((), (), Kept()))
         self._row.boundary.append(max(self._row.boundary, default=0) if kept.num_bytes else 0)
         self._row.forward.append(forward)
         self._row.backward.append(backward)
@@ -199,6 +207,7 @@ class TrialPass:
     def _note_output(self, ending: Finished) -> None:
         self._row.output = sum(tensor.nbytes for tensor in _tensors(ending.output))
         self._returned = {_place(tensor) for tensor in _tensors(ending.output)}
+        self._shared.use(_tensors(ending.output))
 
     def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
         """Go on to ``unit``, and note what the model's own code uses on the way."""
@@ -222,10 +231,15 @@ class TrialPass:
         first, self._has_cache = bool(caches) and not self._has_cache, self._has_cache or bool(caches)
         if first:
             check_caches(self._split.model, caches)
-        given, _ = outline_of((call.args, tuple(call.kwargs.values())))
-        tensors = [leaf for leaf in given if is_differentiable(leaf) and leaf.requires_grad]
+        given = _given(call)
+        self._shared.receive(call.unit, given)
+        self._uses.give(call.unit, given)
+        moves = [leaf for leaf in given if is_differentiable(leaf)]
+        tensors = [leaf for leaf in moves if leaf.requires_grad or not call.makes_graph]
         unique = {_place(tensor): tensor for tensor in tensors}
-        self._row.boundary.append(sum(tensor.untyped_storage().nbytes() for tensor in unique.values()))
+        sizes = [tensor.untyped_storage().nbytes() for tensor in unique.values()]
+        # Below the device each begins on a sector of its own.
+        self._row.boundary.append(sum(sizes) + SECTOR_BYTES * max(0, len(sizes) - 1))
         return list(unique.values())
 
     def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
@@ -233,10 +247,11 @@ class TrialPass:
         effects = self._effects_of(key, unit, call, live)
         if key not in self._known:
             found = self._measure_compiled(unit, call, live) or self._measure(unit, call, live, effects)
+            passed = _passed_on(call, found[-1])
             with live.blind():  # a form to make others by, which takes no memory
                 outputs = torch_private.map_only(Tensor, lambda tensor: tensor.detach().to("meta"), found[-1])
-            self._known[key] = *found[:-1], outputs
-        forward, backward, kept, outputs = self._known[key]
+            self._known[key] = *found[:-1], outputs, passed
+        forward, backward, kept, outputs, passed = self._known[key]
         self._row.forward.append(forward)
         self._row.backward.append(backward)
         if not self._tracked[unit]:  # it runs no backward
@@ -244,7 +259,15 @@ class TrialPass:
         self._row.kept.append(kept)
         if effects.state or effects.objects:
             return self._passed_on(unit, call, effects, live)
-        fresh = torch_private.map_only(Tensor, _like, outputs)
+        given = _given(call)
+        leaves, structure = torch_private.flatten(outputs)
+        fresh = torch_private.unflatten(
+            [
+                _like(leaf) if at not in passed else _shown(given[passed[at]], leaf)
+                for at, leaf in enumerate(leaves)
+            ],
+            structure,
+        )
         return hand_out(fresh, Gradients(fresh))
 
     def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
@@ -478,6 +501,23 @@ def cached_tensors(value: Any) -> list[Tensor] | None:
     return _tensors([vars(layer) for layer in layers]) if isinstance(layers, list) else None
 
 
+def _given(call: UnitCall) -> list[Tensor]:
+    return outline_of((call.args, tuple(call.kwargs.values())))[0]
+
+
+def _passed_on(call: UnitCall, outputs: Any) -> PassedOn:
+    """Return which leaves of ``outputs`` lie in the memory of something given, and of what."""
+    given = {_place(leaf): position for position, leaf in enumerate(_given(call))}
+    leaves = enumerate(torch_private.leaves_of(outputs))
+    return {
+        at: given[_place(leaf)] for at, leaf in leaves if isinstance(leaf, Tensor) and _place(leaf) in given
+    }
+
+
+def _shown(given: Tensor, form: Tensor) -> Tensor:
+    return given.detach().view(form.dtype).as_strided(form.shape, form.stride(), form.storage_offset())
+
+
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in torch_private.leaves_of(values) if isinstance(leaf, Tensor)]
 
@@ -511,6 +551,8 @@ def _marks_of(module: nn.Module) -> Any:
     )
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _like(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return made.normal_(0.0, 0.5) if made.is_floating_point() else made

@@ -1,6 +1,7 @@
 """Parts of a trial: one unit by itself, its weights, its loss, and what it takes compiled."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from outsize.compat import torch_private
-from outsize.compat.torch_private import allocations, memory_key, parameters_of
+from outsize.compat.torch_private import allocations, has_memory, memory_key, parameters_of, weak_storage
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.model.split import Split
 from outsize.model.tiled import loss_of, shift_labels
@@ -17,7 +18,15 @@ from outsize.model.walk import UnitCall
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.runtime.forward.binding import TORCH_DTYPE, Binder, glue_places
 from outsize.runtime.forward.microbatch import MicrobatchRun
-from outsize.runtime.forward.unit_visit import Gradients, UnitVisit, hand_out, is_differentiable, visit_of
+from outsize.runtime.forward.staged_run import READ_NO_VALUE
+from outsize.runtime.forward.unit_visit import (
+    Gradients,
+    UnitVisit,
+    box_of,
+    hand_out,
+    is_differentiable,
+    visit_of,
+)
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.runtime.trial.measured import Trace
 
@@ -117,6 +126,54 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
+class SharedInputs:
+    """Inputs of units that something else uses as well: another unit, code behind the unit, the caller of the model."""
+
+    def __init__(self) -> None:
+        self._places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+        # As long as they are there, no other memory has the same key.
+        self._memories: dict[int, object] = {}
+        self._sizes: dict[int, int] = {}
+        self._shared: set[int] = set()
+        self._used: set[int] = set()
+
+    def receive(self, unit: int, given: Sequence[Tensor]) -> None:
+        """Note what ``unit`` is called with, by position."""
+        for position, leaf in enumerate(given):
+            if not has_memory(leaf):
+                continue
+            key = self._known(leaf)
+            # What a unit has returned moves on as it is: code between may have saved it for its own backward.
+            used = key in self._used and box_of(leaf) is not None
+            if used or any(other != unit for other, _ in self._places[key]):
+                self._shared.add(key)
+            self._places[key].add((unit, position))
+            if leaf.requires_grad:
+                self._sizes[key] = leaf.untyped_storage().nbytes()
+
+    def use(self, tensors: Iterable[Tensor]) -> None:
+        """Note what code outside of units computes with, or the model returns."""
+        self._used.update(self._known(tensor) for tensor in tensors if has_memory(tensor))
+        self._shared |= self._used & self._places.keys()
+
+    def _known(self, tensor: Tensor) -> int:
+        """Return the key of the memory of ``tensor``, which no other memory has from now on."""
+        key = memory_key(tensor)
+        if key not in self._memories:
+            self._memories[key] = weak_storage(tensor.untyped_storage())
+        return key
+
+    @property
+    def places(self) -> frozenset[tuple[int, int]]:
+        """Unit and position of each input that is shared."""
+        return frozenset().union(*(self._places[key] for key in self._shared))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of shared inputs that carry gradients, each memory once."""
+        return sum(self._sizes.get(key, 0) for key in self._shared)
+
+
 class OuterUses(TorchFunctionMode):
     """While entered, notes for `unit` that code on the way to it uses a trained parameter of the rest.
 
@@ -125,6 +182,7 @@ class OuterUses(TorchFunctionMode):
 
     Args:
         split: a model whose parameters are in place.
+        shared: is told of what that code computes with.
 
     Attributes:
         unit: that the model is on its way to.
@@ -132,8 +190,9 @@ class OuterUses(TorchFunctionMode):
         names: parameters of units that were computed with outside of them.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, shared: SharedInputs) -> None:
         super().__init__()
+        self._shared = shared
         rest = [tensor for unit in split.spec.units if unit.kind == "rest" for tensor in unit.tensors]
         self._watched = {
             id(parameters_of(module)[name])
@@ -152,11 +211,19 @@ class OuterUses(TorchFunctionMode):
         self.found: set[int] = set()
         self.names: set[str] = set()
 
+    def give(self, unit: int, given: Sequence[Tensor]) -> None:
+        """Note that code outside gives ``unit`` trained parameters of the rest as arguments."""
+        if any(id(leaf) in self._watched for leaf in given):
+            self.found.add(unit)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in torch_private.leaves_of((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+        tensors = [leaf for leaf in torch_private.leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.__name__ not in READ_NO_VALUE:
+            self._shared.use(tensors)
+        given = [leaf for leaf in tensors if isinstance(leaf, nn.Parameter)]
         if any(id(leaf) in self._watched for leaf in given):
             self.found.add(self.unit)
         names = {self._inside[id(leaf)] for leaf in given if id(leaf) in self._inside}

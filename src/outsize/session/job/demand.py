@@ -199,7 +199,8 @@ def demand_of(
         saved_bytes=measured.saved_bytes,
         selected_bytes=selected_bytes(measured),
         num_saved=measured.num_saved if measured.products else (),
-        shared_bytes=shared_bytes,
+        # What several units use stays on each worker that has used it, and so do its gradients.
+        shared_bytes=shared_bytes + 2 * measured.side_bytes * (machine.num_workers > 1),
         fixed_bytes=fixed,
         stream_bytes=STREAM_BYTES * machine.devices.accelerated,
         bounce_bytes=scratches * BOUNCE_BYTES,

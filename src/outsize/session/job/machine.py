@@ -24,7 +24,6 @@ from outsize.hardware.cards import find_card, known_card, parse_gpus
 from outsize.hardware.host_memory import HostMemory, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Gpu, Machine, Peer
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.planner.memory.memory_table import Tier
 from outsize.runtime.device.device_group import can_copy
 from outsize.session.job.job_options import AUTO
@@ -280,14 +279,6 @@ def _bytes_per_s(source: torch.device, target: torch.device) -> float:
         torch.accelerator.synchronize(target)
         best_s = min(best_s, time.perf_counter() - began)
     return _COPY_BYTES / best_s
-
-
-def lists_on(devices: Devices) -> UnitChoice:
-    """Return of how many lists layers are streamed there: of as many as a model has, or of the largest.
-
-    Several workers hand on what layers return to the layers that follow, which those of another list may not take.
-    """
-    return UnitChoice(most_lists=1) if len(devices.each) > 1 else ALL_LISTS
 
 
 def check_transport(transport: Transport, devices: Devices, home: Home) -> None:

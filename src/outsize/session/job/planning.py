@@ -107,7 +107,7 @@ def question_of(
     @cache
     def measured(microbatches: int) -> MicrobatchCost:
         trial = demand.trials(microbatches).measured
-        _check(options.activations, trial, parts, machine)
+        _check(options.activations, trial)
         needed = demand_of(parts, machine, trial, options.activations, trial.held_bytes)
         if rates is None:
             times = counted_times(parts, trial, figures.gpus[0].flops_per_s(parts.spec.compute_dtype))
@@ -215,7 +215,7 @@ def plan_wrapped(
     Raises:
         InfeasiblePlanError: no plan fits, and by how much.
     """
-    _check(options.activations, measured, parts, machine)
+    _check(options.activations, measured)
     gpu = assumed_machine(machine.devices).gpus[0]
     times = counted_times(parts, measured, gpu.flops_per_s(parts.spec.compute_dtype))
     demand = demand_of(parts, machine, measured, options.activations, held_bytes)
@@ -245,8 +245,8 @@ def _assumed(demand: RunDemand) -> Figures:
     return replace(figures, peers=peers, disk=figures.disk or NVME)
 
 
-def _check(activations: str, measured: Measured, parts: Split, machine: RunMachine) -> None:
-    """Check that the model can have what the user chose, on several workers if there are several.
+def _check(activations: str, measured: Measured) -> None:
+    """Check that the model can have what the user chose.
 
     Raises:
         ConfigError: it cannot.
@@ -262,11 +262,6 @@ def _check(activations: str, measured: Measured, parts: Split, machine: RunMachi
         advice = "set model.attention=sdpa, and model.compile=off, or it to auto"
         raise ConfigError(
             f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
-        )
-    if machine.num_workers > 1 and measured.inputs_shared:
-        raise ConfigError(
-            f"memory.device has {machine.num_workers} workers, but units of {type(parts.model).__name__} receive "
-            "activations that other units receive too; use one device"
         )
 
 

@@ -20,7 +20,7 @@ from outsize.model.build import load_hf_config
 from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
-from outsize.model.unit_lists import UnitChoice
+from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.model.walk import Boundaries
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
@@ -42,7 +42,6 @@ from outsize.session.job.machine import (
     describe_machine,
     determinism_said,
     home_file,
-    lists_on,
 )
 from outsize.session.job.model_setup import (
     change_blocks,
@@ -131,7 +130,7 @@ def demand_of_run(
     model = skeleton_of(run, hf_config, announce)
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = sourced(run, model, source, adapters_from)
-    parts = split_model(model, run.dtype, run.config, adapters, lists_on(run.devices))
+    parts = split_model(model, run.dtype, run.config, adapters)
     change_blocks(parts, run, source, announce)
     announce(Detail(_described(model, parts.spec, adapters, run.dtype)))
 
@@ -153,7 +152,7 @@ def demand_of_run(
         demand.trials(own.config.microbatches)
         return demand
 
-    demand = in_turn(demand_of, lists_on(run.devices))
+    demand = in_turn(demand_of, ALL_LISTS)
     if len(demand.split.layers) > 1:
         announce(demand.split.said())
     return demand
