@@ -91,4 +91,8 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name: str, settings: di
         got.backward()
         if "home" in settings:  # gradients on a disk have norms, and no values
             return
-        assert_equal(gradients(model), gradients(plain), 0.0 if name == "llava" else ROUNDING)
+        assert_equal(
+            gradients(model),
+            gradients(plain),
+            0.0 if name == "llava" and "microbatches" not in settings else ROUNDING,
+        )

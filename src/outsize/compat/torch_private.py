@@ -259,7 +259,7 @@ def weak_storage(storage: torch.UntypedStorage) -> object:
     """Return what keeps no byte of ``storage``, and keeps its `storage_key` from being that of another one."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    return StorageWeakRef(storage)
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def no_function_override() -> Any:

@@ -12,6 +12,7 @@ The story of a step in the caller's loop:
 Between passes the modules hold the parameters that rest at home; while a pass runs, views of slots.
 """
 
+import gc
 import logging
 import weakref
 from collections.abc import Mapping
@@ -104,6 +105,8 @@ class Runner(Inferring):
                 self._leaves_nothing = sign
                 return output
             del output
+            if _is_pending(self._saving):
+                gc.collect()  # there is no room for two forwards, and an output may hold itself
             before.undo_tensors()
             state = state_of_now()
         before.undo()
