@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outsize.compat.transformers_private import put_output_hooks
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.muon import Muon
@@ -189,7 +188,6 @@ def make_crew(
         outer, originals, units = None, None, [ModuleReplica(split, boundaries.forwards)]
     else:
         assert isinstance(device, Workers)
-        put_output_hooks(split.model)  # later ones would reach no replica
         originals = Originals(split)
         outer, units = _replicas(split, boundaries, device, layout, memories, settings.num_threads)
     turns = _turns(devices) if settings.draws_random and len(devices) > 1 else {}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat.torch_private import buffers_of, hooks_of, parameters_of, version_of
+from outsize.compat.transformers_private import put_output_hooks
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.model.split import Split
@@ -251,6 +252,7 @@ class Originals:
     """
 
     def __init__(self, split: Split) -> None:
+        put_output_hooks(split.model)  # later ones would reach no replica
         self._units = split.modules
         self.modules = [one for unit in split.modules for one in unit.modules()]
         self._structure = self._structure_now()
