@@ -1045,7 +1045,7 @@ def _(loop: Loop) -> Any:
     loop.optimizer.add_param_group({"params": [loop.head]})
 
 
-@row("torch.optim.SGD for a step", kind="state", disk="outsize.AdamW alone")
+@row("torch.optim.SGD for a step", kind="state", disk="where AdamW steps")
 def _(loop: Loop) -> Any:
     other = torch.optim.SGD(loop.model.parameters(), lr=0.1)
     loop.backward()
@@ -1053,7 +1053,7 @@ def _(loop: Loop) -> Any:
     other.zero_grad()
 
 
-@row("torch.optim.AdamW(fused) for a step", kind="state", disk="outsize.AdamW alone")
+@row("torch.optim.AdamW(fused) for a step", kind="state", disk="another outsize.AdamW was made")
 def _(loop: Loop) -> Any:
     other = torch.optim.AdamW(loop.model.parameters(), lr=0.1, fused=True)
     loop.backward()

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -111,9 +112,59 @@ def test_two_of_torch_s_optimizers_share_a_model(count):
 def test_a_disk_home_refuses_other_optimizers():
     with wrapped(zoo.build("llama"), home="disk") as model:
         streamed_backward(model, BATCHES[0])
-        for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor):
+        for make in (torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor):
             with pytest.raises(ConfigError, match=r"rests on disk.*outsize\.AdamW"):
                 make(model.parameters(), lr=0.1).step()
+        others = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(1))])
+        with pytest.raises(ConfigError, match="parameters of this model alone"):
+            others.step()
+        scaler, own = torch.amp.GradScaler("cpu"), torch.optim.AdamW(model.parameters(), fused=True)
+        scaler.scale(torch.ones(1))
+        with pytest.raises(ConfigError, match=r"scaler\.unscale_"):
+            scaler.step(own)
+
+
+@pytest.mark.parametrize("way", ["plain", "closure", "scaler"])
+def test_adamw_of_torch_steps_a_disk_home_as_fused(way: str):
+    """With a schedule, and its state saved, loaded and looked at."""
+
+    def trained(model: nn.Module) -> list[Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scaler, found = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+
+        def backward() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(**BATCHES[0]).loss
+            (scaler.scale(loss) if way == "scaler" else loss).backward()
+            return loss.detach()
+
+        for number in range(3):
+            if way == "closure":
+                found.append(optimizer.step(backward))
+            else:
+                found.append(backward())
+                if way == "scaler":
+                    model.lm_head.weight.grad[0, 0] *= float("inf") if number == 1 else 1
+                    scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
+            schedule.step()
+            if not number:
+                then = copy.deepcopy(optimizer.state_dict())
+            elif number == 1:
+                optimizer.load_state_dict(then)
+        state = optimizer.state_dict()["state"].values()
+        moments = [values[name] for values in state for name in ("step", "exp_avg", "exp_avg_sq")]
+        return [*found, *moments, *model.state_dict().values()]
+
+    want = trained(zoo.build("llama"))
+    with wrapped(zoo.build("llama"), home="disk") as model:
+        got = trained(model)
+        assert len(got) == len(want)
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
 def test_torch_s_clipping_reaches_gradients_on_disk():

@@ -66,11 +66,12 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trainer_trains_evaluates_saves_and_resumes_as_with_the_plain_model(tmp_path: Path):
-    """Its own optimizer, clipping, schedule and accumulation, over parameters in host memory."""
+@pytest.mark.parametrize("home", HOMES)
+def test_trainer_trains_evaluates_saves_and_resumes_as_with_the_plain_model(home: str, tmp_path: Path):
+    """Its own optimizer, clipping, schedule and accumulation."""
     plain = zoo.build("llama")
     want = fit(plain, tmp_path / "plain")
-    with wrapped(zoo.build("llama"), home="host") as model:
+    with wrapped(zoo.build("llama"), home=home) as model:
         got = fit(model, tmp_path / "streamed")
         assert losses(got) == losses(want)
         assert got.evaluate()["eval_loss"] == want.evaluate()["eval_loss"]

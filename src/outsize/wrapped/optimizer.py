@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from outsize.errors import ConfigError
 from outsize.optim.adamw import PlaneAdamW as Settings
@@ -117,6 +117,13 @@ class AdamW(torch.optim.Optimizer):
         self._state.forget_steps()
         return loss
 
+    def take_over(self, other: torch.optim.Optimizer) -> None:
+        """Step what another optimizer has by now: its groups, and a state that it was given since."""
+        self.param_groups = other.param_groups
+        if other.state is not self._state:
+            self.state = dict(other.state)
+            other.state = self._state  # type: ignore[assignment]
+
     def settle(self) -> None:
         """Return when the step under way is done."""
         self._runner.settle()
@@ -225,26 +232,67 @@ def make_way_for_others(runner: Runner) -> None:
     """Before each step of an optimizer but `AdamW`: see that it can step, and round gradients as most want them.
 
     Rounded to the dtype of the weights, gradients are those of a plain backward where a step is one microbatch. Over a
-    disk home there is no room for moments in host memory, so other optimizers are refused.
+    disk home there is no room for moments in host memory: `AdamW` stands in for torch's, others are refused.
     """
     known = weakref.ref(runner)
+    stand_ins: weakref.WeakKeyDictionary[torch.optim.Optimizer, AdamW] = weakref.WeakKeyDictionary()
+    idle = torch.optim.AdamW([torch.zeros(0)])
+    idle.param_groups = []
 
-    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         still = known()
         if still is None or isinstance(optimizer, AdamW):
-            return
+            return None
         own = {id(parameter) for parameter in still.parameters.named.values()}
-        due = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+        groups = [p for group in optimizer.param_groups for p in group["params"]]
+        due = [p for p in groups if id(p) in own]
         if not due:  # another model's, of which this one, which may be closed by now, knows nothing
-            return
+            return None
         if any(isinstance(parameter, AtRest) and parameter.requires_grad for parameter in due):
-            raise ConfigError(
-                f"{type(optimizer).__name__}.step(): what trains rests on disk, or was encoded, where "
-                "outsize.AdamW alone steps; use that (of a Trainer: optimizers=(outsize.AdamW(model), None)), or wrap "
-                'the model with home="host" and no codec'
-            )
+            _check_stand_in(optimizer, alone=len(due) == len(groups))
+            if optimizer not in stand_ins:
+                stand_ins[optimizer] = _standing_in(still, optimizer)
+            stand_ins[optimizer].take_over(optimizer)
+            return (idle, *args[1:]), kwargs  # calls the closure, if there is one
         still.settle()
         still.parameters.multiply_gradients(list(still.parameters.factors))
         still.parameters.round_gradients(due)
+        return None
+
+    def end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        overflow = getattr(
+            optimizer, "found_inf", None
+        )  # of a scaler, which leaves it to the optimizer to stay
+        if args and args[0] is idle and (overflow is None or not overflow.item()):
+            stand_ins[optimizer].step()
 
     weakref.finalize(runner, register_optimizer_step_pre_hook(begin).remove)
+    weakref.finalize(runner, register_optimizer_step_post_hook(end).remove)
+
+
+def _check_stand_in(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+    """Check that an optimizer of torch does what `AdamW` does where it steps what rests on disk.
+
+    Raises:
+        ConfigError: it does something else.
+    """
+    if type(optimizer) is not torch.optim.AdamW or not alone:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step(): what trains rests on disk, or was encoded, where AdamW steps, and "
+            "parameters of this model alone: use torch.optim.AdamW or outsize.AdamW(model) (of a Trainer: its default, "
+            'or optimizers=(outsize.AdamW(model), None)), or wrap the model with home="host" and no codec'
+        )
+    if getattr(optimizer, "grad_scale", None) is not None:  # a scaler leaves unscaling to fused kernels
+        raise ConfigError(
+            "GradScaler.step() has torch.optim.AdamW unscale gradients in its kernel, which does not run over a disk "
+            "home: use outsize.AdamW(model), or scaler.unscale_(optimizer) before the step"
+        )
+
+
+def _standing_in(runner: Runner, optimizer: torch.optim.Optimizer) -> AdamW:
+    """Return what steps a disk home in the place of an AdamW of torch."""
+    _log.info("torch.optim.AdamW steps what rests on disk as outsize.AdamW does: as with fused=True")
+    optimizer.register_state_dict_post_hook(
+        lambda _, packed: {**packed, "state": {key: dict(values) for key, values in packed["state"].items()}}
+    )
+    return AdamW(runner.model, groups=optimizer.param_groups)

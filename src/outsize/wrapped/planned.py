@@ -140,8 +140,8 @@ class Planned:
         self._move_in(model, fill)
         if self._memory.home == "auto" and self.session.machine.home == "disk" and any(self._flags.values()):
             _log.warning(
-                "the model rests on disk, as it does not fit host_memory: outsize.AdamW(model) alone steps there (of a "
-                'Trainer: optimizers=(outsize.AdamW(model), None)); others need home="host" and the memory for it'
+                "the model rests on disk, as it does not fit host_memory: outsize.AdamW(model), and torch.optim.AdamW "
+                'as that does, step there (the default of Trainer); others need home="host" and the memory for it'
             )
         self._device = self.session.torch_device
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
@@ -302,6 +302,11 @@ class Planned:
         """Return what is at home, with room for all that trains by now; errors as of a forward."""
         self._make_room(self._check())
         return self.parameters
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which must not have been unwrapped."""
+        return self._check()
 
     def _check(self) -> nn.Module:
         model = self._model()
