@@ -304,9 +304,11 @@ def test_an_end_that_only_a_next_message_or_a_question_brings_is_the_reply_s(mak
         "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ standard }}{% endif %}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
         "{% if add_generation_prompt or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% if add_generation_prompt and messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ).replace("standard", repr(standard))
     turns = [
         {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)
     ]
     assert trained(make(template), turns) == "b<|im_end|>\n|d"
+    turns[1]["content"] = " 'b'\n\n"
+    assert trained(make(template), turns) == " 'b'\n\n<|im_end|>\n|d"

@@ -146,6 +146,23 @@ _UNUSUAL = {
         "{{ '<a>' }}[[[said][calls]{{ '<end>' }}]][else][other][done]{% if add_generation_prompt %}"
         "{{ '<system>be brief<end><a>' }}[fi]"
     ),
+    "asks for one more reply behind all": (
+        "{% if tools %}{{ '<system>' + tools | tojson + '<end>' }}[fi][each][reply]{{ '<a>' }}[[[said][calls]"
+        "{{ '<end>' }}]][else][other][done]{{ '<a>' }}"
+    ),
+    "asks behind all, replies in a tag of their own": (
+        "[each]{{ '<turn>' }}[reply]{{ '<a>' }}[[{{ '<text>' + m.content + '</text>' }}[calls]{{ '<end>' }}]]"
+        "[else][other][done]{{ '<turn><a>' }}"
+    ),
+    "replies end where a user follows": (
+        "[each]{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'assistant' %}[[{{ '<end>' }}]]"
+        "[fi][reply]{% if not loop.previtem or loop.previtem.role != 'assistant' %}{{ '<a>' }}[fi][[[said]]]"
+        "[else]{{ '<' + m.role + '>' + m.content + '</' + m.role + '>' }}[done][ask]"
+    ),
+    "an instruction behind all": (
+        "[each][reply]{{ '<a>' }}[[[said][calls]{{ '<end>' }}]][else][other][done]"
+        "{{ '<system>Answer in one line.<end>' }}[ask]"
+    ),
 }
 UNUSUAL = {name: _whole(short) for name, short in _UNUSUAL.items()}
 MORE: dict[str, tuple[list[Message], list[Message] | None]] = {

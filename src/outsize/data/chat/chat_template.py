@@ -161,6 +161,8 @@ class ChatTemplate:
     ) -> list[Span]:
         """Return the characters of some replies; ``key`` is the template and what decides its headers."""
         template = key[0]
+        if key not in self._headers:
+            self._headers[key] = header_of(form, render, template)
         if MARKED.search(template):
             marked, spans = marked_spans(render(form, template=mark(template)))
             if marked != text:
@@ -171,17 +173,13 @@ class ChatTemplate:
             self._tell_unmarked(trained, turns, reading, where)
             if reading is not None and turns and template not in self._looked_at:
                 self._looked_at.add(template)
-                self._tell_open(
-                    trained, Borders(reading, render, header_of(form, render, template)), turns[-1], where
-                )
+                self._tell_open(trained, Borders(reading, render, self._headers[key]), turns[-1], where)
             return trained
         if reading is None:
             raise DataError(
                 f"{where}: cannot tell whose words are whose, since the chat template decides by the words of a "
                 f"message; {_MARK_THEM}"
             )
-        if key not in self._headers:
-            self._headers[key] = header_of(form, render, template)
         if (header := self._headers[key].strip()) and header in json.dumps(form, ensure_ascii=False):
             reading = read(form, render, template, keeps_tags=False)
             if reading is None:
@@ -363,7 +361,7 @@ class ChatTemplate:
     ) -> str:
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, **given, **options
+                messages, chat_template=template, tokenize=False, **{**given, **options}
             )
         except Exception as error:  # a template is a program of its own: it raises what it likes
             raise DataError(f"{where}: the chat template refuses this conversation: {error}") from error

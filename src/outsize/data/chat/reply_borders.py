@@ -1,32 +1,36 @@
 """Where a reply begins and ends between the words of two messages, and whether all of the reply is there."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Sequence
 
 from outsize.data.chat.reply_spans import (
-    KINDS,
+    ENDS,
     LEXEME,
-    NAME,
     NOTHING,
     SENTINELS,
+    TAGS,
     TEXT,
     Message,
     Reading,
     Render,
     Span,
     begin_of,
+    behind,
     code_of,
     common,
+    common_end,
     kept_patterns,
-    message_of,
     read,
     veil,
 )
 from outsize.errors import DataError
 
 _THINKS = re.compile(r"<[^<>\s]*(?:think|thought)[^<>\s]*>|\[THINK\]|◁think▷|<\|channel\|?>", re.IGNORECASE)
-_ROLES = re.compile(r"(?<![^\W_])(?:assistant|user|system|human|model|gpt|bot)(?![^\W_])", re.IGNORECASE)
+_ROLES = re.compile(
+    r"(?<![^\W_])(?:assistant|user|system|human|model|gpt|bot|chatbot)(?![^\W_])", re.IGNORECASE
+)
 _TAGGED = re.compile(r"\S*>|<\S|\[\S")
 _ASKED: list[Message] = [{"role": "user", "content": "x"}]
 _ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": "y"}]
@@ -53,7 +57,8 @@ def header_of(messages: Sequence[Message], render: Render, template: str) -> str
             header = header[: opening.start()]
         if header.strip():
             return _without_end(header, render)
-    return _written_header(render, template)
+    # Some templates describe tools in a message of its own, behind the system prompt.
+    return _written_header(functools.partial(render, tools=None), template)
 
 
 def _without_end(header: str, render: Render) -> str:
@@ -65,32 +70,56 @@ def _without_end(header: str, render: Render) -> str:
         return header
     last = shown.rfind(code_of(1, TEXT))
     end = common(header, shown[last + 1 : max(shown.rfind(code_of(0, TEXT)), 0)]) if last >= 0 else 0
-    opening = _opening_of([*answered, asked], render) or shown[: max(shown.find(code_of(0, TEXT)), 0)]
-    lexemes = LEXEME.finditer(header, 0, end)
-    end = next((one.start() for one in lexemes if one[0].strip() and one[0] in opening), end)
+    openings = _opening_of([*answered, asked], render), shown[: max(shown.find(code_of(0, TEXT)), 0)]
+    end = _header_in(header[:end], *openings)
     return header[end:] if header[:end].strip() and header[end:].strip() else header
 
 
-def _opening_of(messages: Sequence[Message], render: Render) -> str:
-    """Return the text that opens a conversation with its system prompt, before any reply has ended."""
+def _header_in(shared: str, *openings: str) -> int:
+    """Return where a header begins in what headers of several roles share; the first one of all opens the text."""
+    for opening in openings:
+        begins = (
+            one
+            for one in LEXEME.finditer(shared)
+            if one[0].strip(" \t\r\n>]|)") and shared[one.start() :] in opening
+        )
+        first = min(begins, key=lambda one: opening.index(one[0]), default=None)
+        if first:
+            return first.start()
+    return len(shared)
+
+
+def _opening_of(messages: Sequence[Message], render: Render, role: str = "system") -> str:
+    """Return the text in front of a system prompt, or of a first message of another role; nothing if it is refused."""
     code = code_of(len(messages), TEXT)
     with contextlib.suppress(DataError):
-        opening, found, _ = render([{"role": "system", "content": code}, *messages]).partition(code)
-        return opening if found else ""
+        opening, shown, _ = render([{"role": role, "content": code}, *messages]).partition(code)
+        return opening if shown else ""
     return ""
 
 
 def _written_header(render: Render, template: str) -> str:
-    """Return the header of a reply under a template that does not ask for replies."""
+    """Return the header of a reply under a template that does not ask for replies, or always does."""
     try:
         reading = read(_ANSWERED, render, template)
         if reading is None or len(reading.blocks) != 2:
             return ""
         asked, answered = reading.blocks
         between = reading.text[asked.end : answered.start]
-        closing = Borders(reading, render, "").closing(reading.veiled.messages[:1], 0) or ""
+        borders, shown = Borders(reading, render, ""), reading.veiled.messages
+        closing = borders.closing(shown[:1], 0) or ""
     except DataError:
         return ""
+    # What stands behind all messages alike, but not where a user follows, is a question for one more reply.
+    last = borders.closing(shown, 1) or ""
+    header = last[len(last) - common_end(last, closing) :]
+    again = borders.closing([*shown, {"role": "user", "content": code_of(2, TEXT)}], 1, 2)
+    is_asked = header.strip() and (header.strip() in between or _ROLES.search(header))
+    if is_asked and again is not None and not again.startswith(header.strip()):
+        openings = _opening_of(shown, render), reading.text[: asked.start]
+        header = last[_header_in(last[: common(last, again)], *openings) :]
+        lengths = (one.end() for one in LEXEME.finditer(header) if header[: one.end()] in between)
+        return header[: max(lengths, default=0)]
     header = between[common(between, closing) :]
     return header if _ROLES.search(header) else ""
 
@@ -158,7 +187,7 @@ class Borders:
             shown = self._render(messages, **options)
         except DataError:
             return None
-        return _behind(shown, code, until)
+        return behind(shown, code, until)
 
     def _start(self, floor: int, begin: int, before: int | None, turn: int) -> int:
         text = self._reading.text
@@ -186,7 +215,7 @@ class Borders:
     def _end_before(self, gap: str, before: int | None, turn: int) -> int:
         """Return how many characters of a gap are not the reply's, nor its header."""
         if before is None:
-            first, end = 0, common(gap, self._opening())
+            first, end = 0, common(gap, _opening_of([], self._render, "user"))
         else:
             first = max(i for i in range(turn) if i == before or self._is_alike(i, before))
             end = self._shared(gap, self._reading.veiled.messages[: first + 1], before)
@@ -210,66 +239,89 @@ class Borders:
         messages = list(self._reading.veiled.messages)
         return [*messages[:turn], {**messages[turn], "content": ""}, *messages[turn + 1 :]]
 
-    def _opening(self) -> str:
-        """Return what stands in front of the first message."""
-        try:
-            return self._render(_ASKED)
-        except DataError:
-            return ""
-
-    def _first_header(self) -> str:
-        """Return what stands in front of the first message: a system prompt, or a question."""
-        code = code_of(0, TEXT)
-        asked = [{"role": "user", "content": code}]
-        try:
-            return _opening_of(asked, self._render) or self._render(asked).partition(code)[0]
-        except DataError:
-            return ""
-
     def _end(self, turn: int, shown: Sequence[Message], gap: str, *, in_parts: bool) -> int:
         """Return how many characters of a gap are the end of a reply."""
         until = shown[: turn + 1]
-        if turn + 1 == len(shown) and not until[-1].get("tool_calls"):
-            return len(gap)
-        closings = [self.closing(until, turn)]
-        # Some end in another way where nothing follows; asked for one more reply, they end it as they do within.
-        asked = self.closing(until, turn, add_generation_prompt=True)
-        if asked is not None and self._header and self._header in asked:
-            closings.append(asked[: asked.rindex(self._header)])
-        lengths = [common(gap, closing) for closing in closings if closing is not None]
-        length = max(lengths) if lengths else self._usual_length(gap)
-        rests = [closing[common(gap, closing) :] for closing in closings if closing]
-        if not in_parts and all(rest.strip() for rest in rests):  # as the last one it would end otherwise
-            length = max(length, self._length_within(until, gap, ends=bool(rests)))
         at = gap.find(self._header) if self._header else -1
-        length = length if at < 0 else min(length, at)
-        if length and shown[turn].get(
-            "tool_calls"
-        ):  # what opens a result may stand behind a call that has none yet
+        limit = at if at >= 0 else len(gap)
+        if turn + 1 == len(shown) and at < 0:
+            # What is no tag and stands behind a question as well is nobody's.
+            asked = self.closing([{"role": "user", "content": code_of(0, TEXT)}], 0) or ""
+            tail = gap[len(gap) - common_end(gap, asked) :]
+            if any(map(str.isalnum, TAGS.sub("", tail))):
+                within = self._length_within(until, gap)
+                if within is None:
+                    raise DataError("ends a conversation in words of its own")
+                return within
+        if turn + 1 == len(shown) and not until[-1].get("tool_calls"):
+            return limit
+        length = min(limit, self._ending(until, turn, gap, is_whole=not in_parts))
+        if length and until[-1].get("tool_calls"):
+            # what opens a result may stand behind a call that has none yet
             length = min(length, begin_of(self._header_of_result(shown, turn), gap))
         return length
 
-    def _length_within(self, until: Sequence[Message], gap: str, *, ends: bool) -> int:
-        """Return how much of a gap ends a reply where any message follows: what stands there before users and replies.
+    def _ending(self, until: Sequence[Message], code: int, gap: str, *, is_whole: bool) -> int:
+        """Return how many characters of a gap end the message in front.
+
+        They are looked for where the message is the last one, where one more reply is asked for, which some templates
+        end as they do within, and, if neither is there as a whole, in front of other messages.
 
         Args:
-            until: the reply and what is before it.
-            gap: behind the reply.
-            ends: whether something ends it as the last one.
+            until: the message and what is before it, with sentinels.
+            code: the number of the message whose sentinels it has.
+            gap: behind its words.
+            is_whole: whether the gap is behind all of the message.
+        """
+        tail = _tail_of(until[-1], gap)
+        closings = [self.closing(until, code), self.closing(until, code, add_generation_prompt=True)]
+        known = [
+            (text.rpartition(self._header)[0] if self._header and self._header in text else text)
+            for text in closings
+            if text is not None
+        ]
+        if not known:
+            return self._usual_length(gap)
+        known = [closing.removeprefix(tail) for closing in known]
+        lengths = [common(gap[len(tail) :], closing) for closing in known]
+        ends = list(zip(known, lengths, strict=True))
+        if not is_whole or any(end.strip() and not end[length:].strip() for end, length in ends):
+            return len(tail) + max(lengths)
+        within = self._length_within(until, gap)
+        if within is None and any(map(str.strip, known)):
+            raise DataError("ends it in another way where a message follows")
+        partial = [n for n in lengths if within is None or not gap[len(tail) :][:n].strip()]
+        return max([within or 0, *(len(tail) + n for n in partial)])
+
+    def _length_within(self, until: Sequence[Message], gap: str) -> int | None:
+        """Return how much of a gap ends a message where any other follows; None where that cannot be told.
+
+        It is what stands there before users and replies alike; or else the tags that stand before a user, but not
+        before one who begins.
+
+        Args:
+            until: the message and what is before it.
+            gap: behind its words.
         """
         number = len(until)
-        behind = []
-        for role in ("user", "assistant"):
-            follows = {"role": role, "content": code_of(number, TEXT)}
-            behind.append(self.closing([*until, follows], number - 1, number))
-        one, other = behind
-        end = one[: common(one, other)] if one is not None and other is not None else ""
-        end = end[: begin_of(self._header, end)]
-        opens = end.strip() and end.strip() in self._first_header()  # it begins headers
-        is_known = None not in behind and gap.startswith(end) and not opens
-        if ends and not is_known:
-            raise DataError("ends it in another way where a message follows")
-        return len(end) if is_known else 0
+        user, reply = ({"role": role, "content": code_of(number, TEXT)} for role in ("user", "assistant"))
+        before_user, before_reply = (
+            self.closing([*until, follows], number - 1, number) for follows in (user, reply)
+        )
+        if before_user is None:
+            return None
+        tail = _tail_of(until[-1], gap)
+        before_user = before_user.removeprefix(tail)
+        first = _opening_of([], self._render, "user")
+        ends = [before_user[: len(before_user) - common_end(before_user, first)]]
+        if not ENDS.fullmatch(ends[0]) or not before_user[len(ends[0]) :].strip():
+            ends = []
+        if before_reply is not None:
+            end = before_user[: common(before_user, before_reply.removeprefix(tail))]
+            at = begin_of(self._header, end)
+            end = end[: at if at < len(end) else _header_in(end, _opening_of([user], self._render), first)]
+            ends.insert(0, end) if end.strip() else ends.append(end)
+        return next((len(tail + end) for end in ends if gap.startswith(tail + end)), None)
 
     def _header_of_result(self, shown: Sequence[Message], turn: int) -> str:
         """Return what stands in front of one more result of a tool; nothing where that is not known."""
@@ -337,18 +389,8 @@ class Borders:
         return before + at, before + at + max(lengths)
 
 
-def _behind(shown: str, number: int, until: int | None = None) -> str | None:
-    """Return what stands behind the last sentinel of a message, up to that of the message ``until``, if there is one.
-
-    Returns:
-        None where the message is not there, or another one follows.
-    """
-    last = max(shown.rfind(code_of(number, kind)) for kind in KINDS)
-    if last < 0:
-        return None
-    rest = shown[last + 1 :]
-    other = SENTINELS.search(rest)
-    if other is None:
-        return rest
-    behind, kind = message_of(other[1])  # results repeat names of calls
-    return rest[: other.start()] if behind == until or kind == NAME else None
+def _tail_of(message: Message, gap: str) -> str:
+    """Return what the text of a message ends in behind its last word, if a gap begins with it."""
+    content = message["content"]
+    tail = SENTINELS.split(content if isinstance(content, str) else content[-1]["text"])[-1]
+    return next((each for each in (tail, tail.strip()) if gap.startswith(each)), "")

@@ -36,6 +36,8 @@ NOTHING = re.compile(r"((?!))")
 _WORD = re.compile(r"[^\W_]|[^\x00-\x7f\s]")
 _MARK = re.compile(r"[^\s\w\"'\\<>]")
 _TAG = r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,40}\]"
+TAGS = re.compile(rf"{_TAG}|\[\|[^\[\]\s]+\|\]")
+ENDS = re.compile(rf"(?:\s*(?:{TAGS.pattern}))+\s*")
 LEXEME = re.compile(r"<[^<>\s]*>|\[/?\w+\]|\s|\w+|.")
 _THOUGHT = re.compile(
     r".*(?:</[^<>\s]*(?:think|thought)[^<>\s]*>|\[/THINK\]|◁/think▷|<channel\|>)", re.DOTALL
@@ -235,6 +237,34 @@ def common(one: str, other: str) -> int:
         if a[0] != b[0]:
             break
         length = a.end()
+    return length
+
+
+def behind(shown: str, number: int, until: int | None = None) -> str | None:
+    """Return what stands behind the last sentinel of a message, up to that of the message ``until``, if there is one.
+
+    Returns:
+        None where the message is not there, or another one follows.
+    """
+    last = max(shown.rfind(code_of(number, kind)) for kind in KINDS)
+    if last < 0:
+        return None
+    rest = shown[last + 1 :]
+    other = SENTINELS.search(rest)
+    if other is None:
+        return rest
+    behind, kind = message_of(other[1])  # results repeat names of calls
+    return rest[: other.start()] if behind == until or kind == NAME else None
+
+
+def common_end(one: str, other: str) -> int:
+    """Return how many characters two texts end with alike, in steps of `LEXEME`."""
+    length = 0
+    pieces = (reversed(LEXEME.findall(text)) for text in (one, other))
+    for a, b in zip(*pieces, strict=False):
+        if a != b:
+            break
+        length += len(a)
     return length
 
 
