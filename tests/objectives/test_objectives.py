@@ -259,12 +259,16 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(
     with pytest.raises(ZeroDivisionError):
         train(config, progress=die)
     assert (tmp_path / "cut/checkpoints/latest").read_text() == "checkpoint-2\n"
-    seen = []
+    seen: list[tuple[int, int]] = []
     left = tmp_path / "cut/store/home/of-a-process-that-was-killed.bin"
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"weights")
     again = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
-    result = train(again, progress=lambda record: seen.append((record.step, record.num_steps)))
+    said: list[str] = []
+    result = train(
+        again, progress=lambda record: seen.append((record.step, record.num_steps)), announce=said.append
+    )
+    assert "resumed from checkpoint-2" in said
     assert seen == [(3, 4), (4, 4)]
     assert not left.exists()
     assert result.steps == 4
@@ -371,6 +375,34 @@ def test_a_generation_config_that_is_not_written_as_it_is_read_does_not_cost_the
     saved = Path(train(make_run(tmp_path, "dpo")).export_dir or "")
     assert list(saved.glob("*.safetensors"))
     assert said.items() <= json.loads((saved / "generation_config.json").read_text()).items()
+
+
+@pytest.mark.parametrize("name", ["rng_state.pth", "trainer_state.json"])
+def test_a_disk_that_is_full_when_it_saves_says_so(name: str, tmp_path: Path):
+    """Some libraries write in other languages, and name no error of the system."""
+    config = make_run(tmp_path, "dpo", train={"save_every": 1})
+    (tmp_path / "run/checkpoints/checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/checkpoint-1" / name).symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"checkpoint-1.*(dmesg|disk is full|free some)"):
+        train(config)
+
+
+def test_a_checkpoint_has_its_name_for_good_before_it_is_called_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What was made, and synced since, in that order."""
+    config = make_run(tmp_path, "dpo", train={"steps": 1})
+    done: list[tuple[str, Path]] = []
+    sync, rename = files.sync, files.System.rename
+    monkeypatch.setattr(files, "sync", lambda path: (done.append(("sync", path)), sync(path)))
+    monkeypatch.setattr(
+        files.System, "rename", lambda self, a, b: (done.append(("rename", Path(b))), rename(self, a, b))
+    )
+    saved = Path(train(config).export_dir or "")
+    named = done.index(("rename", saved.parent / "latest"))
+    assert {*saved.rglob("*"), saved, saved.parent, saved.parent.parent} <= {
+        path for kind, path in done[:named] if kind == "sync"
+    }
 
 
 def test_what_cannot_be_saved_is_known_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

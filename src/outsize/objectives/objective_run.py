@@ -128,6 +128,8 @@ def _train(
         interrupt.finish = lambda: (
             "the run ends after the step under way, and saves; a second one stops it at once"
         )
+        if resumed is not None:
+            announce(f"resumed from {resumed.name}")
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
         figures = {
             "steps": trainer.state.global_step,

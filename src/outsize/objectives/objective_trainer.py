@@ -4,6 +4,7 @@ A trainer's class becomes one that has `ByConfig` before it. All else, the loss 
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import set_best, set_latest
+from outsize.checkpoint.checkpoint_state import make_durable, set_best, set_latest
 from outsize.checkpoint.saver import DEFAULT_MINUTES, FIRST_MINUTES
 from outsize.compat.transformers_private import TrainerSteps
 from outsize.config import Config
-from outsize.errors import NonFiniteError
+from outsize.errors import NonFiniteError, StorageError
 from outsize.objectives.objective_models import streamed
 from outsize.session.steps import schedule_of
 from outsize.storage.prealloc import explain
@@ -111,16 +113,27 @@ class ByConfig(TrainerSteps):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         directory = Path(self.args.output_dir) / checkpoint_name(self.state.global_step)
         try:
+            make_durable(directory.parent)
             yield
             if any(
                 adapter.task_type == "SEQ_CLS" for adapter in getattr(self.model, "peft_config", {}).values()
             ):
                 self.model.config.save_pretrained(directory)  # names of classes, which adapters do not tell
-            for path in (*directory.rglob("*"), directory):
+            for path in (*directory.rglob("*"), directory, directory.parent):
                 files.sync(path)
             set_latest(directory)
         except OSError as error:
             raise explain(error, f"write the checkpoint {directory}") from error
+        except (
+            RuntimeError,
+            SafetensorError,
+        ) as error:  # what writes in other languages names no error of the system
+            if not isinstance(error, SafetensorError) and not _WRITERS.search(str(error)):
+                raise
+            raise StorageError(
+                f"cannot write the checkpoint {directory}: {str(error).strip()}; look at the room on its disk, and "
+                "at the kernel log (dmesg); the checkpoint before is whole"
+            ) from error
         finally:
             self.args.save_total_limit = limit
         rotate_checkpoints(
@@ -128,6 +141,10 @@ class ByConfig(TrainerSteps):
             save_total_limit=limit,
             best_model_checkpoint=self.state.best_model_checkpoint,
         )
+
+
+# How errors of what writes `torch.save` begin, on a disk that is full or fails.
+_WRITERS = re.compile("inline_container|PytorchStreamWriter")
 
 
 class NoReference(nn.Module):
