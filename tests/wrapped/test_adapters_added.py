@@ -209,3 +209,28 @@ def test_a_model_whose_move_has_failed_half_way_is_as_it_was(home: str, monkeypa
         with pytest.raises(StorageError, match="planted"):
             logits_with(model, "other")
         assert torch.equal(logits_with(model, "other"), logits_with(plain, "other"))
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("own", [False, True])
+def test_an_optimizer_made_before_adapters_have_gone_home_steps_them(own: bool, home: str):
+    """As a trainer makes it, between `get_peft_model` and the first call."""
+
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, CONFIG)
+        adapters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+        if own and model is not plain:
+            optimizer: torch.optim.Optimizer = outsize.AdamW(model, groups=[{"params": adapters}])
+        else:
+            optimizer = torch.optim.AdamW(adapters, fused=True)
+        for _ in range(2):
+            adapted(**BATCH).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in adapted.state_dict().items()}
+
+    plain = zoo.build("llama")
+    want = train(plain)
+    with wrapped(zoo.build("llama"), home=home) as model:
+        assert_equal(train(model), want)

@@ -15,6 +15,7 @@ from outsize.wrapped.at_home.at_rest import AtRest
 from outsize.wrapped.at_home.home_parameter import plainly
 from outsize.wrapped.module import iterate_parameters, runner_of
 from outsize.wrapped.optimizer_state import StateAtHome
+from outsize.wrapped.parameters import parameter_of_now
 from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class AdamW(torch.optim.Optimizer):
         self._told: set[str] = set()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(list(iterate_parameters(model)) if groups is None else list(groups), defaults)
+        _follow_parameters(self)
         self._begin(frozenset(self._named()))
         self._tell()
 
@@ -88,6 +90,7 @@ class AdamW(torch.optim.Optimizer):
         """See `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         if hasattr(self, "_told"):
+            _follow_parameters(self)
             self._begin(frozenset(self._names.get(id(p), "") for p in self.param_groups[-1]["params"]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -213,8 +216,7 @@ class AdamW(torch.optim.Optimizer):
         if strangers:
             raise ConfigError(
                 "a parameter group holds parameters that are not those of this wrapped model: make the groups of "
-                "model.named_parameters() as they are now; over a disk home they are others since outsize.wrap, and "
-                "added ones since the first call"
+                "model.named_parameters() as they are now"
             )
         names = frozenset(
             self._names[id(p)]
@@ -241,7 +243,10 @@ def make_way_for_others(runner: Runner) -> None:
 
     def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         still = known()
-        if still is None or isinstance(optimizer, AdamW):
+        if still is None:
+            return None
+        _follow_parameters(optimizer)
+        if isinstance(optimizer, AdamW):
             return None
         own = {id(parameter) for parameter in still.parameters.named.values()}
         groups = [p for group in optimizer.param_groups for p in group["params"]]
@@ -268,6 +273,15 @@ def make_way_for_others(runner: Runner) -> None:
 
     weakref.finalize(runner, register_optimizer_step_pre_hook(begin).remove)
     weakref.finalize(runner, register_optimizer_step_post_hook(end).remove)
+
+
+def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Have the groups of an optimizer hold what stands in the model by now: adapters may have gone home since."""
+    for group in optimizer.param_groups:
+        for at, parameter in enumerate(group["params"]):
+            now = group["params"][at] = parameter_of_now(parameter)
+            if now is not parameter and parameter in optimizer.state:
+                optimizer.state[now] = optimizer.state.pop(parameter)
 
 
 def _check_stand_in(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:

@@ -29,6 +29,7 @@ from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_
 from outsize.wrapped.home_tensors import HomeTensors, codec_part, follow
 
 Fill = Callable[[TensorSpec, Tensor], None]
+_NOW = "_outsize_now"
 
 
 class HomeParameters(HomeTensors):
@@ -324,4 +325,12 @@ class HomeParameters(HomeTensors):
             return show_at_home(former, self._shown_view(tensor.name), weakly(self._look), weakly(self._part))
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
+        vars(former)[_NOW] = made  # optimizers may know the former one
         return cast(nn.Parameter, made)
+
+
+def parameter_of_now(parameter: Tensor) -> Tensor:
+    """Return what stands in the model by now for a parameter that went to a home where it has no bytes."""
+    while (following := vars(parameter).get(_NOW)) is not None:
+        parameter = following
+    return parameter
