@@ -192,15 +192,14 @@ def settings_without_effect(config: "Config", around: Surroundings) -> list[str]
     found = []
     for key, row in idle_rows(type(config)):
         why = next((reason for reason, holds in row if holds(case)), None)
-        if why is not None and _is_set(config, key):
+        section, _, name = key.partition(".")
+        if why is not None and _is_set(getattr(config, section), name):
             found.append(f"{key} has no effect: {why}")
     return found
 
 
-def _is_set(config: "Config", key: str) -> bool:
-    section_name, _, name = key.partition(".")
-    section = getattr(config, section_name)
-    return bool(getattr(section, name) != type(section).model_fields[name].default)
+def _is_set(section: "Section", key: str) -> bool:
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def _size(value: Any) -> Any:

@@ -86,7 +86,7 @@ def foresee(config: Config, announce: Announce = lambda _: None) -> dict[str, Pl
     """
     objective = objective_of(config)
     assert objective is not None
-    run_dir = choose_run_dir(config)
+    run_dir = choose_run_dir(config.train.run_dir)
     config = settle(config, run_dir, announce, objective=objective).config
     with contextlib.ExitStack() as stack:
         trainer, models = _opened(stack, config, objective, run_dir, announce)
@@ -99,7 +99,7 @@ def _train(
 ) -> TrainResult:
     from outsize.objectives.objective_trainer import Following
 
-    run_dir = choose_run_dir(config)
+    run_dir = choose_run_dir(config.train.run_dir)
     resumed = run_checkpoint.find(config.train.resume, run_dir)
     config = settle(config, run_dir, announce, resumed=resumed, objective=objective).config
     config = as_before(config, run_dir, resumed, announce=announce)

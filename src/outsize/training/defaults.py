@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
+from outsize.config.section import Section
 from outsize.data.record_lengths import are_records, record_lengths
 from outsize.model.build import is_masked
 from outsize.model.sizes.model_spec import num_positions
@@ -90,23 +91,16 @@ def settle(
     """
     if objective is None and config.train.objective != "sft":
         return Settled(config)  # which its own command trains
-    before = _before(config, run_dir, resumed, announce)
-    if before is not None:
-        return Settled(_as_it_was(config, before))
-    settled = _of_data(config, tokens_in or run_dir, announce, num_ranks, objective)
-    if config.train.method == "lora" and not _given(config, "optimizer.lr") and named(config.optimizer.name):
+    if config.train.resume != "none":
+        found = (before for _, before in runs_so_far(config, run_dir, resumed))
+        if (before := next((each for each in found if each is not None), None)) is not None:
+            return Settled(_as_it_was(config, before))
+    settled = _of_data(Settled(config), tokens_in or run_dir, announce, num_ranks, objective)
+    if config.train.method == "lora" and not _given(config.optimizer, "lr") and named(config.optimizer.name):
         settled = _with(settled, {"optimizer.lr": LORA_LR})
     if line := settled.line():
         announce(line)
     return settled
-
-
-def _before(config: Config, run_dir: Path, resumed: Path | None, announce: Announce) -> Config | None:
-    """Return the configuration of the run that goes on; None where one begins."""
-    if config.train.resume == "none":
-        return None
-    found = (before for _, before in runs_so_far(config, run_dir, resumed))
-    return next((before for before in found if before is not None), None)
 
 
 def _as_it_was(config: Config, before: Config) -> Config:
@@ -115,19 +109,17 @@ def _as_it_was(config: Config, before: Config) -> Config:
         for keys in groups:
             if section == "optimizer" and config.optimizer.name != before.optimizer.name:
                 continue
-            if not any(_given(config, f"{section}.{key}") for key in keys):
+            if not any(_given(getattr(config, section), key) for key in keys):
                 kept |= {f"{section}.{key}": getattr(getattr(before, section), key) for key in keys}
     return _with(Settled(config), kept).config
 
 
 def _of_data(
-    config: Config, tokens_in: Path, announce: Announce, num_ranks: int, objective: str | None
+    settled: Settled, tokens_in: Path, announce: Announce, num_ranks: int, objective: str | None
 ) -> Settled:
     """Choose what follows from the data: nothing for text, and where an order within windows needs their end."""
-    settled = Settled(config)
-    in_epochs = (
-        {} if _given(config, "train.steps") or _given(config, "train.epochs") else {"train.epochs": 1.0}
-    )
+    config = settled.config
+    in_epochs = {} if _given(config.train, "steps", "epochs") else {"train.epochs": 1.0}
     if objective is not None and objective != "distill":  # of which each has records of its own
         return _with(settled, in_epochs)
     if config.data.window is not None or not are_records(corpora_of(config.data, config.eval)):
@@ -139,9 +131,8 @@ def _of_data(
 def _laid_out(settled: Settled, tokens_in: Path, announce: Announce, num_ranks: int) -> Settled:
     """Choose how records lie in sequences, and how many of these a step has."""
     config = settled.config
-    open_keys = {key for key in ("pack", "seq_len") if not _given(config, f"data.{key}")}
-    sizes = ("train.tokens_per_step", "train.batch_size", "train.microbatches")
-    is_sized = any(_given(config, key) for key in sizes)
+    open_keys = {key for key in ("pack", "seq_len") if not _given(config.data, key)}
+    is_sized = _given(config.train, "tokens_per_step", "batch_size", "microbatches")
     if not open_keys and is_sized:
         return settled
     lengths, limit = _lengths(config, tokens_in, announce)
@@ -205,10 +196,9 @@ def _records_in_step(config: Config, lengths: NDArray[np.int64]) -> int:
     return max(1, round(wanted * float(lengths.mean()) / config.data.seq_len))
 
 
-def _given(config: Config, key: str) -> bool:
-    """Return whether a user has said what ``key`` is."""
-    section, _, name = key.partition(".")
-    return name in getattr(config, section).model_fields_set
+def _given(section: Section, *keys: str) -> bool:
+    """Return whether a user has said what any of ``keys`` is."""
+    return not section.model_fields_set.isdisjoint(keys)
 
 
 def _with(settled: Settled, values: Mapping[str, Any]) -> Settled:

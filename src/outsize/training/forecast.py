@@ -20,7 +20,7 @@ import torch
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.saver import checkpoint_bytes
-from outsize.config import Config
+from outsize.config import Config, DataConfig
 from outsize.data.prefetch import enough_workers, sweep_loader
 from outsize.detail import Detail
 from outsize.errors import DataError, OutsizeError
@@ -255,7 +255,7 @@ def foresee(config: Config, *, predict: bool = True, announce: Announce = lambda
     Raises:
         OutsizeError: what would keep the run from starting.
     """
-    run_dir = choose_run_dir(config)
+    run_dir = choose_run_dir(config.train.run_dir)
     run = RunSpec.of(config, run_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(borrowed_torch(deterministic=False, devices=run.devices))
@@ -337,24 +337,24 @@ def headline(prepared: Job, step_s: float | None, *, num_sequences: int | None =
     config = prepared.config
     left = config.train.steps - done
     parts = [
-        f"{_model(config, prepared)} on {_data(config, num_sequences)}",
-        _length(config, num_sequences, done),
-        f"training state {_place(config, prepared)}",
+        f"{_model(prepared)} on {_data(config.data, num_sequences)}",
+        _length(config.train.steps, config.sequences_per_step, num_sequences, done),
+        f"training state {_place(prepared)}",
         *([] if step_s is None else [f"about {format_seconds(left * step_s)}"]),
-        f"about {format_bytes(written_bytes(config, prepared, left))} written to disk",
+        f"about {format_bytes(written_bytes(prepared, left))} written to disk",
     ]
     return "; ".join(parts)
 
 
-def written_bytes(config: Config, prepared: Job, steps: int) -> int:
+def written_bytes(prepared: Job, steps: int) -> int:
     """Return the bytes that so many steps and their checkpoints by number of steps write, as they are planned."""
-    every = config.train.save_every
+    every = prepared.config.train.save_every
     saves = 1 + (steps - 1) // every if every else 1
     return prepared.plan.traffic.disk_written * steps + saves * checkpoint_bytes(prepared)
 
 
-def _model(config: Config, prepared: Job) -> str:
-    spec = prepared.split.spec
+def _model(prepared: Job) -> str:
+    spec, config = prepared.split.spec, prepared.config
     name = (
         f"{Path(config.model.path).name} ({format_count(spec.num_parameters)} parameters, {prepared.dtype})"
     )
@@ -366,16 +366,15 @@ def _model(config: Config, prepared: Job) -> str:
     return f"train all of {name}"
 
 
-def _data(config: Config, num_sequences: int | None) -> str:
-    more = f" and {len(config.data.more)} more" if config.data.more else ""
-    name = f"{Path(config.data.path).name}{more}"
+def _data(data: DataConfig, num_sequences: int | None) -> str:
+    more = f" and {len(data.more)} more" if data.more else ""
+    name = f"{Path(data.path).name}{more}"
     if num_sequences is None:
         return name
-    return f"{name} ({num_sequences:,} {_UNITS[config.data.pack]}, up to {config.data.seq_len:,} tokens each)"
+    return f"{name} ({num_sequences:,} {_UNITS[data.pack]}, up to {data.seq_len:,} tokens each)"
 
 
-def _length(config: Config, num_sequences: int | None, done: int) -> str:
-    steps, size = config.train.steps, config.sequences_per_step
+def _length(steps: int, size: int, num_sequences: int | None, done: int) -> str:
     passes = "" if not num_sequences else _epochs(steps * size / num_sequences)
     begun = f" from step {done + 1} on" if done else ""
     return f"{passes}{_counted(steps, 'step')} of {_counted(size, 'sequence')}{begun}"
@@ -390,9 +389,9 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _place(config: Config, prepared: Job) -> str:
+def _place(prepared: Job) -> str:
     if prepared.plan.home == "disk":
-        return f"on disk ({home_file(config.memory, prepared.run_dir)})"
+        return f"on disk ({home_file(prepared.config.memory, prepared.run_dir)})"
     layout = prepared.plan.layout
     resident, trained = len(layout.resident), len(layout.step_order)
     here = "" if resident == trained else "in host memory, and "

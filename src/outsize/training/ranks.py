@@ -114,7 +114,7 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
     memory = own_share(config.memory, place)
     devices = devices_of(memory)
     if place is None or place.size == 1:
-        run_dir = choose_run_dir(config)
+        run_dir = choose_run_dir(config.train.run_dir)
         yield Ranks(
             group=SingleGroup(),
             run_dir=run_dir,
@@ -128,7 +128,7 @@ def together(config: Config, place: Launched | None, announce: Announce) -> Iter
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, error, trace: group.close(error))
         # Named after the time of the start where nobody has named it: rank 0's clock is the one that counts.
-        run_dir = Path(group.gather_objects(str(choose_run_dir(config)))[0])
+        run_dir = Path(group.gather_objects(str(choose_run_dir(config.train.run_dir)))[0])
         own_dir = run_dir if place.rank == 0 else run_dir / f"rank-{place.rank:03}"
         say = announce if place.rank == 0 else stack.enter_context(_log(own_dir))
         say(place.describe())

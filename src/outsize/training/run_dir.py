@@ -31,10 +31,10 @@ _PARTIAL = re.compile(
 )
 
 
-def choose_run_dir(config: Config) -> Path:
-    """Return the directory that ``config`` names, or one for a run that starts now."""
-    if config.train.run_dir is not None:
-        return Path(config.train.run_dir)
+def choose_run_dir(named: str | None) -> Path:
+    """Return the directory that is ``named``, or one for a run that starts now."""
+    if named is not None:
+        return Path(named)
     now = Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
     later = (now.with_name(f"{now.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([now], later) if not path.exists())

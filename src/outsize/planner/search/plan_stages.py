@@ -12,7 +12,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.shares import largest_share
-from outsize.planner.memory.memory_table import Demand, by_class, offload_rooms, store_buffer_bytes
+from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.forward_plan import frozen_units, spread
@@ -197,31 +197,16 @@ class _Planner:
         fitting = (room for room in self._roomier if self._holds(layout, room))
         room = next(fitting, self._least)
         layout = in_room(model, self._shared_out(layout), options, room)
-        state = state_of(model, options)
-        return Plan(
-            model=model,
-            demand=demand,
-            home=options.home,
-            below=options.below,
-            layout=layout,
-            host_buffer_bytes=room.host_buffer_bytes,
+        return Plan.of(
+            model,
+            demand,
+            options,
+            layout,
+            state=state_of(model, options),
             tile_elements=room.tile_elements,
-            tile_buffer_bytes=state.tile_bytes(model, room.tile_elements, whole=layout.tiles_on_disk),
-            store_buffer_bytes=store_buffer_bytes(model, options.home),
+            host_buffer_bytes=room.host_buffer_bytes,
             memory=self._memory.table(layout, room),
             budgets=self._budgets,
-            transport=options.transport,
-            offload_rooms=offload_rooms(layout, demand),
-            wire=options.wire,
-            state=state,
-            home_parts=by_class(
-                model,
-                state,
-                commits=layout.commits,
-                own=layout.own_elements,
-                whole=layout.whole_planes,
-                transport=options.transport,
-            ),
         )
 
     def least(self) -> tuple[tuple[int, int], Stages, list[Way]]:

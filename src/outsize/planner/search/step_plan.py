@@ -112,6 +112,48 @@ class Plan:
     offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
     heap: bool = True
 
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        demand: Demand,
+        options: PlanOptions,
+        layout: StepLayout,
+        *,
+        state: StateLayout,
+        tile_elements: int,
+        host_buffer_bytes: int,
+        memory: Table,
+        budgets: Budgets,
+    ) -> "Plan":
+        """Return the plan of ``layout``, with the sizes that follow from it."""
+        return cls(
+            model=model,
+            demand=demand,
+            home=options.home,
+            below=options.below,
+            layout=layout,
+            host_buffer_bytes=host_buffer_bytes,
+            tile_elements=tile_elements,
+            tile_buffer_bytes=state.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
+            store_buffer_bytes=store_buffer_bytes(model, options.home),
+            memory=memory,
+            budgets=budgets,
+            transport=options.transport,
+            offload_rooms=offload_rooms(layout, demand),
+            wire=options.wire,
+            state=state,
+            home_parts=by_class(
+                model,
+                state,
+                commits=layout.commits,
+                own=layout.own_elements,
+                whole=layout.whole_planes,
+                transport=options.transport,
+                resident=layout.resident,
+            ),
+        )
+
     @cached_property
     def program(self) -> Program:
         """The ops of a step."""
@@ -319,31 +361,14 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
 
 
 def _make(sizing: Sizing, demand: Demand, budgets: Budgets, knobs: Knobs, memory: Table) -> Plan:
-    options, state = sizing.options, sizing.state
-    layout = sizing.layout(knobs)
-    return Plan(
-        model=sizing.model,
-        demand=demand,
-        home=options.home,
-        below=options.below,
-        layout=layout,
-        host_buffer_bytes=sizing.host_buffer_bytes,
+    return Plan.of(
+        sizing.model,
+        demand,
+        sizing.options,
+        sizing.layout(knobs),
+        state=sizing.state,
         tile_elements=knobs.tile_elements,
-        tile_buffer_bytes=state.tile_bytes(sizing.model, knobs.tile_elements, whole=layout.tiles_on_disk),
-        store_buffer_bytes=store_buffer_bytes(sizing.model, options.home),
+        host_buffer_bytes=sizing.host_buffer_bytes,
         memory=memory,
         budgets=budgets,
-        transport=options.transport,
-        offload_rooms=offload_rooms(layout, demand),
-        wire=options.wire,
-        state=state,
-        home_parts=by_class(
-            sizing.model,
-            state,
-            commits=layout.commits,
-            own=layout.own_elements,
-            whole=layout.whole_planes,
-            transport=options.transport,
-            resident=layout.resident,
-        ),
     )
