@@ -26,7 +26,7 @@ from outsize.runtime.forward.binding import Binder
 from outsize.runtime.forward.unit_visit import Gradients, cut, hand_out, is_differentiable
 from outsize.runtime.trial.calibrate import Discard
 from outsize.runtime.trial.live_bytes import without_trace
-from outsize.runtime.trial.trial_pass import signature
+from outsize.runtime.trial.unit_measure import signature
 from outsize.runtime.trial.unit_trials import bind_trial_weights
 
 # Tokens of the two documents.

@@ -34,6 +34,7 @@ from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.live_bytes import LiveBytes, without_trace
 from outsize.runtime.trial.measured import Measured, Row, scale, trial_lengths
 from outsize.runtime.trial.trial_pass import TrialPass
+from outsize.runtime.trial.unit_measure import UnitMeasure
 from outsize.runtime.trial.unit_trials import bind_trial_weights
 
 
@@ -179,6 +180,26 @@ def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str,
     return memory, former
 
 
+class _CountedUnits(UnitMeasure):
+    """Units that are measured on tensors without values, of which nothing can be compared."""
+
+    formed: Any
+
+    def run(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
+        with self.formed, watching(form_grouped_product):
+            return super().run(unit, call, live)
+
+    def effects_of(self, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
+        """Return what the call alone tells."""
+        return UnitEffects(objects=bool(outline_of((call.args, tuple(call.kwargs.values())))[1].places))
+
+    def is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        return True
+
+    def note_random(self, before: Tensor) -> None:
+        self._row.random = True
+
+
 class _CountedPass(TrialPass):
     """A forward over units whose tensors have no values."""
 
@@ -192,26 +213,13 @@ class _CountedPass(TrialPass):
         shifted: bool,
     ) -> None:
         super().__init__(parts, forwards, inputs, chunk_tokens)
-        self._formed = formed
+        self._units = _CountedUnits(parts, forwards, nullcontext, self._row, {})
+        self._units.formed = self._formed = formed
         self._shifted = shifted
-
-    def _unit(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
-        with self._formed, watching(form_grouped_product):
-            return super()._unit(unit, call, live)
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         with self._formed, live, watching(form_grouped_product):
             super()._last(unit, call, walk, live)
-
-    def _effects_of(self, key: Any, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
-        """Only what a call tells: there are no values to compare."""
-        return UnitEffects(objects=bool(outline_of((call.args, tuple(call.kwargs.values())))[1].places))
-
-    def _is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        return True
-
-    def _note_random(self, before: Tensor) -> None:
-        self._row.random = True
 
     def _note_loss(self, made: Any, output: Any) -> None:
         """A loss is that of the head's own output where the model returns that output as its logits."""

@@ -38,7 +38,7 @@ from outsize.runtime.forward.unit_visit import is_differentiable
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.calibrate import Discard
 from outsize.runtime.trial.live_bytes import without_trace
-from outsize.runtime.trial.trial_pass import signature
+from outsize.runtime.trial.unit_measure import signature
 from outsize.runtime.trial.unit_trials import OneUnit, bind_trial_weights
 
 # A first sample touches memory and builds kernels, and takes up to twice as long as those that follow: it counts only
