@@ -83,7 +83,7 @@ ARROWS = {
         "planner.search",
         "planner.simulate",
     },
-    "storage": GROUND | {"codecs", "model.sizes", "optim.optimizer_spec"},
+    "storage": GROUND | {"codecs", "model.sizes", "optim.optimizer_spec", "optim.shares"},
     "group": GROUND,
     "runtime.device": GROUND | {"accelerators", "hardware", "native", "planner.program", "storage"},
     "runtime.forward": GROUND | {"accelerators", "compat", "model", "runtime.device"},

@@ -3,10 +3,10 @@
 A kind is torch's own word for a type of device: ``cuda``, ``xpu``, ``npu``. What all of them have (streams, events,
 random state, memory figures) is asked of torch by the same names, through `module_of`. What they have not lies here, a
 row for each vendor, and nowhere else; docs/devices.md says what was run on which. ROCm's torch answers to ``cuda``.
-
 This module loads torch when it is asked about devices, and not when it is imported.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -68,23 +68,13 @@ def _cuda_unregister(address: int) -> None:
 
 
 def _cuda_forget_error() -> None:
-    """Make the CUDA runtime forget the error of the last call.
-
-    The runtime keeps it until someone asks, and the next kernel launch of PyTorch would ask and raise it in a
-    place that has nothing to do with it. So launch one here and swallow what it says.
-    """
+    """Launch a kernel, which raises the error that the CUDA runtime keeps of the last call, here and not elsewhere."""
     import torch
 
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError:
         return
-
-
-def _cuda_reaches(source: int, target: int) -> bool:
-    import torch
-
-    return torch.cuda.can_device_access_peer(source, target)
 
 
 @contextmanager
@@ -98,12 +88,6 @@ def _cuda_ranges(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-def _cuda_pinned_bytes() -> int:
-    import torch
-
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.allocated", 0))
-
-
 # By kind. The first that torch sees is what ``auto`` means.
 VENDORS: dict[str, Vendor] = {
     "cuda": Vendor(
@@ -114,10 +98,10 @@ VENDORS: dict[str, Vendor] = {
         activity="CUDA",
         register=_cuda_register,
         unregister=_cuda_unregister,
-        reaches=_cuda_reaches,
+        reaches=lambda source, target: bool(module_of("cuda").can_device_access_peer(source, target)),
         uuid=lambda properties: f"GPU-{properties.uuid}",
         ranges=_cuda_ranges,
-        pinned_bytes=_cuda_pinned_bytes,
+        pinned_bytes=lambda: int(module_of("cuda").host_memory_stats().get("allocated_bytes.allocated", 0)),
     ),
     "xpu": Vendor(
         title="XPU", drivers="the driver and ONEAPI_DEVICE_SELECTOR", backend="xccl", activity="XPU"
@@ -243,10 +227,9 @@ class Devices:
     @property
     def share_ram(self) -> bool:
         """Whether the memory of one is the host's RAM, as on GB10, MI300A and graphics within a CPU."""
-        found = [module_of(self.kind).get_device_properties(index) for index in self._seen]
-        return any(
-            getattr(each, word, False) for each in found for word in ("is_integrated", "is_integrated_gpu")
-        )
+        properties = [module_of(self.kind).get_device_properties(index) for index in self._seen]
+        words = ("is_integrated", "is_integrated_gpu")
+        return any(getattr(each, word, False) for each in properties for word in words)
 
     @property
     def _seen(self) -> list[int]:
@@ -341,11 +324,6 @@ def module_of(device: "str | torch.device") -> Any:
     return torch.get_device_module(kind_of(device))
 
 
-def index_of(name: str) -> int:
-    """Return the number of one device, as torch counts: 1 of ``cuda:1``."""
-    return int(name.partition(":")[2] or 0)
-
-
 def count_of(kind: str) -> int:
     """Return how many devices of a kind torch sees; none where torch was built without it."""
     return int(module_of(kind).device_count()) if _is_there(kind) else 0
@@ -377,9 +355,8 @@ def check_here(devices: Devices) -> None:
     if max(devices.indices) >= count:
         built_for = torch.accelerator.current_accelerator()
         without = built_for is None or built_for.type != kind
-        remedy = (
-            f"install a torch built for {title_of(kind)}" if without else f"check {VENDORS[kind].drivers}"
-        )
+        build = f"install a torch built for {title_of(kind)}"
+        remedy = build if without else f"check {VENDORS[kind].drivers}"
         raise ConfigError(
             f"memory.device is {devices}, but torch {torch.__version__} sees {count} {title_of(kind)} devices; "
             f"use --device cpu, or {remedy}"
@@ -392,8 +369,6 @@ def check_device_name(value: str) -> str:
     Raises:
         ValueError: there cannot, or no run computes there.
     """
-    import re
-
     kinds = "|".join(VENDORS)
     if not re.fullmatch(rf"auto|cpu|({kinds})(:\d+(,\d+)*|:all)?|emulated(:[1-9]\d*)?", value):
         raise ValueError(

@@ -32,7 +32,8 @@ from outsize.hardware.from_probe import read_machine
 from outsize.model.build import load_hf_config
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.model.split import split
-from outsize.optim.optimizer_spec import commit_record_bytes, planes_for
+from outsize.optim.optimizer_spec import planes_for
+from outsize.optim.shares import commit_record_bytes
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step
 from outsize.planner.program.program import parse, render

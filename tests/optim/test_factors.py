@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from optim.reference import ADAFACTOR
 from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.optimizer_names import factor_shape, factored
-from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
-from outsize.optim.shares import committed_bytes, home_bytes
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.shares import commit_record_bytes, committed_bytes, home_bytes
 from outsize.storage.home_layout import HomeLayout
 
 FACTORS = ("rows/none", "columns/none", "none/full", "scalar/one")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from outsize.errors import InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.shares import commit_record_bytes
 from outsize.planner.memory.memory_table import COMMIT_COPIES
 from outsize.planner.passes.slots import MemoryLimits, validate
 from outsize.planner.program.program import Kind

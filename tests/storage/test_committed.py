@@ -19,8 +19,8 @@ from outsize.model.sizes.model_spec import (
     granule_elements_for,
     pack_unit,
 )
-from outsize.optim.optimizer_spec import GRADIENT, StateLayout, commit_record_bytes, planes_for
-from outsize.optim.shares import committed_bytes
+from outsize.optim.optimizer_spec import GRADIENT, StateLayout, planes_for
+from outsize.optim.shares import commit_record_bytes, committed_bytes
 from outsize.storage import record as record_module
 from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import ITEM_DTYPE

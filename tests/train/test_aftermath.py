@@ -14,7 +14,8 @@ from outsize.checkpoint.saving import Saving
 from outsize.config import Config
 from outsize.errors import ExecutionError, StorageError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
-from outsize.optim.optimizer_spec import StateLayout, commit_record_bytes
+from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.shares import commit_record_bytes
 from outsize.session.job.machine import home_file
 from outsize.storage.committed import CommittedHome
 from outsize.storage.ledger import Arena

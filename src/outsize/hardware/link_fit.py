@@ -1,6 +1,4 @@
-"""Fit the time of copies and of sums over a link.
-
-Latency and bandwidth of a link from the times of copies of many sizes. Arithmetic only.
+"""Fit the time of copies and of sums over a link, and check the variables that NCCL and gloo listen to. No torch.
 
 One line, ``latency + bytes / rate``, serves a bus whose every byte costs the same. Where sizes fall into regimes (one
 thread copies what is small and several what is large, a cache holds what is small) one line is off by a fifth in
@@ -8,14 +6,9 @@ between, so a fit may be of several pieces, each a line over a range of sizes; n
 meet. A further piece has to pay for its three numbers, by the criterion of Schwarz (1978) for errors whose absolute
 values are summed. Sizes that judge a fit have no say in it.
 
-All-reduce: arithmetic of its time, and the variables that NCCL and gloo listen to.
-
-The sum over all ranks: what it moves, how fast that was, and how long one of another size takes. Arithmetic only.
-
-Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md there): a ring moves 2 (n - 1) / n of the bytes over each link, and no
-other way does with less, so ``bytes / seconds * 2 (n - 1) / n`` can be held against the rate of a link for any n.
-
-Environment variables that NCCL, gloo and PyTorch's use of them listen to, and those that look as if. No torch.
+Bus bandwidth of a sum over all ranks is nccl-tests' (doc/PERFORMANCE.md there): a ring moves 2 (n - 1) / n of the bytes
+over each link, and no other way does with less, so ``bytes / seconds * 2 (n - 1) / n`` can be held against the rate of
+a link for any n.
 """
 
 import statistics

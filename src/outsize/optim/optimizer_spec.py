@@ -27,10 +27,9 @@ A home that commits every step keeps what a step changes twice, so that the stat
 next one is; gradients are made anew in every step and lie there once, or not at all where a ring takes them.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -393,40 +392,3 @@ def planes_for(dtype: str) -> dict[str, int]:
         ValueError: unknown dtype.
     """
     return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}
-
-
-# A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
-# checksum for each granule.
-_TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
-
-
-def commit_record_bytes(
-    model: ModelSpec, granule_elements: int = PLANE_ELEMENTS, planes: Mapping[str, Plane] | None = None
-) -> int:
-    """Return the most bytes that a commit record of ``model`` takes, whole sectors, with granules of that size.
-
-    Args:
-        model: the units.
-        granule_elements: elements that a checksum covers.
-        planes: of the home; None for those of a plain layout.
-    """
-    made = layout_of(model.dtype).planes if planes is None else planes
-    kept = [plane for name, plane in made.items() if name != GRADIENT]
-    granules = sum(
-        sum(-(-plane.items_of(unit) // plane.granule_items(granule_elements)) for plane in kept)
-        if unit.trainable
-        else -(-unit.numel // granule_elements)
-        for unit in model.units
-    )
-    parts = [part for unit in model.units for part in unit.frozen]
-    granules += sum(-(-part.home_elements // granule_elements) for part in parts)
-    parameters = sum(
-        _text_bytes(tensor.name) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
-    )
-    size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
-    return align_up(size, SECTOR_BYTES)
-
-
-@lru_cache(maxsize=65_536)
-def _text_bytes(name: str) -> int:
-    return len(json.dumps(name))

@@ -1,4 +1,4 @@
-"""Which elements of a unit each of several ranks steps: its share of the optimizer's state, and its bytes. No torch.
+"""Bytes of the optimizer's state at home: the share of each of several ranks, and the record of a commit. No torch.
 
 Every rank holds all weights in compute dtype, and masters, moments and the summed gradient of its share alone. A share
 is one range of elements in each unit, so that what a rank sends or keeps of a unit is one piece. Ranges are cut at
@@ -8,16 +8,20 @@ have the least of the units before, so that over all units together no rank has 
 Shares follow from the model and the number of ranks, and from nothing else: whoever knows both knows who holds what.
 """
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 from outsize.model.sizes.model_spec import (
     GRANULE_ELEMENTS,
     PLANE_ELEMENTS,
+    SECTOR_BYTES,
     ModelSpec,
     UnitSpec,
     granule_elements_for,
 )
-from outsize.optim.optimizer_spec import WEIGHTS, State, StateLayout, layout_of
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, State, StateLayout, layout_of
+from outsize.units import align_up
 
 # A granule is at most this part of a share, so that shares of large models are even within one percent.
 _GRANULES_OF_A_SHARE = 256
@@ -120,3 +124,40 @@ def _kept_bytes(
     shared = tuple(name for name in names if name not in whole)
     rest = tuple(name for name in names if name in whole)
     return layout.bytes_of(unit, names=rest) + layout.bytes_of(unit, own_elements, shared)
+
+
+# A commit record holds a text that says where the run stood, with each parameter's name and a number, and a side and a
+# checksum for each granule.
+_TEXT_BYTES, _NUMBER_BYTES, _GRANULE_BYTES = 16_384, 16, 9
+
+
+def commit_record_bytes(
+    model: ModelSpec, granule_elements: int = PLANE_ELEMENTS, planes: Mapping[str, Plane] | None = None
+) -> int:
+    """Return the most bytes that a commit record of ``model`` takes, whole sectors, with granules of that size.
+
+    Args:
+        model: the units.
+        granule_elements: elements that a checksum covers.
+        planes: of the home; None for those of a plain layout.
+    """
+    made = layout_of(model.dtype).planes if planes is None else planes
+    kept = [plane for name, plane in made.items() if name != GRADIENT]
+    granules = sum(
+        sum(-(-plane.items_of(unit) // plane.granule_items(granule_elements)) for plane in kept)
+        if unit.trainable
+        else -(-unit.numel // granule_elements)
+        for unit in model.units
+    )
+    parts = [part for unit in model.units for part in unit.frozen]
+    granules += sum(-(-part.home_elements // granule_elements) for part in parts)
+    parameters = sum(
+        _text_bytes(tensor.name) + _NUMBER_BYTES for unit in model.units for tensor in unit.tensors
+    )
+    size = _TEXT_BYTES + parameters + granules * _GRANULE_BYTES
+    return align_up(size, SECTOR_BYTES)
+
+
+@lru_cache(maxsize=65_536)
+def _text_bytes(name: str) -> int:
+    return len(json.dumps(name))

@@ -21,7 +21,8 @@ from torch import Tensor
 from outsize import files
 from outsize.errors import StorageError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
-from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane, commit_record_bytes
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Plane
+from outsize.optim.shares import commit_record_bytes
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, SECTOR_BYTES, Inspect, Span
 from outsize.storage.home import DiskHome, Home
 from outsize.storage.home_layout import HomeLayout, Planes, is_laid_out, layout_digest, made_for, made_of

@@ -37,10 +37,9 @@ from outsize.optim.optimizer_spec import (
     WEIGHTS,
     State,
     StateLayout,
-    commit_record_bytes,
     layout_of,
 )
-from outsize.optim.shares import committed_bytes, home_bytes, home_granule
+from outsize.optim.shares import commit_record_bytes, committed_bytes, home_bytes, home_granule
 from outsize.planner.memory.step_bytes import Live, net_bytes, packed_bytes, packed_bytes_of
 from outsize.planner.program.stages import Choice, Extent, KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout

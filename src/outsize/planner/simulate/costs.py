@@ -44,13 +44,10 @@ EXCHANGE_S = 1e-4
 # each of which reads and writes: nf4 widens codes (2.5), looks up pairs (6), scales (8), rounds (6); int8 widens (5),
 # scales (8) and rounds (6); fp8 widens to bf16 (3) and scales (4).
 DECODE_BYTES = {"nf4": 22.5, "nf4-double": 22.5, "int8": 19.0, "fp8": 7.0}
-_MOST_DECODE_BYTES = 22.5
 # For a piece, and what a launch takes of the thread that asks for it: torch's own 5 to 10 microseconds, not measured.
 DECODE_KERNELS, LAUNCH_S = 4, 6e-6
 # The same of a step on a device: clip, join, step and split.
 UPDATE_KERNELS = 16
-
-
 NO_RATES: Mapping[str, CodecRates] = MappingProxyType({})
 
 
@@ -321,7 +318,7 @@ class _Pricing(OpBytes):
         seconds = 0.0
         for part in self.model.units[unit].frozen:
             if part.codec is not None:
-                moved = part.numel * DECODE_BYTES.get(part.codec, _MOST_DECODE_BYTES)
+                moved = part.numel * DECODE_BYTES.get(part.codec, max(DECODE_BYTES.values()))
                 launches = DECODE_KERNELS * -(-part.numel // DEVICE_PIECE_ELEMENTS)
                 seconds += moved / gpu.memory_bytes_per_s.value + launches * LAUNCH_S
         return seconds
@@ -344,10 +341,8 @@ class _Pricing(OpBytes):
         if op.row.carries == "gradient":
             size, coding_s = self.wire.gradient_bytes(numel), self.wire.gradient_s(numel - share)
         else:
-            size, coding_s = (
-                self.wire.weight_bytes(numel, dtype),
-                self.wire.weight_s(share, numel - share, dtype),
-            )
+            size = self.wire.weight_bytes(numel, dtype)
+            coding_s = self.wire.weight_s(share, numel - share, dtype)
         sent = size * (nodes - 1) / nodes
         seconds = EXCHANGE_S + coding_s + self._encode_s(op)
         return Cost(seconds=seconds, amount=sent, through=("network", "host memory"))

@@ -21,6 +21,7 @@ nothing to do for this microbatch, neither forward nor backward.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,23 +88,17 @@ class MicrobatchRun:
         shortcuts: Shortcuts | None = None,
         state_of: StateOf | None = None,
     ) -> None:
-        self._shortcuts = shortcuts
-        self._state_of = state_of
-        self._gate = Gate()
-        self._gate.is_open = False
-        self._graph = graph
-        self._ambient = ambient
-        self.inputs = inputs
+        self._shortcuts, self._state_of = shortcuts, state_of
+        self._gate = Gate(is_open=False)
+        self._graph, self._ambient, self.inputs = graph, ambient, inputs
         self._walk = Walk(model, inputs)
         self._visits: dict[int, UnitVisit] = {}
-        self._tracked = tracked
-        self._reseed = reseed
+        self._tracked, self._reseed = tracked, reseed
         self._waiting: list[Tensor] = []
         self._returned: Returned | None = None
         self._box: Gradients | None = None
-        self._came: UnitCall | Finished | None = (
-            None  # where the model has come to, beyond units it passes over
-        )
+        # Where the model has come to, beyond units it passes over.
+        self._came: UnitCall | Finished | None = None
         self.below: set[int] = set()
         self._outer = OuterBackward()
 
@@ -118,7 +113,7 @@ class MicrobatchRun:
         Raises:
             ModelError: the model does not call its units once each, in order, or a unit changes its input in place.
         """
-        visit = self._arrive(unit)
+        visit = self.arrive(unit)
         if visit is None:
             return
         if graph:
@@ -127,7 +122,7 @@ class MicrobatchRun:
 
     def forward_keep(self, unit: int, forward: Forward, keeping: Keeping) -> None:
         """Run ``unit`` with a graph that waits for its backward; see `forward`."""
-        visit = self._arrive(unit)
+        visit = self.arrive(unit)
         if visit is None:
             return
         visit.track_inputs()
@@ -138,7 +133,7 @@ class MicrobatchRun:
 
     def forward_select(self, unit: int, forward: Forward, selected: Selected) -> None:
         """Run ``unit``, and keep what ``selected`` says of it for its recompute; see `forward`."""
-        visit = self._arrive(unit)
+        visit = self.arrive(unit)
         if visit is None:
             return
         visit.track_inputs()
@@ -204,8 +199,7 @@ class MicrobatchRun:
         tensors = [leaf for leaf in visit.leaves if is_differentiable(leaf)]
         if len(tensors) != 1:
             raise ModelError(f"the head is called with {len(tensors)} tensors; set train.loss=model")
-        hidden: Tensor = tensors[0]
-        return hidden
+        return tensors[0]
 
     def backward_from_head_input(self, unit: int, gradient: Tensor) -> None:
         """Go on backward from the gradient of `head_input`; the model's own code after the head never runs."""
@@ -236,10 +230,8 @@ class MicrobatchRun:
             return torch.zeros_like(loss)
         with self._gate.opened():
             if loss.requires_grad:
-                given = (
-                    torch.ones_like(loss) / divisor
-                )  # no node of this thread: those of outer code are counted
-                self._outer.defer(get_gradient_edge(loss), given)
+                # No node of this thread: those of outer code are counted.
+                self._outer.defer(get_gradient_edge(loss), torch.ones_like(loss) / divisor)
                 self._enter_last()
             self._descend(unit, roots_of(returned.leaves))
         return loss.detach() / divisor
@@ -250,10 +242,6 @@ class MicrobatchRun:
             for edge, gradient in zip(edges, gradients, strict=True):
                 self._outer.defer(edge, gradient)
             self._enter_last()
-
-    def arrive(self, unit: int) -> None:
-        """Bring the model to ``unit``, so that its arguments exist."""
-        self._arrive(unit)
 
     def recompute(self, unit: int, forward: Forward) -> None:
         """Run ``unit`` again, with a graph that its backward will use."""
@@ -271,10 +259,10 @@ class MicrobatchRun:
                 self._enter(unit)
             return
         roots, visit.roots = visit.roots, None
-        if roots is not None:
-            visit.let_go()  # its graph holds what it kept
         if roots is None:
             roots = self._recompute(unit, visit, forward)
+        else:
+            visit.let_go()  # its graph holds what it kept
         with self._gate.opened():
             self._descend(unit, roots)
 
@@ -297,17 +285,15 @@ class MicrobatchRun:
                 )
             return roots
 
+        run = call if self._shortcuts is None else partial(self._shortcuts.run, unit, call)
         with torch.enable_grad():
             if selected is not None:
                 try:
                     with selected.replaying():
-                        return self._run_again(unit, call)
+                        return run()
                 except DivergedError:
                     selected.clear()  # run in full below
-            return self._run_again(unit, call)
-
-    def _run_again(self, unit: int, call: Callable[[], Roots]) -> Roots:
-        return call() if self._shortcuts is None else self._shortcuts.run(unit, call)
+            return run()
 
     def stored(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
         """Storages of the differentiable inputs of ``unit``, each once with its dtype: what SAVE and FETCH move."""
@@ -365,8 +351,8 @@ class MicrobatchRun:
             waiting.clear()
         return came
 
-    def _arrive(self, unit: int) -> UnitVisit | None:
-        """Bring the model to ``unit``; None where it passes over that."""
+    def arrive(self, unit: int) -> UnitVisit | None:
+        """Bring the model to ``unit``, so that its arguments exist; None where it passes over that."""
         came = self._come(unit)
         if isinstance(came, UnitCall) and came.unit < unit:
             raise ModelError(
@@ -381,28 +367,21 @@ class MicrobatchRun:
         return visit
 
     def _arrive_at_last(self, unit: int) -> UnitVisit:
-        visit = self._arrive(unit)
+        visit = self.arrive(unit)
         if visit is None:
-            raise ModelError(
-                f"the model does not call its last unit, {unit}, which a step of training ends in"
-            )
+            raise ModelError(f"the model does not call its last unit, {unit}, which a training step ends in")
         return visit
 
     def _descend(self, unit: int, roots: Roots) -> None:
         """From the gradients of a unit's outputs to its parameters, its inputs, and through the glue before it."""
         visit = self._visits.pop(unit)
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(roots, visit.box.values, strict=True)
-            if gradient is not None and root is not None
-        ]
+        both = zip(roots, visit.box.values, strict=True)
+        pairs = [(root, gradient) for root, gradient in both if gradient is not None and root is not None]
         roots.clear()
+        given = [(source, visit.leaves[position]) for position, source in reversed(visit.sources.items())]
+        # Once, where one tensor is given twice.
         for source, leaf in {
-            get_gradient_edge(source)[:2]: (
-                source,
-                visit.leaves[position],
-            )  # once, where one tensor is given twice
-            for position, source in reversed(visit.sources.items())
+            get_gradient_edge(source)[:2]: (source, leaf) for source, leaf in given
         }.values():
             if (sum_so_far := self._outer.take(get_gradient_edge(source))) is not None:
                 pairs.insert(0, (get_gradient_edge(leaf), sum_so_far.to(leaf.device)))

@@ -144,10 +144,11 @@ class StagedRun(MicrobatchRun):
         leaves, positions = self._input(unit)
         return storages_of(leaves[position] for position in positions)
 
-    def _arrive(self, unit: int) -> UnitVisit:
+    def arrive(self, unit: int) -> UnitVisit:
+        """Bring the model to ``unit``, from whichever worker it is on."""
         if unit not in self._visits:
             before = _storages(self._waiting)
-            visit = super()._arrive(unit)
+            visit = super().arrive(unit)
             if visit is None:
                 raise ModelError(
                     f"the model passes over unit {unit} in this forward (it is given vectors for tokens, or drops "

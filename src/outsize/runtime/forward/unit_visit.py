@@ -38,8 +38,8 @@ class Gate:
 
     __slots__ = ("is_open",)
 
-    def __init__(self) -> None:
-        self.is_open = True
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.is_open = is_open
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -123,9 +123,8 @@ class ComputeOps:
         self.shorten(settings.needed, settings.num_products)
         self._settings = settings
         self._slots_used = tuple(slots_used(program) for program in settings.programs)
-        self._cut = not any(
-            op.kind is Kind.FORWARD_BACKWARD for program in settings.programs for op in program
-        )
+        kinds = {op.kind for program in settings.programs for op in program}
+        self._cut = Kind.FORWARD_BACKWARD not in kinds
         self._weights = weights
         # By unit: the slot that its modules show, and its weights there.
         self._bound: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
@@ -368,9 +367,7 @@ class ComputeOps:
 
     def _chunked(self, run: MicrobatchRun, unit: int, microbatch: Microbatch, context: StepContext) -> Tensor:
         hidden = run.head_input(unit)
-        if math.isinf(
-            microbatch.divisor
-        ):  # no target, no gradient: not even one of zeros, which would be stepped
+        if math.isinf(microbatch.divisor):  # no target, no gradient: not even zeros, which would be stepped
             run.drop(unit)
             return torch.zeros(())
         targets = shift_labels(microbatch.inputs["labels"].to(hidden.device, non_blocking=True))

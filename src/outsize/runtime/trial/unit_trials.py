@@ -41,7 +41,8 @@ class OneUnit(MicrobatchRun):
         super().__init__(model, {}, (True,) * num_units, reseed)
         self._call = call
 
-    def _arrive(self, unit: int) -> UnitVisit:
+    def arrive(self, unit: int) -> UnitVisit:
+        """Begin a visit of the unit, by the call that it was made with."""
         visit = self._visits[unit] = visit_of(self._call)
         return visit
 
