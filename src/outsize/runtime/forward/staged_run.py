@@ -145,7 +145,7 @@ class StagedRun(MicrobatchRun):
         return storages_of(leaves[position] for position in positions)
 
     def arrive(self, unit: int) -> UnitVisit:
-        """Bring the model to ``unit``, from whichever worker it is on."""
+        """Bring the model to ``unit`` and its arguments to this worker."""
         if unit not in self._visits:
             before = _storages(self._waiting)
             visit = super().arrive(unit)

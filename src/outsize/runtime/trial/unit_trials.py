@@ -42,7 +42,7 @@ class OneUnit(MicrobatchRun):
         self._call = call
 
     def arrive(self, unit: int) -> UnitVisit:
-        """Begin a visit of the unit, by the call that it was made with."""
+        """Begin a visit of the unit by the call of this trial."""
         visit = self._visits[unit] = visit_of(self._call)
         return visit
 
