@@ -238,12 +238,12 @@ class Devices:
 
     def memory_info(self) -> list[tuple[int, int]]:
         """Return free and total bytes of each accelerator, in equal parts where workers share one; else nothing."""
-        found = []
+        infos = []
         for index in self.indices if self.accelerated else ():
             free, total = _memory_info(self.kind, index)
             sharing = self.indices.count(index)
-            found.append((free // sharing, total // sharing))
-        return found
+            infos.append((free // sharing, total // sharing))
+        return infos
 
     def num_allocator_retries(self) -> int:
         """Return how often torch found no memory on an accelerator and gave all that was free back to the driver."""

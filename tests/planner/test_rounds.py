@@ -65,7 +65,7 @@ def test_rounds_that_are_alike_are_simulated_once(sequences: int, size: int, hom
         "b580", budgets=replace(BUDGETS, device=4 * GIB), sequences=sequences, microbatches=sequences
     )
     found = planned_at(question.deciding(round_microbatches=size), sequences, home)
-    few, whole = found.simulated, found.simulate(whole=True)
+    few, whole = found.simulated, found.simulate(every_round=True)
     assert len(few.programs[0]) < 0.8 * len(whole.programs[0])
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-6)
     assert few.amounts == pytest.approx(whole.amounts)
@@ -85,7 +85,7 @@ def test_rounds_of_stages_that_are_alike_are_simulated_once(gpus: str, sequences
         gpus, budgets=replace(BUDGETS, device=4 * GIB), sequences=sequences, microbatches=sequences
     )
     found = planned_at(question.deciding(round_microbatches=size), sequences, home)
-    few, whole = found.simulated, found.simulate(whole=True)
+    few, whole = found.simulated, found.simulate(every_round=True)
     assert len(few.programs[0]) < 0.8 * len(whole.programs[0])
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-3)
     assert few.amounts == pytest.approx(whole.amounts)

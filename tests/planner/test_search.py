@@ -105,9 +105,9 @@ def test_steps_are_simulated_where_computing_does_not_tell_which_is_shorter(monk
     question = ask(card, budgets=budgets, sequences=16, seq_len=4096)
     simulated, simulate = [], decision.Decision.simulate
 
-    def noted(decided, *, whole):
+    def noted(decided, *, every_round):
         simulated.append(decided.plan.plan_id)
-        return simulate(decided, whole=whole)
+        return simulate(decided, every_round=every_round)
 
     monkeypatch.setattr(decision.Decision, "simulate", noted)
     found = decide(question)

@@ -116,7 +116,7 @@ def engine_over(
         arena = stack.enter_context(Arena())
         pool = stack.enter_context(IOPool(2))
         planes = planes_for(dtype)
-        held: dict[str, Any] = {"own": own, "whole": plan.layout.whole_planes}
+        held: dict[str, Any] = {"shares": own, "full_planes": plan.layout.whole_planes}
         where: HostHome | DiskHome
         if home == "host":
             where = HostHome(parts.spec, planes, arena, **held)

@@ -237,8 +237,8 @@ class BlockwiseCodec(Codec):
         More than a piece holds are those of the pieces that follow.
         """
         if numel > PIECE_ELEMENTS:
-            whole, rest = divmod(numel, PIECE_ELEMENTS)
-            sizes = [PIECE_ELEMENTS] * whole + [rest] * bool(rest)
+            num_pieces, rest = divmod(numel, PIECE_ELEMENTS)
+            sizes = [PIECE_ELEMENTS] * num_pieces + [rest] * bool(rest)
             return torch.cat([self._chances(piece + i, size, device) for i, size in enumerate(sizes)])
         if device not in self._noise:
             generator = torch.Generator().manual_seed(0)

@@ -217,19 +217,19 @@ def measure_file(
     Raises:
         CodecError: not a safetensors file, or nothing in it that codecs are for.
     """
-    found: dict[tuple[str, torch.dtype], list[Tensor]] = {}
+    tensors_by_kind: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for name, tensor in _tensors(path):
         if tensor.dtype in DTYPE_NAME and tensor.numel():
             chosen = tensor.dtype if cast is None else cast
-            taken = found.setdefault((kind_of(name), chosen), [])
-            room = MOST_ELEMENTS - sum(part.numel() for part in taken)
+            of_kind = tensors_by_kind.setdefault((kind_of(name), chosen), [])
+            room = MOST_ELEMENTS - sum(part.numel() for part in of_kind)
             if room > 0:  # a file may be larger than memory
-                taken.append(tensor.reshape(-1)[:room].to(chosen, copy=True))
-    if not found:
+                of_kind.append(tensor.reshape(-1)[:room].to(chosen, copy=True))
+    if not tensors_by_kind:
         raise CodecError(f"{path}: no tensor of fp32, bf16 or fp16")
     return tuple(
         figures
-        for (kind, _), tensors in sorted(found.items(), key=lambda item: str(item[0]))
+        for (kind, _), tensors in sorted(tensors_by_kind.items(), key=lambda item: str(item[0]))
         for figures in measure(kind, torch.cat(tensors), names)
     )
 
@@ -321,14 +321,14 @@ def core_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
     torch.set_num_threads(1)
     try:
         work()
-        taken = []
+        seconds = []
         for _ in range(repeats):
             started = time.thread_time()
             work()
-            taken.append(time.thread_time() - started)
+            seconds.append(time.thread_time() - started)
     finally:
         torch.set_num_threads(num_threads)
-    return max(min(taken), 1e-9)
+    return max(min(seconds), 1e-9)
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:

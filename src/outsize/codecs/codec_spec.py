@@ -290,10 +290,10 @@ def codec_spec(name: str) -> CodecSpec:
 
 def _names(use: str) -> tuple[str, ...]:
     """Return the names that a user may give for a use, those with feedback behind the codec that they are of."""
-    found = []
+    names = []
     for spec in SPECS.values():
-        found += [spec.name] * (use in spec.uses) + [spec.name + FEEDBACK] * (use + FEEDBACK in spec.uses)
-    return tuple(found)
+        names += [spec.name] * (use in spec.uses) + [spec.name + FEEDBACK] * (use + FEEDBACK in spec.uses)
+    return tuple(names)
 
 
 # By crossing of a link, and on the network: `auto` is one of these in the end.

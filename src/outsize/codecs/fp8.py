@@ -80,6 +80,6 @@ def _cast(codes: Tensor, into: Tensor) -> None:
 
 def _pieces(numel: int, step: int) -> Iterator[tuple[slice, slice]]:
     """Yield elements and their groups: ``step`` elements of whole groups at a time, then what is left."""
-    whole = numel - numel % FP8_GROUP
-    for start, stop in pairwise(sorted({*range(0, whole, step), whole, numel})):
+    end = numel - numel % FP8_GROUP
+    for start, stop in pairwise(sorted({*range(0, end, step), end, numel})):
         yield slice(start, stop), slice(start // FP8_GROUP, -(-stop // FP8_GROUP))

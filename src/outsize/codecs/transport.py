@@ -64,10 +64,10 @@ class Transport:
     gradients: str = RAW.name
 
     def __post_init__(self) -> None:
-        for crossing, known in CODECS.items():
-            if getattr(self, crossing) not in known:
+        for crossing, names in CODECS.items():
+            if getattr(self, crossing) not in names:
                 raise ValueError(
-                    f"no codec {getattr(self, crossing)!r} for {crossing}; there is {', '.join(known)}"
+                    f"no codec {getattr(self, crossing)!r} for {crossing}; there is {', '.join(names)}"
                     + (f"; {EXACT_WEIGHTS}" if crossing == "weights" else "")
                 )
 
@@ -127,9 +127,9 @@ class Wire:
     weights: str = "raw"
 
     def __post_init__(self) -> None:
-        for what, known in (("gradients", get_args(WireGradients)), ("weights", get_args(WireWeights))):
-            if getattr(self, what) not in known:
-                raise ValueError(f"no codec {getattr(self, what)!r} for {what}; there is {', '.join(known)}")
+        for what, names in (("gradients", get_args(WireGradients)), ("weights", get_args(WireWeights))):
+            if getattr(self, what) not in names:
+                raise ValueError(f"no codec {getattr(self, what)!r} for {what}; there is {', '.join(names)}")
 
     @property
     def gradient_dtype(self) -> str:

@@ -207,18 +207,18 @@ def encode_window(layout: WindowLayout, source: Words, into: NDArray[np.uint8]) 
     if sections.num_bytes(0) >= source.nbytes:
         return _as_it_is(source, words)
     bases = np.empty(sections.num_bases, np.uint8)
-    found: list[tuple[NDArray[np.int64], Words]] = []
+    exceptions: list[tuple[NDArray[np.int64], Words]] = []
     for first, blocks, rows in _blocks(sections, source, words):
         chosen = choose_bases(layout, blocks)
         bases[first : first + len(blocks)] = chosen
         positions, holes = _pack(layout, blocks, chosen, rows)
-        found.append((positions + first * BLOCK_ELEMENTS, holes))
-    num_exceptions = sum(len(positions) for positions, _ in found)
+        exceptions.append((positions + first * BLOCK_ELEMENTS, holes))
+    num_exceptions = sum(len(positions) for positions, _ in exceptions)
     size = sections.num_bytes(num_exceptions)
     if size >= source.nbytes:
         return _as_it_is(source, words)
     words[sections.left_over_start : sections.counts_start] = source[source.size - sections.left_over :]
-    _list_exceptions(sections, found, words)
+    _list_exceptions(sections, exceptions, words)
     into[size - sections.num_bases : size] = bases
     return size
 
@@ -270,14 +270,14 @@ def choose_bases(layout: WindowLayout, blocks: Words) -> Words:
 def _blocks(sections: WindowSections, elements: Words, words: Words) -> list[tuple[int, Words, Words]]:
     """Cut in pieces: index of the first block, elements [m, size] of blocks, words [m, hosts, size / 16] of theirs."""
     hosts = sections.layout.num_hosts
-    whole = elements[: sections.num_blocks * BLOCK_ELEMENTS].reshape(-1, BLOCK_ELEMENTS)
+    in_blocks = elements[: sections.num_blocks * BLOCK_ELEMENTS].reshape(-1, BLOCK_ELEMENTS)
     rows = words[: sections.tail_start].reshape(-1, hosts, BLOCK_ELEMENTS // ROWS)
     pieces = [
-        (first, whole[first : first + PIECE_BLOCKS], rows[first : first + PIECE_BLOCKS])
+        (first, in_blocks[first : first + PIECE_BLOCKS], rows[first : first + PIECE_BLOCKS])
         for first in range(0, sections.num_blocks, PIECE_BLOCKS)
     ]
     if sections.tail:
-        tail = elements[whole.size : whole.size + sections.tail].reshape(1, sections.tail)
+        tail = elements[in_blocks.size : in_blocks.size + sections.tail].reshape(1, sections.tail)
         tail_rows = words[sections.tail_start : sections.left_over_start].reshape(1, hosts, -1)
         pieces.append((sections.num_blocks, tail, tail_rows))
     return pieces
@@ -317,11 +317,11 @@ def _unpack(layout: WindowLayout, rows: Words, bases: Words, blocks: Words) -> N
 
 
 def _list_exceptions(
-    sections: WindowSections, found: list[tuple[NDArray[np.int64], Words]], words: Words
+    sections: WindowSections, exceptions: list[tuple[NDArray[np.int64], Words]], words: Words
 ) -> None:
     at = sections.exceptions_start
     counts = np.zeros(sections.num_counts, np.int64)
-    for positions, holes in found:
+    for positions, holes in exceptions:
         words[at : at + len(positions)] = (positions & (SPAN_ELEMENTS - 1)).astype(np.uint16)
         words[at : at + len(positions)] |= holes << POSITION_BITS
         counts += np.bincount(positions >> POSITION_BITS, minlength=len(counts))
@@ -351,5 +351,5 @@ def _shifted(mask: int, shift: int) -> int:
 def _shift(words: Words, shift: int) -> Words:
     """Shift in place, left where positive."""
     shifted: Any = np.left_shift if shift >= 0 else np.right_shift
-    found: Words = shifted(words, np.uint16(abs(shift)), out=words)
-    return found
+    result: Words = shifted(words, np.uint16(abs(shift)), out=words)
+    return result

@@ -193,9 +193,9 @@ def find_card(name: str) -> Card:
     Raises:
         ConfigError: unknown; tells the nearest names.
     """
-    found = known_card(name)
-    if found is not None:
-        return found
+    card = known_card(name)
+    if card is not None:
+        return card
     key = _key(name)
     # Of names that are as near, those of the same letters are the nearest: digits are easily swapped.
     near = sorted(

@@ -259,8 +259,8 @@ def pieces_of(
             continue
         count = step if isinstance(step, int) else step[tensor.name]
         piece = StepPiece(first, last, tensor.decay, tensor.lr_scale, count)
-        former = pieces[-1] if pieces else None
-        if former and former == replace(piece, start=former.start, stop=first):
+        previous = pieces[-1] if pieces else None
+        if previous and previous == replace(piece, start=previous.start, stop=first):
             piece = replace(piece, start=pieces.pop().start)
         pieces.append(piece)
     return pieces

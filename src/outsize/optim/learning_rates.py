@@ -73,26 +73,26 @@ def _factor_of(schedule: LearningRateSchedule) -> Callable[[int], float]:
     warmup, total = schedule.num_warmup_steps, schedule.num_training_steps
     # A schedule wants an optimizer, of which only its first rate is read.
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=schedule.lr)
-    made: Any
+    factor_at: Any
     if schedule.kind == "constant":
-        made = optimization.get_constant_schedule_with_warmup(optimizer, warmup)
+        factor_at = optimization.get_constant_schedule_with_warmup(optimizer, warmup)
     elif schedule.kind == "linear":
-        made = optimization.get_linear_schedule_with_warmup(optimizer, warmup, total)
+        factor_at = optimization.get_linear_schedule_with_warmup(optimizer, warmup, total)
     elif schedule.kind == "cosine":
-        made = optimization.get_cosine_with_min_lr_schedule_with_warmup(
+        factor_at = optimization.get_cosine_with_min_lr_schedule_with_warmup(
             optimizer, warmup, total, min_lr_rate=share
         )
     elif schedule.kind == "cosine_restarts":
-        made = optimization.get_cosine_with_hard_restarts_schedule_with_warmup(
+        factor_at = optimization.get_cosine_with_hard_restarts_schedule_with_warmup(
             optimizer, warmup, total, schedule.num_cycles
         )
     elif schedule.kind == "wsd":
-        made = optimization.get_wsd_schedule(
+        factor_at = optimization.get_wsd_schedule(
             optimizer, warmup, schedule.num_decay_steps, num_training_steps=total, min_lr_ratio=share
         )
     else:
-        made = optimization.get_inverse_sqrt_schedule(optimizer, warmup)
-    factor: Callable[[int], float] = made.lr_lambdas[0]
+        factor_at = optimization.get_inverse_sqrt_schedule(optimizer, warmup)
+    factor: Callable[[int], float] = factor_at.lr_lambdas[0]
     return factor
 
 

@@ -164,14 +164,14 @@ def newton_schulz(rooms: Sequence[Tensor], shape: Sequence[int], iterations: int
     rows, columns = shape
     numel, side = rows * columns, min(rows, columns)
     gram, mixed = (room[numel : numel + side * side].view(side, side) for room in rooms)
-    found = rooms[0][:numel].view(rows, columns)
+    product = rooms[0][:numel].view(rows, columns)
     if rows > columns:
-        found = found.T
-    found.div_(found.norm().clamp(min=_EPS))
+        product = product.T
+    product.div_(product.norm().clamp(min=_EPS))
     a, b, c = _COEFFICIENTS
     for number in range(1, iterations + 1):
-        torch.mm(found, found.T, out=gram)
+        torch.mm(product, product.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=mixed)
         there = rooms[number % 2][:numel].view(side, -1)
-        found = torch.addmm(found, mixed, found, beta=a, out=there)
-    return found.T if rows > columns else found
+        product = torch.addmm(product, mixed, product, beta=a, out=there)
+    return product.T if rows > columns else product

@@ -81,8 +81,8 @@ def named(name: str) -> OwnOptimizer | None:
 
 def users_of_keys() -> dict[str, tuple[str, ...]]:
     """Return, of keys that not every optimizer has, which of our own have them."""
-    keys = dict.fromkeys(key for own in OWN.values() for key in own.keys)
-    return {key: tuple(name for name, own in OWN.items() if key in own.keys) for key in keys}
+    keys = dict.fromkeys(key for optimizer in OWN.values() for key in optimizer.keys)
+    return {key: tuple(name for name, optimizer in OWN.items() if key in optimizer.keys) for key in keys}
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,19 +93,19 @@ def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     name = given.get("name", ADAMW)
     if not isinstance(name, str):
         return dict(given)
-    if (own := named(name)) is not None:
-        return {**own.defaults, **given}
+    if (row := named(name)) is not None:
+        return {**row.defaults, **given}
     short = name.removeprefix("torch.optim.").lower()
     keys = () if "args" in given else _FORMER.get(short, ())
-    former = {key: given[key] for key in keys if key in given}
-    rest = {key: value for key, value in given.items() if key not in former}
-    if {"eps1", "eps2"} & former.keys():
-        former["eps"] = [former.pop("eps1", None), former.pop("eps2", 1e-3)]
-    found = {"weight_decay": 0.0, **_OF_TORCH.get(short, {}), **rest}
+    renamed = {key: given[key] for key in keys if key in given}
+    rest = {key: value for key, value in given.items() if key not in renamed}
+    if {"eps1", "eps2"} & renamed.keys():
+        renamed["eps"] = [renamed.pop("eps1", None), renamed.pop("eps2", 1e-3)]
+    settings = {"weight_decay": 0.0, **_OF_TORCH.get(short, {}), **rest}
     arguments = given.get("args", {})
     if isinstance(arguments, Mapping):
-        found["args"] = {**_OF_TORCH.get(short, {}).get("args", {}), **former, **arguments}
-    return found
+        settings["args"] = {**_OF_TORCH.get(short, {}).get("args", {}), **renamed, **arguments}
+    return settings
 
 
 Factor = str

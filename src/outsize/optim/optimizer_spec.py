@@ -169,25 +169,25 @@ class StateLayout:
     @cache  # noqa: B019 - there are few layouts, and planners ask them millions of times
     def planes(self) -> Mapping[str, Plane]:
         """The planes of a trained unit, in the order in which they lie; others have ``weights`` only."""
-        found = {WEIGHTS: Plane(self.dtype)}
+        planes = {WEIGHTS: Plane(self.dtype)}
         if self.splits:
-            found[MASTER_LOW] = Plane("int16" if self.masters == "split" else "int8")
+            planes[MASTER_LOW] = Plane("int16" if self.masters == "split" else "int8")
             if self.exact:
-                found[MASTER_TIES] = Plane("uint8", 8)
+                planes[MASTER_TIES] = Plane("uint8", 8)
         elif self.dtype != "fp32":
-            found[MASTER] = Plane("fp32")
+            planes[MASTER] = Plane("fp32")
         moment = "uint8" if self.moments == "int8" else self.moments
-        found |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: self.num_moments], Plane(moment))
+        planes |= dict.fromkeys((EXP_AVG, EXP_AVG_SQ)[: self.num_moments], Plane(moment))
         if self.moments == "int8":
             scales = (EXP_AVG_SCALES, EXP_AVG_SQ_SCALES)[: self.num_moments]
-            found |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
+            planes |= dict.fromkeys(scales, Plane("uint8", BLOCK_ELEMENTS))
         if self.newton_schulz:
-            rest = found.keys() & {EXP_AVG_SQ, EXP_AVG_SQ_SCALES}
-            found |= {name: replace(found[name], factor=BESIDE_MUON) for name in rest}
-        found |= {name: Plane("fp32", factor=factor) for name, factor in self.state_of}
+            rest = planes.keys() & {EXP_AVG_SQ, EXP_AVG_SQ_SCALES}
+            planes |= {name: replace(planes[name], factor=BESIDE_MUON) for name in rest}
+        planes |= {name: Plane("fp32", factor=factor) for name, factor in self.state_of}
         if self.gradients != "none":
-            found[GRADIENT] = Plane(self.gradients)
-        return MappingProxyType(found)
+            planes[GRADIENT] = Plane(self.gradients)
+        return MappingProxyType(planes)
 
     @property
     def state_planes(self) -> dict[str, Plane]:
@@ -261,9 +261,9 @@ class StateLayout:
         one pass has left the caches before the next. Bits of ties are touched at one element in 65,536, and not
         counted. Of Muon, those of its matrices.
         """
-        made, moved = self.tile_planes, [*self.read_planes, *self.write_planes]
+        forms, moved = self.tile_planes, [*self.read_planes, *self.write_planes]
         moved += [GRADIENT] * (GRADIENT not in self.planes)
-        once = sum(_bytes_each(made[name]) for name in moved if name != MASTER_TIES)
+        once = sum(_bytes_each(forms[name]) for name in moved if name != MASTER_TIES)
         if not self.whole:
             return once
         joined, widened, _ = self._scratches
@@ -334,12 +334,12 @@ class StateLayout:
         planes = self.planes
         return sum(planes[name].bytes_of(unit, numel) for name in (planes if names is None else names))
 
-    def tile_room(self, model: ModelSpec, tile_elements: int, *, whole: bool = True) -> dict[str, int]:
+    def tile_room(self, model: ModelSpec, tile_elements: int, *, with_state: bool = True) -> dict[str, int]:
         """Return the items of each plane of a tile buffer: for so many elements of any unit that trains.
 
-        Where it is not ``whole`` it holds a gradient, and no state.
+        Where it is not ``with_state`` it holds a gradient, and no state.
         """
-        planes = self.tile_planes if whole else {GRADIENT: self.tile_planes[GRADIENT]}
+        planes = self.tile_planes if with_state else {GRADIENT: self.tile_planes[GRADIENT]}
         units = [unit for unit in model.units if unit.trainable]
         return {
             name: plane.items(tile_elements)
@@ -348,9 +348,9 @@ class StateLayout:
             for name, plane in planes.items()
         }
 
-    def tile_bytes(self, model: ModelSpec, tile_elements: int, *, whole: bool = True) -> int:
+    def tile_bytes(self, model: ModelSpec, tile_elements: int, *, with_state: bool = True) -> int:
         """Return the bytes of a tile buffer; arguments as those of `tile_room`."""
-        room = self.tile_room(model, tile_elements, whole=whole)
+        room = self.tile_room(model, tile_elements, with_state=with_state)
         return sum(items * ITEM_BYTES[self.tile_planes[name].item] for name, items in room.items())
 
 

@@ -149,8 +149,8 @@ class StatePlanes:
         return sum(plane.nbytes for plane in planes) / self.numel
 
     def _present(self) -> dict[str, Tensor]:
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
-        return {name: plane for name, plane in found.items() if plane is not None}
+        present = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
+        return {name: plane for name, plane in present.items() if plane is not None}
 
     def _first_moment(self) -> Tensor:
         if self.exp_avg is None:
@@ -178,11 +178,11 @@ class WholeParameter:
 
     def flat(self, name: str, factor: Factor | None = None) -> Tensor | None:
         """Return what a plane holds of it, or of one of its factors; None where there is nothing."""
-        found = self.tensor if factor is None else self.factors.get(factor)
-        if found is None or name not in self.planes:
+        tensor = self.tensor if factor is None else self.factors.get(factor)
+        if tensor is None or name not in self.planes:
             return None
         group = _GROUPS.get(name, 1)
-        return self.planes[name][found.offset // group : -(-(found.offset + found.numel) // group)]
+        return self.planes[name][tensor.offset // group : -(-(tensor.offset + tensor.numel) // group)]
 
     def state(self) -> StatePlanes:
         """Return its planes for a step element by element, the second moment as far as it has one beside Muon."""

@@ -55,7 +55,7 @@ def shares(model: ModelSpec, num_ranks: int) -> tuple[tuple[range, ...], ...]:
         raise ValueError(f"{num_ranks} ranks share nothing")
     granule = share_granule(model, num_ranks)
     totals = [0] * num_ranks
-    found = []
+    by_unit = []
     for unit in model.units:
         numel = unit.numel * unit.trainable
         counts = _deal(numel, granule, totals)
@@ -64,8 +64,8 @@ def shares(model: ModelSpec, num_ranks: int) -> tuple[tuple[range, ...], ...]:
             start, end = end, min(end + count * granule, numel)
             ranges.append(range(start, end))
             totals[rank] += end - start
-        found.append(tuple(ranges))
-    return tuple(found)
+        by_unit.append(tuple(ranges))
+    return tuple(by_unit)
 
 
 def _deal(numel: int, granule: int, totals: list[int]) -> list[int]:
@@ -89,26 +89,26 @@ def largest_share(model: ModelSpec, num_ranks: int) -> tuple[int, ...]:
 
 
 def home_bytes(
-    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+    unit: UnitSpec, state: State, own_elements: int | None = None, full_planes: Collection[str] = (WEIGHTS,)
 ) -> int:
     """Return the bytes of ``unit`` at home: weights, and where it trains master, moments and gradient.
 
-    Of several ranks each has ``whole`` planes, and ``own_elements`` of all others; None is all.
+    Of several ranks each has ``full_planes`` planes, and ``own_elements`` of all others; None is all.
     """
     layout = layout_of(state)
     if not unit.trainable:
         return unit.link_bytes(layout.dtype)
-    kept = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, whole)
-    return kept + sum(part.home_bytes for part in unit.frozen)
+    kept_bytes = _kept_bytes(unit, layout, tuple(layout.planes), own_elements, full_planes)
+    return kept_bytes + sum(part.home_bytes for part in unit.frozen)
 
 
 def committed_bytes(
-    unit: UnitSpec, state: State, own_elements: int | None = None, whole: Collection[str] = (WEIGHTS,)
+    unit: UnitSpec, state: State, own_elements: int | None = None, full_planes: Collection[str] = (WEIGHTS,)
 ) -> int:
     """Return the bytes of ``unit`` in a home that commits: what a step changes twice, the rest once."""
     layout = layout_of(state)
-    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, whole) if unit.trainable else 0
-    return home_bytes(unit, layout, own_elements, whole) + twice
+    twice = _kept_bytes(unit, layout, layout.write_planes, own_elements, full_planes) if unit.trainable else 0
+    return home_bytes(unit, layout, own_elements, full_planes) + twice
 
 
 def _kept_bytes(
@@ -116,13 +116,13 @@ def _kept_bytes(
     layout: StateLayout,
     names: tuple[str, ...],
     own_elements: int | None,
-    whole: Collection[str],
+    full_planes: Collection[str],
 ) -> int:
-    """Return the bytes of planes of a unit: those that are ``whole``, and ``own_elements`` of the others, or all."""
+    """Return the bytes of planes of a unit: of ``full_planes`` all, of others ``own_elements``, or all."""
     if own_elements is None:
         return layout.bytes_of(unit, names=names)
-    shared = tuple(name for name in names if name not in whole)
-    rest = tuple(name for name in names if name in whole)
+    shared = tuple(name for name in names if name not in full_planes)
+    rest = tuple(name for name in names if name in full_planes)
     return layout.bytes_of(unit, names=rest) + layout.bytes_of(unit, own_elements, shared)
 
 
@@ -141,10 +141,10 @@ def commit_record_bytes(
         granule_elements: elements that a checksum covers.
         planes: of the home; None for those of a plain layout.
     """
-    made = layout_of(model.dtype).planes if planes is None else planes
-    kept = [plane for name, plane in made.items() if name != GRADIENT]
+    forms = layout_of(model.dtype).planes if planes is None else planes
+    lasting = [plane for name, plane in forms.items() if name != GRADIENT]
     granules = sum(
-        sum(-(-plane.items_of(unit) // plane.granule_items(granule_elements)) for plane in kept)
+        sum(-(-plane.items_of(unit) // plane.granule_items(granule_elements)) for plane in lasting)
         if unit.trainable
         else -(-unit.numel // granule_elements)
         for unit in model.units

@@ -256,8 +256,8 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
     if ties is None:
         lo[at] = torch.where(tie & ~nan, 0x7FFF, lo[at])
         return
-    told = _needs_tie(hi_bits[at], lo[at])
-    at, tie = at[told], tie[told].to(torch.uint8)
+    is_tie = _needs_tie(hi_bits[at], lo[at])
+    at, tie = at[is_tie], tie[is_tie].to(torch.uint8)
     for bit in range(8):  # of one byte several may change
         chosen = at & 7 == bit
         places = at[chosen] >> 3
@@ -267,9 +267,9 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
 def _split24(master: Tensor, hi: Tensor, lo: Tensor, first: int, key: int | None) -> None:
     bits = master.view(torch.int32)
     chance = 0x80 if key is None else _byte_of(chances(first, key, master.numel()))
-    kept = torch.where(bits & _MAGNITUDE > _INFINITY, (bits | 0x400000) & -0x10000, bits + chance)
-    hi.view(torch.int16).copy_(kept + 0x8000 >> 16)
-    lo.copy_(kept >> 8)
+    rounded = torch.where(bits & _MAGNITUDE > _INFINITY, (bits | 0x400000) & -0x10000, bits + chance)
+    hi.view(torch.int16).copy_(rounded + 0x8000 >> 16)
+    lo.copy_(rounded >> 8)
 
 
 def _byte_of(chance: Tensor) -> Tensor:

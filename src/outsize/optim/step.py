@@ -181,7 +181,9 @@ def step_whole(
     """
     if MASTER in planes and not rounds:  # then it steps as weights that are their own masters
         planes = {name: planes[MASTER if name == WEIGHTS else name] for name in planes if name != MASTER}
-    seen = {factor: {t.name: t for t in factored(unit, factor).tensors} for factor in rule.factors}
+    tensors_by_factor = {
+        factor: {t.name: t for t in factored(unit, factor).tensors} for factor in rule.factors
+    }
     for tensor in unit.tensors:
         if not tensor.trainable or tensor.name in skip or not tensor.numel:
             continue
@@ -193,7 +195,11 @@ def step_whole(
             first=tensor.offset,
             key=split_masters.chance_key(seed, unit.index, step[tensor.name]),
         )
-        has = {factor: tensors[tensor.name] for factor, tensors in seen.items() if tensor.name in tensors}
+        has = {
+            factor: tensors[tensor.name]
+            for factor, tensors in tensors_by_factor.items()
+            if tensor.name in tensors
+        }
         rule.step_parameter(WholeParameter(tensor, planes, scratches, has, unit.index), update)
 
 
@@ -222,19 +228,19 @@ def _step_tile(rule: UpdateRule, update: Update, planes: StatePlanes, gradient: 
 
 def unpacked(planes: StatePlanes) -> tuple[Tensor, ...]:
     """Return the moments in fp32, the planes themselves where they are, and what is kept in their place."""
-    found = []
+    values = []
     for plane, scales, form in _moments(planes):
         if scales is not None:
-            found.append(split_masters.from_codes(plane, scales, form))
+            values.append(split_masters.from_codes(plane, scales, form))
         else:
-            found.append(plane.to(torch.float32))
-    return (*found, *planes.others.values())
+            values.append(plane.to(torch.float32))
+    return (*values, *planes.others.values())
 
 
 def pack(planes: StatePlanes, state: tuple[Tensor, ...], chance: Tensor) -> None:
     """Keep moments: the first goes by the lower 16 bits of the chances, the second by the upper ones."""
-    kept = zip(state, _moments(planes), split_masters.halves(chance), strict=False)
-    for values, (plane, scales, form), part in kept:
+    chances_by_moment = zip(state, _moments(planes), split_masters.halves(chance), strict=False)
+    for values, (plane, scales, form), part in chances_by_moment:
         if scales is not None:
             split_masters.to_codes(values, part, form, plane, scales)
         else:

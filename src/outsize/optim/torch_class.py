@@ -108,15 +108,15 @@ def find_class(name: str) -> type[Optimizer]:
         ConfigError: there is none, or it is none of an optimizer.
     """
     classes = {
-        key.lower(): found
-        for key, found in vars(torch.optim).items()
-        if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+        key.lower(): member
+        for key, member in vars(torch.optim).items()
+        if isinstance(member, type) and issubclass(member, Optimizer) and member is not Optimizer
     }
     module, _, attribute = name.rpartition(".")
     if not module:
-        if (known := classes.get(name.lower())) is not None:
-            return known
-        names = [*OWN, *sorted(found.__name__ for found in classes.values())]
+        if (cls := classes.get(name.lower())) is not None:
+            return cls
+        names = [*OWN, *sorted(member.__name__ for member in classes.values())]
         near = difflib.get_close_matches(name.lower(), [each.lower() for each in names], n=1)
         better = next((each for each in names if each.lower() in near), None)
         hint = f"did you mean {better}?" if better else f"there is {', '.join(names)}"
@@ -126,14 +126,14 @@ def find_class(name: str) -> type[Optimizer]:
             f"optimizer.name: there is no {name}; {hint}; a class of another package is written package.module.Class"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        member = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"optimizer.name: {name} cannot be imported ({error}); is its package installed?"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
+    if not (isinstance(member, type) and issubclass(member, Optimizer)) or member is Optimizer:
         raise ConfigError(f"optimizer.name: {name} is no class of an optimizer of torch; name one")
-    return found
+    return member
 
 
 def as_torch_takes(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Stepper:
         self,
         parameter: Tensor,
         gradient: Tensor,
-        kept: Sequence[Tensor | None],
+        state_items: Sequence[Tensor | None],
         count: int,
         lr: float,
         decay: float,
@@ -165,21 +165,21 @@ class Stepper:
         Args:
             parameter: of any shape.
             gradient: of the same, spent.
-            kept: what is kept under each entry, in its shape; None where there is none. It is changed in place.
+            state_items: what is kept under each entry, in its shape; None where there is none. It is changed in place.
             count: how often it has been stepped, this update included.
             lr: learning rate.
             decay: factor of weight decay.
         """
         parameter = parameter.detach()
         parameter.grad = gradient
-        optimizer = self._begun(parameter) if count == 1 else self._going_on(parameter, kept, count)
+        optimizer = self._begun(parameter) if count == 1 else self._going_on(parameter, state_items, count)
         group = optimizer.param_groups[0]
         group["lr"] = lr
         if self._about.decays and "weight_decay" in group:
             group["weight_decay"] = self._weight_decay * decay
         optimizer.step()
         state = optimizer.state[parameter]
-        for entry, held in zip(self._about.entries, kept, strict=True):
+        for entry, held in zip(self._about.entries, state_items, strict=True):
             value = state.get(entry.key)
             if held is None or value is None:
                 continue
@@ -195,17 +195,17 @@ class Stepper:
 
     def _begun(self, parameter: Tensor) -> Optimizer:
         """An object of its own for a tensor whose state begins, perhaps in the constructor."""
-        made = self._made([parameter], lr=ANY_LR, **self._arguments)  # type: ignore[call-arg]
+        optimizer = self._made([parameter], lr=ANY_LR, **self._arguments)  # type: ignore[call-arg]
         if self._one is None:
             self._one = self._made([torch.zeros(1)], lr=ANY_LR, **self._arguments)  # type: ignore[call-arg]
-        return made
+        return optimizer
 
-    def _going_on(self, parameter: Tensor, kept: Sequence[Tensor | None], count: int) -> Optimizer:
+    def _going_on(self, parameter: Tensor, state_items: Sequence[Tensor | None], count: int) -> Optimizer:
         if self._one is None:
             self._one = self._made([torch.zeros(1)], lr=ANY_LR, **self._arguments)  # type: ignore[call-arg]
         state: dict[str, Any] = {
             entry.key: held.item() if entry.number else held
-            for entry, held in zip(self._about.entries, kept, strict=True)
+            for entry, held in zip(self._about.entries, state_items, strict=True)
             if held is not None
         }
         if self._about.count is not None:
@@ -262,8 +262,8 @@ class ParameterRule:
         master, gradient = parameter.master(), parameter.gradient()
         if update.clip != 1.0:
             gradient.mul_(update.clip)
-        kept = [self._kept(parameter, entry) for entry in self._about.entries]
-        self._stepper.step(master, gradient, kept, update.count, update.lr, update.decay)
+        state = [self._kept(parameter, entry) for entry in self._about.entries]
+        self._stepper.step(master, gradient, state, update.count, update.lr, update.decay)
         parameter.put_back(master, update.key)
 
     def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

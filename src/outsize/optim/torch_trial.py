@@ -48,87 +48,91 @@ def torch_class(name: str, arguments: Mapping[str, Any] | None = None) -> TorchC
 
 @lru_cache(maxsize=64)
 def _tried(name: str, arguments: str) -> TorchClass:
-    made = find_class(name)
+    cls = find_class(name)
     given = as_torch_takes(json.loads(arguments))
-    taken = _arguments_of(made)
-    of_torch = getattr(torch.optim, made.__name__, None) is made
-    shown = f"torch.optim.{made.__name__}" if of_torch else f"{made.__module__}.{made.__qualname__}"
+    parameters = _arguments_of(cls)
+    of_torch = getattr(torch.optim, cls.__name__, None) is cls
+    shown = f"torch.optim.{cls.__name__}" if of_torch else f"{cls.__module__}.{cls.__qualname__}"
     for key in given:
         if key in _SETTINGS:
             raise ConfigError(f"optimizer.args: {key} is said in {_SETTINGS[key]}; leave it out here")
-        if taken is not None and key not in taken:
-            raise ConfigError(
-                f"optimizer.args: {made.__name__} takes no {key}; it takes {', '.join(sorted(taken - {*_SETTINGS}))}"
-            )
-    closure = inspect.signature(made.step).parameters.get("closure")
+        if parameters is not None and key not in parameters:
+            others = ", ".join(sorted(parameters - {*_SETTINGS}))
+            raise ConfigError(f"optimizer.args: {cls.__name__} takes no {key}; it takes {others}")
+    closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"optimizer.name: {made.__name__} calls the model several times in a step (it needs a closure), and a "
+            f"optimizer.name: {cls.__name__} calls the model several times in a step (it needs a closure), and a "
             "streamed step is one pass; use another, e.g. adamw"
         )
     try:
-        return _looked_at(shown, made, arguments, given, decays=taken is None or "weight_decay" in taken)
+        return _looked_at(
+            shown, cls, arguments, given, decays=parameters is None or "weight_decay" in parameters
+        )
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        hint = f"; outsize has optimizer.name={made.__name__.lower()}" if made.__name__.lower() in OWN else ""
-        raise ConfigError(f"optimizer.args: {made.__name__} refuses them: {error}{hint}") from error
+        hint = f"; outsize has optimizer.name={cls.__name__.lower()}" if cls.__name__.lower() in OWN else ""
+        raise ConfigError(f"optimizer.args: {cls.__name__} refuses them: {error}{hint}") from error
     except Exception as error:  # whatever code of others raises
         raise ConfigError(
-            f"optimizer.name: {made.__name__} does not step ordinary parameters by themselves: {error}"
+            f"optimizer.name: {cls.__name__} does not step ordinary parameters by themselves: {error}"
         ) from error
 
 
 def _looked_at(
-    path: str, made: type[Optimizer], arguments: str, given: dict[str, Any], *, decays: bool
+    path: str, cls: type[Optimizer], arguments: str, given: dict[str, Any], *, decays: bool
 ) -> TorchClass:
     """Try a class: what it keeps, and whether it steps the same from planes."""
     tensors, gradients = _random(_SHAPES)
-    plain = made([tensor.clone() for tensor in tensors], lr=ANY_LR, **given)  # type: ignore[call-arg]
+    plain = cls([tensor.clone() for tensor in tensors], lr=ANY_LR, **given)  # type: ignore[call-arg]
     followed = plain.param_groups[0]["params"]
     states = []
     for number, gradient in enumerate(gradients, 1):
         _step(plain, followed, gradient, number)
         states.append([_copied(plain.state[parameter]) for parameter in followed])
     count = _count_in(states)
-    entries = _entries(made, followed, states, count)
-    found = TorchClass(
+    entries = _entries(cls, followed, states, count)
+    description = TorchClass(
         path=path, arguments=arguments, entries=entries, count=count, by_element=False, decays=decays
     )
     ours = [
-        _stepped(found, tensor.clone(), [each[i] for each in gradients]) for i, tensor in enumerate(tensors)
+        _stepped(description, tensor.clone(), [each[i] for each in gradients])
+        for i, tensor in enumerate(tensors)
     ]
     if not all(map(torch.equal, ours, followed)):
         raise ConfigError(
-            f"optimizer.name: {made.__name__} steps a parameter otherwise beside others than by itself, or keeps what "
+            f"optimizer.name: {cls.__name__} steps a parameter otherwise beside others than by itself, or keeps what "
             "is not in its state, and units come one after the other; use another, e.g. adamw"
         )
     if any(entry.factor is not None or entry.number for entry in entries):
-        return found
-    return replace(found, by_element=_is_by_element(found))
+        return description
+    return replace(description, by_element=_is_by_element(description))
 
 
-def _is_by_element(found: TorchClass) -> bool:
+def _is_by_element(description: TorchClass) -> bool:
     """Whether pieces that are all tail step as the whole does."""
-    ((whole,), gradients) = _random((_LONG,))
-    flat = whole.clone().view(-1)
+    ((long,), gradients) = _random((_LONG,))
+    flat = long.clone().view(-1)
     pieces = [
-        _stepped(found, piece, [gradient[0].view(-1)[start : start + _PIECE] for gradient in gradients])
+        _stepped(description, piece, [gradient[0].view(-1)[start : start + _PIECE] for gradient in gradients])
         for start, piece in (
             (start, flat[start : start + _PIECE]) for start in range(0, flat.numel(), _PIECE)
         )
     ]
-    return torch.equal(torch.cat(pieces), _stepped(found, whole, [each[0] for each in gradients]).view(-1))
+    return torch.equal(
+        torch.cat(pieces), _stepped(description, long, [each[0] for each in gradients]).view(-1)
+    )
 
 
-def _stepped(found: TorchClass, tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+def _stepped(description: TorchClass, tensor: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Return ``tensor`` after steps whose state lies in flat memory between them."""
-    stepper = Stepper(found, _ANY_DECAY)
+    stepper = Stepper(description, _ANY_DECAY)
     of = tuple(tensor.shape)
-    shapes = [of if entry.factor is None else factor_shape(of, entry.factor) for entry in found.entries]
-    kept = [None if shape is None else torch.zeros(shape) for shape in shapes]
+    shapes = [of if entry.factor is None else factor_shape(of, entry.factor) for entry in description.entries]
+    state = [None if shape is None else torch.zeros(shape) for shape in shapes]
     for number, gradient in enumerate(gradients, 1):
-        stepper.step(tensor, gradient.clone(), kept, number, _lr_of(number), 1.0)
+        stepper.step(tensor, gradient.clone(), state, number, _lr_of(number), 1.0)
     return tensor
 
 
@@ -179,7 +183,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _entries(
-    made: type[Optimizer],
+    cls: type[Optimizer],
     parameters: Sequence[Tensor],
     states: Sequence[Sequence[Mapping[str, Any]]],
     count: Count | None,
@@ -191,7 +195,7 @@ def _entries(
     ]
     if any(state[i].keys() != held[0][i].keys() for state in held for i in range(len(state))):
         raise ConfigError(
-            f"optimizer.name: {made.__name__} begins part of its state after the first update; use another, e.g. adamw"
+            f"optimizer.name: {cls.__name__} begins part of its state after the first update; use another, e.g. adamw"
         )
     entries = []
     for key in dict.fromkeys(key for of in held[0] for key in of):
@@ -204,7 +208,7 @@ def _entries(
         if not (number or plain) or factor is None:
             what = sorted({str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for v in numbers})
             raise ConfigError(
-                f"optimizer.name: {made.__name__} keeps {key} ({', '.join(what)}), which no plane of a home holds; use "
+                f"optimizer.name: {cls.__name__} keeps {key} ({', '.join(what)}), which no plane of a home holds; use "
                 "another, e.g. adamw"
             )
         entries.append(Entry(key, None if factor == "full/full" else factor, number))
@@ -224,9 +228,9 @@ def _factor_of(
     return None
 
 
-def _arguments_of(made: type[Optimizer]) -> set[str] | None:
+def _arguments_of(cls: type[Optimizer]) -> set[str] | None:
     """Return the arguments of a class, without its parameters; None where it takes any."""
-    parameters = list(inspect.signature(made).parameters.values())
+    parameters = list(inspect.signature(cls).parameters.values())
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return None
     return {each.name for each in parameters[1:]}

@@ -297,8 +297,8 @@ class Session:
                 self.pool,
                 ledger=self.ledger,
                 temporary=True,
-                own=store.own,
-                whole=store.whole,
+                shares=store.own,
+                full_planes=store.whole,
             )
         return CommittedHome(
             spec,
@@ -309,8 +309,8 @@ class Session:
             granule_elements=store.granule_elements,
             record=store.record,
             temporary=store.file is None,
-            own=store.own,
-            whole=store.whole,
+            shares=store.own,
+            full_planes=store.whole,
         )
 
 

@@ -181,7 +181,14 @@ class StreamedTrainer:
         with (
             Arena() as arena,
             CommittedHome(
-                self.spec, planes, path, self.session.pool, arena=arena, record=record, own=own, whole=whole
+                self.spec,
+                planes,
+                path,
+                self.session.pool,
+                arena=arena,
+                record=record,
+                shares=own,
+                full_planes=whole,
             ) as former,
         ):
             piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")

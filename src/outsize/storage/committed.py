@@ -44,8 +44,8 @@ def find_record(
     path: Path,
     model: ModelSpec,
     planes: Planes | None = None,
-    own: Sequence[range] | None = None,
-    whole: Collection[str] = (WEIGHTS,),
+    shares: Sequence[range] | None = None,
+    full_planes: Collection[str] = (WEIGHTS,),
 ) -> tuple[CommitRecord | None, str]:
     """Return the newest whole commit record of the home at ``path``, and what is wrong with it otherwise.
 
@@ -56,10 +56,10 @@ def find_record(
     """
     if not path.is_file():
         return None, ""
-    made = made_for(model, planes)
-    record, wrong = newest_record(path, commit_record_bytes(model, planes=made))
-    ours = record is not None and is_laid_out(record.layout, model, made, own, whole)
-    if ours and path.stat().st_size != _layout_of(model, made, own, whole).num_bytes:
+    forms = made_for(model, planes)
+    record, wrong = newest_record(path, commit_record_bytes(model, planes=forms))
+    ours = record is not None and is_laid_out(record.layout, model, forms, shares, full_planes)
+    if ours and path.stat().st_size != _layout_of(model, forms, shares, full_planes).num_bytes:
         return None, f"{path} is truncated"
     return record, wrong
 
@@ -68,8 +68,8 @@ def find_records(
     path: Path,
     model: ModelSpec,
     planes: Planes | None,
-    own: Sequence[range] | None,
-    whole: Collection[str] = (WEIGHTS,),
+    shares: Sequence[range] | None,
+    full_planes: Collection[str] = (WEIGHTS,),
 ) -> tuple[list[CommitRecord], str]:
     """Return the whole commit records of the home of a share at ``path``, newest first, and what is wrong otherwise.
 
@@ -78,11 +78,13 @@ def find_records(
     Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
-    newest, wrong = find_record(path, model, planes, own, whole)
+    newest, wrong = find_record(path, model, planes, shares, full_planes)
     if newest is None:
         return [], wrong
     records, wrong = whole_records(path, commit_record_bytes(model, planes=made_for(model, planes)))
-    return [record for record in records if is_laid_out(record.layout, model, planes, own, whole)], wrong
+    return [
+        record for record in records if is_laid_out(record.layout, model, planes, shares, full_planes)
+    ], wrong
 
 
 class CommittedHome(DiskHome):
@@ -118,32 +120,32 @@ class CommittedHome(DiskHome):
         granule_elements: int = PLANE_ELEMENTS,
         record: CommitRecord | None = None,
         temporary: bool = False,
-        own: Sequence[range] | None = None,
-        whole: Collection[str] = (WEIGHTS,),
+        shares: Sequence[range] | None = None,
+        full_planes: Collection[str] = (WEIGHTS,),
     ) -> None:
         self._model = model
-        self._own, self._whole = own, whole
+        self._own, self._whole = shares, full_planes
         self._made = made_for(model, planes)
-        self._digest = layout_digest(model, self._made, own, whole)
+        self._digest = layout_digest(model, self._made, shares, full_planes)
         self._slot_bytes = commit_record_bytes(model, planes=self._made)
         if record is not None:
             granule_elements = min(record.granule_elements, granule_elements)
-        found = record.granule_elements if record is not None else granule_elements
+        recorded_elements = record.granule_elements if record is not None else granule_elements
         self._buffer = arena.take(commit_record_bytes(model, granule_elements, self._made), "commit record")
         super().__init__(
             model,
             planes,
             path,
             pool,
-            request_bytes=align_up(DEFAULT_REQUEST_BYTES, 4 * max(found, granule_elements)),
+            request_bytes=align_up(DEFAULT_REQUEST_BYTES, 4 * max(recorded_elements, granule_elements)),
             temporary=temporary,
             ledger=arena.ledger,
             existing=record is not None,
-            own=own,
-            whole=whole,
+            shares=shares,
+            full_planes=full_planes,
         )
         self.granule_elements = granule_elements
-        self._granules = {key: self._cut(key, found) for key in self._layout.extents}
+        self._granules = {key: self._cut(key, recorded_elements) for key in self._layout.extents}
         self._sequence = 0
         self._stays = not temporary
         self.record = record
@@ -161,20 +163,20 @@ class CommittedHome(DiskHome):
     def commit(self, state: Mapping[str, Any]) -> None:
         """See `Home.commit`; nothing may be written meanwhile."""
         self.file.sync()
-        kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
+        lasting = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
         record = CommitRecord(
             sequence=self._sequence + 1,
             state=dict(state),
             granule_elements=self.granule_elements,
             layout=self._digest,
-            sides=np.concatenate([granules.newest for granules in kept]),
-            checksums=np.concatenate([granules.newest_checksums for granules in kept]),
+            sides=np.concatenate([granules.newest for granules in lasting]),
+            checksums=np.concatenate([granules.newest_checksums for granules in lasting]),
         )
         size = align_up(pack(record, self._buffer.numpy().data), SECTOR_BYTES)
         view = self._buffer.numpy().data[:size]
         self.file.run([lambda: self.file.write_request(view, record.slot * self._slot_bytes)])
         self.file.sync()
-        for granules in kept:
+        for granules in lasting:
             granules.committed[:] = granules.newest
         self._sequence, self.record = record.sequence, record
 
@@ -253,13 +255,13 @@ class CommittedHome(DiskHome):
             granules.newest[first:last] = side
 
     def _restore(self, record: CommitRecord) -> None:
-        kept = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
-        ends = np.cumsum([len(granules.newest) for granules in kept])
+        lasting = [granules for key, granules in self._granules.items() if key[1] != GRADIENT]
+        ends = np.cumsum([len(granules.newest) for granules in lasting])
         bad = int(ends[-1]) != len(record.sides) or bool((record.sides > 1).any())
         if bad or not is_laid_out(record.layout, self._model, self._made, self._own, self._whole):
             raise StorageError(f"{self.file.path} holds another model, or the same one split otherwise")
         for granules, sides, checksums in zip(
-            kept, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
+            lasting, np.split(record.sides, ends[:-1]), np.split(record.checksums, ends[:-1]), strict=True
         ):
             granules.restore(sides, checksums)
         self._sequence = record.sequence
@@ -275,9 +277,9 @@ class CommittedHome(DiskHome):
             self.file.sync()
 
     def _lay_out(
-        self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
+        self, model: ModelSpec, planes: Planes, shares: Sequence[range] | None, full_planes: Collection[str]
     ) -> HomeLayout:
-        return _layout_of(model, made_of(model.dtype, planes), own, whole)
+        return _layout_of(model, made_of(model.dtype, planes), shares, full_planes)
 
     def _granule_items(self, key: tuple[int, str], granule_elements: int) -> int:
         """Items of a plane that a checksum covers."""
@@ -305,31 +307,33 @@ class CommittedHome(DiskHome):
             f"unit {self._model.units[unit].name}, plane {plane}, elements {extent.first + first * extent.group} to "
             f"{extent.first + min(first + size, extent.numel) * extent.group}"
         )
-        said = f"{self.file.path} is damaged: {where} are not what was written; look at the disk"
+        message = f"{self.file.path} is damaged: {where} are not what was written; look at the disk"
         if self.record is None:
-            return f"{said}. Nothing was committed yet"
+            return f"{message}. Nothing was committed yet"
         step = self.record.state.get("step", self.record.sequence)
         if plane != GRADIENT and damage.side == granules.committed[damage.granule]:
             return (
-                f"{said}. They belong to step {step}, the last committed one; the last good one is that of the newest "
-                "checkpoint, and --resume auto goes on from there"
+                f"{message}. They belong to step {step}, the last committed one; the last good one is that of the "
+                "newest checkpoint, and --resume auto goes on from there"
             )
-        return f"{said}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
+        return (
+            f"{message}. Step {step}, the last committed one, is good, and --resume auto goes on from there"
+        )
 
 
 def _layout_of(
     model: ModelSpec,
-    made: Mapping[str, Plane],
-    own: Sequence[range] | None = None,
-    whole: Collection[str] = (WEIGHTS,),
+    forms: Mapping[str, Plane],
+    shares: Sequence[range] | None = None,
+    full_planes: Collection[str] = (WEIGHTS,),
 ) -> HomeLayout:
     return HomeLayout(
         model,
-        made,
-        base=NUM_SLOTS * commit_record_bytes(model, planes=made),
-        twice=[name for name in made if name != GRADIENT],
-        own=own,
-        whole=whole,
+        forms,
+        base=NUM_SLOTS * commit_record_bytes(model, planes=forms),
+        twice=[name for name in forms if name != GRADIENT],
+        shares=shares,
+        full_planes=full_planes,
     )
 
 

@@ -168,8 +168,8 @@ class Zram:
         """
         block = sysfs / "block" / name
         try:
-            found = [int(word) for word in (block / "mm_stat").read_text().split()]
-            original, _, memory, limit = found[:4]
+            counters = [int(word) for word in (block / "mm_stat").read_text().split()]
+            original, _, memory, limit = counters[:4]
             num_bytes = int((block / "disksize").read_text())
             algorithms = (block / "comp_algorithm").read_text()
         except FileNotFoundError as error:
@@ -215,25 +215,25 @@ def check_not_a_device(directory: Path, *, sysfs: Path = SYSFS, dev: Path = DEV)
     """
     if directory.parent != dev or not _NAME.fullmatch(directory.name):
         return
-    found = Zram.read(directory.name, sysfs)
+    zram = Zram.read(directory.name, sysfs)
     if not directory.exists():
         raise StorageError(
-            f"{directory} does not exist, though the kernel has {found.name}: udev has not made it"
+            f"{directory} does not exist, though the kernel has {zram.name}: udev has not made it"
         )
     if not os.access(directory, os.R_OK | os.W_OK):
         raise StorageError(
             f"{directory} may not be written by this user; have root put a file system on it, mount it, and hand its "
             "directory over (chown)"
         )
-    if not found.num_bytes:
-        block = f"/sys/block/{found.name}"
+    if not zram.num_bytes:
+        block = f"/sys/block/{zram.name}"
         raise StorageError(
             f"{directory} is not configured. As root, choose its algorithm and the bytes that it holds: "
-            f"echo {found.best_algorithm} > {block}/comp_algorithm; echo 64G > {block}/disksize"
+            f"echo {zram.best_algorithm} > {block}/comp_algorithm; echo 64G > {block}/disksize"
         )
     raise StorageError(
         f"{directory} is a device, and a home is a file in a directory. As root: mkfs.ext4 -E nodiscard {directory}; "
-        f"mount -o discard {directory} /mnt/{found.name}; then memory.store_dir=/mnt/{found.name}"
+        f"mount -o discard {directory} /mnt/{zram.name}; then memory.store_dir=/mnt/{zram.name}"
     )
 
 

@@ -283,12 +283,12 @@ class DirectFile:
         self.tally.read_bytes += bytes_read
         self.tally.written_bytes += bytes_written
         with self._idle:
-            former = self._statistics
+            before = self._statistics
             self._statistics = Transfers(
-                bytes_read=former.bytes_read + bytes_read,
-                bytes_written=former.bytes_written + bytes_written,
-                read_s=former.read_s + read_s,
-                write_s=former.write_s + write_s,
+                bytes_read=before.bytes_read + bytes_read,
+                bytes_written=before.bytes_written + bytes_written,
+                read_s=before.read_s + read_s,
+                write_s=before.write_s + write_s,
             )
 
     def _forget_name(self) -> None:

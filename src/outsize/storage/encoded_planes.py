@@ -126,8 +126,8 @@ class PackedPlane:
 
     def _make_room(self, index: int, size: int) -> int:
         """Forget a piece, push the others together, and return where ``size`` bytes lie behind them."""
-        former = align_up(self._pieces[index][1], PIECE_ALIGN) if index in self._pieces else 0
-        if self._room.free_bytes + former < align_up(size, PIECE_ALIGN):
+        room_before = align_up(self._pieces[index][1], PIECE_ALIGN) if index in self._pieces else 0
+        if self._room.free_bytes + room_before < align_up(size, PIECE_ALIGN):
             raise StorageError(
                 f"weights that codec {self.codec.spec.name} should write in {format_bytes(self._memory.numel())} take "
                 "more: they are not like those of a trained network; set transport.weights=raw"
@@ -139,6 +139,6 @@ class PackedPlane:
             assert to is not None
             self._memory[to : to + length] = self._memory[start : start + length].clone()
             self._pieces[other] = to, length
-        found = self._room.take(size)
-        assert found is not None
-        return found
+        piece = self._room.take(size)
+        assert piece is not None
+        return piece

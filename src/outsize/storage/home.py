@@ -181,13 +181,15 @@ class HostHome(Home):
         planes: Planes,
         arena: Arena,
         packed: Codec | None = None,
-        own: Sequence[range] | None = None,
-        whole: Collection[str] = (WEIGHTS,),
+        shares: Sequence[range] | None = None,
+        full_planes: Collection[str] = (WEIGHTS,),
         *,
         resident: Collection[int] = (),
         on_device: Callable[[int, str], Tensor] | None = None,
     ) -> None:
-        self._layout = HomeLayout(model, planes, own=own, whole=whole, without_gradient=resident)
+        self._layout = HomeLayout(
+            model, planes, shares=shares, full_planes=full_planes, without_gradient=resident
+        )
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
@@ -249,9 +251,9 @@ class HostHome(Home):
             into.detach().copy_(self._planes[unit, plane][first : first + into.numel()])
         elapsed = time.perf_counter() - started
         with self._lock:
-            former = self._statistics
+            before = self._statistics
             self._statistics = replace(
-                former, bytes_read=former.bytes_read + into.nbytes, read_s=former.read_s + elapsed
+                before, bytes_read=before.bytes_read + into.nbytes, read_s=before.read_s + elapsed
             )
 
     def _write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
@@ -266,9 +268,9 @@ class HostHome(Home):
         elapsed = time.perf_counter() - started
         with self._lock:
             self._versions[unit, plane] += 1
-            former = self._statistics
+            before = self._statistics
             self._statistics = replace(
-                former, bytes_written=former.bytes_written + source.nbytes, write_s=former.write_s + elapsed
+                before, bytes_written=before.bytes_written + source.nbytes, write_s=before.write_s + elapsed
             )
 
     def statistics(self) -> Transfers:
@@ -314,10 +316,10 @@ class DiskHome(Home):
         temporary: bool = False,
         ledger: Ledger | None = None,
         existing: bool = False,
-        own: Sequence[range] | None = None,
-        whole: Collection[str] = (WEIGHTS,),
+        shares: Sequence[range] | None = None,
+        full_planes: Collection[str] = (WEIGHTS,),
     ) -> None:
-        self._layout = self._lay_out(model, planes, own, whole)
+        self._layout = self._lay_out(model, planes, shares, full_planes)
         self.file = DirectFile(
             path,
             self._layout.num_bytes,
@@ -354,9 +356,9 @@ class DiskHome(Home):
         self.file.close()
 
     def _lay_out(
-        self, model: ModelSpec, planes: Planes, own: Sequence[range] | None, whole: Collection[str]
+        self, model: ModelSpec, planes: Planes, shares: Sequence[range] | None, full_planes: Collection[str]
     ) -> HomeLayout:
-        return HomeLayout(model, planes, own=own, whole=whole)
+        return HomeLayout(model, planes, shares=shares, full_planes=full_planes)
 
     def _span(self, unit: int, plane: str, start: int, tensor: Tensor) -> Span:
         extent = self._layout.locate(unit, plane, start, tensor)

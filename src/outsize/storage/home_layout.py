@@ -79,18 +79,18 @@ class HomeLayout:
         *,
         base: int = 0,
         twice: Collection[str] = (),
-        own: Sequence[range] | None = None,
-        whole: Collection[str] = (WEIGHTS,),
+        shares: Sequence[range] | None = None,
+        full_planes: Collection[str] = (WEIGHTS,),
         without_gradient: Collection[int] = (),
     ) -> None:
         if "weights" not in planes:
             raise ValueError(f"planes {sorted(planes)} lack 'weights'")
-        made = made_of(model.dtype, planes)
+        forms = made_of(model.dtype, planes)
         self.extents: dict[tuple[int, str], PlaneExtent] = {}
         self.num_bytes = base
         for unit in model.units:
-            for name, plane in made.items():
-                held = range(unit.numel) if own is None or name in whole else own[unit.index]
+            for name, plane in forms.items():
+                held = range(unit.numel) if shares is None or name in full_planes else shares[unit.index]
                 rests = name != GRADIENT or unit.index not in without_gradient
                 if len(held) and rests and (name == "weights" or unit.trainable):
                     num_sides = 2 if unit.trainable and name in twice else 1
@@ -119,8 +119,8 @@ class HomeLayout:
         """
         extent = self.extents.get((unit, plane))
         if extent is None:
-            known = ", ".join(name for index, name in self.extents if index == unit)
-            raise ValueError(f"unit {unit} has no plane {plane!r}; it has {known or 'none'}")
+            names = ", ".join(name for index, name in self.extents if index == unit)
+            raise ValueError(f"unit {unit} has no plane {plane!r}; it has {names or 'none'}")
         return extent
 
     def locate(self, unit: int, plane: str, start: int, tensor: Tensor) -> PlaneExtent:
@@ -174,25 +174,25 @@ def made_for(model: ModelSpec, planes: Planes | None) -> Mapping[str, Plane]:
 def layout_digest(
     model: ModelSpec,
     planes: Planes | None = None,
-    own: Sequence[range] | None = None,
-    whole: Collection[str] = (WEIGHTS,),
+    shares: Sequence[range] | None = None,
+    full_planes: Collection[str] = (WEIGHTS,),
 ) -> str:
     """Return a digest, a version and hexadecimal digits, of what decides where a home of ``model`` keeps what.
 
     Args:
         model: the units.
         planes: that it keeps; None for those of a plain layout.
-        own: elements of each unit whose optimizer state it holds; None for all.
-        whole: planes of which it holds all elements whatever ``own`` says.
+        shares: elements of each unit whose optimizer state it holds; None for all.
+        full_planes: planes of which it holds all elements whatever ``shares`` says.
     """
-    made = made_for(model, planes)
+    forms = made_for(model, planes)
     text = json.dumps(
         {
             "dtype": model.dtype,
-            "planes": [[name, plane.item, plane.group] for name, plane in made.items()],
-            "units": [_unit(unit, made) for unit in model.units],
-            "own": None if own is None else [[held.start, held.stop] for held in own],
-            "whole gradients": own is not None and GRADIENT in whole,
+            "planes": [[name, plane.item, plane.group] for name, plane in forms.items()],
+            "units": [_unit(unit, forms) for unit in model.units],
+            "own": None if shares is None else [[held.start, held.stop] for held in shares],
+            "whole gradients": shares is not None and GRADIENT in full_planes,
         }
     )
     return f"{_VERSION}:{_hex(text)}"
@@ -202,17 +202,19 @@ def is_laid_out(
     digest: str,
     model: ModelSpec,
     planes: Planes | None = None,
-    own: Sequence[range] | None = None,
-    whole: Collection[str] = (WEIGHTS,),
+    shares: Sequence[range] | None = None,
+    full_planes: Collection[str] = (WEIGHTS,),
 ) -> bool:
     """Whether ``digest``, of any version, is that of a home that is laid out so; arguments as of `layout_digest`."""
     of_version = layout_digest if ":" in digest else _first_version
-    return digest == of_version(model, planes, own, whole)
+    return digest == of_version(model, planes, shares, full_planes)
 
 
-def _unit(unit: UnitSpec, made: Mapping[str, Plane]) -> list[object]:
-    held = [name for name in made if name == WEIGHTS or unit.trainable]
-    factors = {name: _tensors(made[name].tensors_of(unit)) for name in held if made[name].factor is not None}
+def _unit(unit: UnitSpec, forms: Mapping[str, Plane]) -> list[object]:
+    held = [name for name in forms if name == WEIGHTS or unit.trainable]
+    factors = {
+        name: _tensors(forms[name].tensors_of(unit)) for name in held if forms[name].factor is not None
+    }
     frozen = [
         [part.plane, part.dtype, part.codec, part.numel, part.encoded_bytes, _tensors(part.tensors)]
         for part in unit.frozen
@@ -225,23 +227,23 @@ def _tensors(tensors: Sequence[TensorSpec]) -> list[list[object]]:
 
 
 def _first_version(
-    model: ModelSpec, planes: Planes | None, own: Sequence[range] | None, whole: Collection[str]
+    model: ModelSpec, planes: Planes | None, shares: Sequence[range] | None, full_planes: Collection[str]
 ) -> str:
     """The digest of homes before there was a version: over the `repr` of what described a model then, word by word."""
-    plain, made = layout_of(model.dtype).planes, made_for(model, planes)
+    plain, forms = layout_of(model.dtype).planes, made_for(model, planes)
     other: list[object] = []
-    if made != plain:
-        other += [(name, plane.item, plane.group) for name, plane in made.items()]
-    if own is not None:
-        other += [list(own), "whole gradients"] if GRADIENT in whole else [list(own)]
+    if forms != plain:
+        other += [(name, plane.item, plane.group) for name, plane in forms.items()]
+    if shares is not None:
+        other += [list(shares), "whole gradients"] if GRADIENT in full_planes else [list(shares)]
     units = ", ".join(_unit_then(unit) for unit in model.units)
     beside = "".join(f", {each!r}" for each in other)
     return _hex(f"({model.dtype!r}, [{units}]{beside})")
 
 
 def _unit_then(unit: UnitSpec) -> str:
-    told = f"{unit.name!r}, {unit.numel!r}, {unit.trainable!r}, {_tuple(map(_tensor_then, unit.tensors))}"
-    return f"({told}, {_tuple(map(_part_then, unit.frozen))})" if unit.frozen else f"({told})"
+    text = f"{unit.name!r}, {unit.numel!r}, {unit.trainable!r}, {_tuple(map(_tensor_then, unit.tensors))}"
+    return f"({text}, {_tuple(map(_part_then, unit.frozen))})" if unit.frozen else f"({text})"
 
 
 def _tensor_then(tensor: TensorSpec) -> str:

@@ -280,8 +280,8 @@ class Arena:
         except OSError as error:
             self._refused(num_bytes)
             if self._num_fallbacks == 1:
-                told = "%s (%s) stays pageable, copies to the GPU will be slower: %s"
-                _log.warning(told, what, format_bytes(num_bytes), error)
+                message = "%s (%s) stays pageable, copies to the GPU will be slower: %s"
+                _log.warning(message, what, format_bytes(num_bytes), error)
         else:
             self._pinned[address] = num_bytes
 

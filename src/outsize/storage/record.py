@@ -157,8 +157,8 @@ def newest_record(path: Path, slot_bytes: int) -> tuple[CommitRecord | None, str
     Raises:
         StorageError: see `whole_records`.
     """
-    found, wrong = whole_records(path, slot_bytes)
-    return found[0] if found else None, wrong
+    records, wrong = whole_records(path, slot_bytes)
+    return records[0] if records else None, wrong
 
 
 def whole_records(path: Path, slot_bytes: int) -> tuple[list[CommitRecord], str]:
@@ -167,7 +167,7 @@ def whole_records(path: Path, slot_bytes: int) -> tuple[list[CommitRecord], str]
     Raises:
         StorageError: the file cannot be read, or was written in another format.
     """
-    found: list[CommitRecord] = []
+    records: list[CommitRecord] = []
     wrong: list[str] = []
     for slot in range(NUM_SLOTS):
         try:
@@ -177,8 +177,8 @@ def whole_records(path: Path, slot_bytes: int) -> tuple[list[CommitRecord], str]
         except StorageError as error:
             raise StorageError(f"{path}: {error}; use that version, or remove the file") from error
         else:
-            found += [record] if record is not None else []
-    return sorted(found, key=lambda record: -record.sequence), "; ".join(wrong)
+            records += [record] if record is not None else []
+    return sorted(records, key=lambda record: -record.sequence), "; ".join(wrong)
 
 
 def _digest(data: memoryview) -> int:
@@ -244,8 +244,8 @@ class Granules:
     @property
     def newest_checksums(self) -> Checksums:
         """Checksums of the sides that were written last."""
-        found: Checksums = self.checksums[self.newest, np.arange(len(self.newest))]
-        return found
+        newest: Checksums = self.checksums[self.newest, np.arange(len(self.newest))]
+        return newest
 
     def to_read(self, start: int, numel: int) -> Iterator[Run]:
         """Yield runs of granules where they were written last."""
@@ -269,8 +269,8 @@ class Granules:
         """
 
         def inspect(view: memoryview, offset: int) -> None:
-            for granule, found in self._digests(view, first, offset):
-                if self.checksums[side, granule] != found:
+            for granule, digest in self._digests(view, first, offset):
+                if self.checksums[side, granule] != digest:
                     raise DamagedError(granule, side)
 
         return inspect
@@ -279,8 +279,8 @@ class Granules:
         """Return what keeps the checksums of a run that begins with granule ``first``."""
 
         def inspect(view: memoryview, offset: int) -> None:
-            for granule, found in self._digests(view, first, offset):
-                self.checksums[side, granule] = found
+            for granule, digest in self._digests(view, first, offset):
+                self.checksums[side, granule] = digest
 
         return inspect
 
@@ -294,7 +294,7 @@ class Granules:
         """Return smaller granules of the same plane, whose bytes are ``plane``, all committed."""
         finer = Granules(self.extent, granule_elements)
         sides = np.repeat(self.committed, self.granule_elements // granule_elements)[: len(finer.newest)]
-        digests = [found for _, found in finer._digests(plane, 0, 0)]
+        digests = [digest for _, digest in finer._digests(plane, 0, 0)]
         finer.restore(sides, np.array(digests, np.uint64))
         return finer
 

@@ -156,15 +156,16 @@ def by_class(
     state: State,
     *,
     commits: bool = False,
-    own: Sequence[int] = (),
-    whole: Collection[str] = (WEIGHTS,),
+    share_elements: Sequence[int] = (),
+    full_planes: Collection[str] = (WEIGHTS,),
     transport: Transport = NO_CODECS,
     resident: Collection[int] = (),
 ) -> dict[str, int]:
     """Return the bytes of all planes at home by what they are for people; ``commits`` says that it keeps most twice.
 
-    Of several nodes each has ``whole`` planes, and the others of ``own`` elements of each unit. Weights that do not
-    train lie in host memory as ``transport`` sends them; what trains of ``resident`` units lies on the device.
+    Of several nodes each has ``full_planes`` as they are, and the others of ``share_elements`` elements of each unit.
+    Weights that do not train lie in host memory as ``transport`` sends them; what trains of ``resident`` units lies on
+    the device.
     """
     layout, parts = layout_of(state), Counter[str]()
     for unit in model.units:
@@ -172,7 +173,7 @@ def by_class(
         planes = {} if unit.index in resident else planes
         for name, plane in planes.items():
             twice = commits and unit.trainable and name != GRADIENT
-            numel = own[unit.index] if own and name not in whole else unit.numel
+            numel = share_elements[unit.index] if share_elements and name not in full_planes else unit.numel
             parts[_CLASS_OF.get(name, "optimizer state")] += (1 + twice) * plane.bytes_of(unit, numel)
         parts["weights"] -= packed_bytes_of(transport, unit, WEIGHTS, model.dtype)
         for part in unit.frozen:
@@ -311,7 +312,7 @@ def disk_buffer_bytes(
     record = commit_record_bytes(model, granule, state_layout.planes) if layout.commits else 0
     return {
         tiles: layout.num_tile_buffers
-        * state_layout.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
+        * state_layout.tile_bytes(model, tile_elements, with_state=layout.tiles_on_disk),
         "optimizer scratch": state_layout.scratch_bytes(model),
         "checkpoint buffer": store_buffer_bytes(model, home),
         "commits": COMMIT_COPIES * record,

@@ -126,9 +126,9 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
     for (number, unit), indices in indices_of.items():
         if not layout.trainable[unit]:
             continue
-        if (own := layout.own_accumulators.get(unit)) is not None:
+        if (own_place := layout.own_accumulators.get(unit)) is not None:
             if not number:
-                before[indices[0]].append(_accumulate(Kind.ACC, unit, own))
+                before[indices[0]].append(_accumulate(Kind.ACC, unit, own_place))
             if number == layout.num_rounds - 1:
                 after[indices[-1]] += _gradient(unit, layout)
             continue
@@ -144,7 +144,7 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
             start = next((at for _, at, _ in visits[earliest:visits_before] if free < at), start)
         before[start].append(_accumulate(Kind.SUM if number else Kind.ACC, unit, accumulator))
         last_used[accumulator] = indices[-1]
-        after[indices[-1]] += _gradient(unit, layout, whole=number == layout.num_rounds - 1)
+        after[indices[-1]] += _gradient(unit, layout, last_round=number == layout.num_rounds - 1)
     if layout.rest_trains:
         after[backwards[-1][-1]] += _gradient(layout.rest, layout)
     return _splice(program, before, after)
@@ -157,8 +157,10 @@ def insert_steps(program: Program, layout: StepLayout) -> Program:
         clip = (Op(kind=Kind.CLIP),) if steps else ()
         return Program(program.ops + clip + steps)
     before, after = _insertions()
-    whole = {op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD}  # of the last round
-    for unit, index in whole.items():
+    last_gradients = {
+        op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD
+    }  # of the last round
+    for unit, index in last_gradients.items():
         after[index].append(_step(unit, layout))
     return _splice(program, before, after)
 
@@ -178,8 +180,8 @@ def _accumulate(kind: Kind, unit: int | None, accumulator: int) -> Op:
     return Op(kind=kind, unit=unit, worker=WORKER, slot=accumulator)
 
 
-def _gradient(unit: int | None, layout: StepLayout, *, whole: bool = True) -> list[Op]:
-    norms = whole and (layout.clip or layout.unit_clip)
+def _gradient(unit: int | None, layout: StepLayout, *, last_round: bool = True) -> list[Op]:
+    norms = last_round and (layout.clip or layout.unit_clip)
     norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if norms else []
     if unit in layout.resident:  # it steps at once, or all do behind CLIP
         return norm if layout.clip else [*norm, _step(unit, layout)]
@@ -232,8 +234,8 @@ def cycle_peak(layout: StepLayout, boundary_bytes: Sequence[int], kept_bytes: Ke
         inputs = [sizes[unit]] * (unit in layout.offload)
         forward.unit(
             tuple(
-                (count, sizes[unit + 1], kept - gone, (*inputs, *((kept,) * choice.leaves)))
-                for choice, count, kept in runs[unit]
+                (count, sizes[unit + 1], bytes_kept - gone, (*inputs, *((bytes_kept,) * choice.leaves)))
+                for choice, count, bytes_kept in runs[unit]
             )
         )
     peak = max(forward.peak, _backward_peak(layout, sizes, runs, forward.device, sum(forward.leaving)))
@@ -278,20 +280,20 @@ class _Forward:
             self.peak = max(self.peak, device + self._added[2])
             self.device, self.below = device + self._added[0], below + self._added[1]
             return
-        former, self.peak = self.peak, device
+        before, self.peak = self.peak, device
         for run in runs:
             self._run(*run)
         self._former, self._added = begun, (self.device - device, self.below - below, self.peak - device)
-        self.peak = max(former, self.peak)
+        self.peak = max(before, self.peak)
 
-    def _run(self, count: int, made: int, stays: int, saved: tuple[int, ...]) -> None:
+    def _run(self, count: int, made_bytes: int, stays: int, saved: tuple[int, ...]) -> None:
         """Run so many forwards of a unit, each of which makes an input, keeps something, and saves something."""
         before = top = 0
         for _ in range(min(count, _UNLIKE)):
             before = self.device
             while len(self.leaving) > max(SAVE_WINDOW - 1, self._behind):
                 self.device -= self.leaving.popleft()
-            top = self.device + made
+            top = self.device + made_bytes
             self.device = top + stays
             top = max(top, self.device) if saved else top
             self.peak = max(self.peak, top)
@@ -320,13 +322,13 @@ def _backward_peak(
     fetches, onloads = _Arrivals(layout.prefetch_depth), _Arrivals(ONLOAD_AHEAD)
     bottom = layout.first_backward
     for unit in range(layout.last, bottom - 1, -1):
-        made = sizes[unit] if unit > bottom else 0
+        made_bytes = sizes[unit] if unit > bottom else 0
         spent = sizes[unit] + sizes[unit + 1]
-        for choice, count, kept in runs[unit]:
-            rises += [made - kept] * count
-            changes += [made - kept - spent] * count
+        for choice, count, kept_bytes in runs[unit]:
+            rises += [made_bytes - kept_bytes] * count
+            changes += [made_bytes - kept_bytes - spent] * count
             fetches.add(sizes[unit] if unit in layout.offload else None, count)
-            onloads.add(kept if choice.leaves else None, count)
+            onloads.add(kept_bytes if choice.leaves else None, count)
     held = list(accumulate(changes[:-1], initial=device))
     ways = [way for way in (fetches, onloads) if way.first is not None]
     if not ways:

@@ -71,7 +71,7 @@ def assign_slots(
     weight_bytes: Sequence[int],
     slot_bytes: Sequence[int],
     depth: int,
-    own: Mapping[int, int] = MappingProxyType({}),
+    own_slots: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Stay]:
     """Return the stays of units in slots, in the order of the visits that begin them.
 
@@ -80,10 +80,10 @@ def assign_slots(
         weight_bytes: bytes by unit; a unit of 0 bytes needs no slot.
         slot_bytes: sizes of the slots that units share; every unit must fit one.
         depth: how many visits ahead a LOAD should start.
-        own: the slots, behind those, of units that stay from their first visit to their last.
+        own_slots: the slots, behind those, of units that stay from their first visit to their last.
     """
-    slots = [_Slot(size) for size in (*slot_bytes, *[0] * len(own))]
-    needed = [0 if unit in own else weight_bytes[unit] for unit in visits]
+    slots = [_Slot(size) for size in (*slot_bytes, *[0] * len(own_slots))]
+    needed = [0 if unit in own_slots else weight_bytes[unit] for unit in visits]
     stays: dict[int, Stay] = {}  # by the visit that begins the stay, since they end in another order
     begun: dict[int, int] = {}
     uses: defaultdict[int | None, list[int]] = defaultdict(list)
@@ -98,7 +98,7 @@ def assign_slots(
     for visit, unit in enumerate(visits):
         if weight_bytes[unit] == 0:
             continue
-        index = own.get(unit, next((i for i, slot in enumerate(slots) if slot.unit == unit), None))
+        index = own_slots.get(unit, next((i for i, slot in enumerate(slots) if slot.unit == unit), None))
         if index is None:
             index = _choose(slots, uses, needed, visit, depth)
         if slots[index].unit != unit:

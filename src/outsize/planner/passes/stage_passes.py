@@ -102,14 +102,14 @@ def _turns(visits: list[Visit], layout: StepLayout) -> list[_Turn]:
     assert stages is not None
     visits_begun: defaultdict[int, int] = defaultdict(int)
     backwards_begun: defaultdict[int, int] = defaultdict(int)
-    turns, own = [], layout.own_slots
+    turns, own_slots = [], layout.own_slots
     for visit in visits:
-        weights = [u for u in range(*visit.units) if layout.weight_bytes[u] and u not in own]
+        weights = [u for u in range(*visit.units) if layout.weight_bytes[u] and u not in own_slots]
         trained = [u for u in range(*visit.units) if layout.trainable[u] and visit.backward]
         worker = visit.worker
         slot_half, sum_half = visits_begun[worker] % stages.slot_halves, backwards_begun[worker]
         slots = _half(weights, layout.weight_bytes, layout.slot_bytes, stages.slot_halves, slot_half)
-        slots |= {u: own[u] for u in range(*visit.units) if u in own}
+        slots |= {u: own_slots[u] for u in range(*visit.units) if u in own_slots}
         sums = _half(
             trained,
             layout.gradient_bytes,
@@ -154,13 +154,13 @@ def _half(
 def _following(turns: list[_Turn]) -> dict[int, _Turn]:
     """Return the next turn of the same worker, by the identity of a turn."""
     latest: dict[int, _Turn] = {}
-    found = {}
+    successors = {}
     for turn in turns:
         before = latest.get(turn.visit.worker)
         if before is not None:
-            found[id(before)] = turn
+            successors[id(before)] = turn
         latest[turn.visit.worker] = turn
-    return found
+    return successors
 
 
 def _arrivals(turn: _Turn, wanted: Container[int]) -> list[Op]:
@@ -189,15 +189,15 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
     weights = [op for op in ahead if op.kind is Kind.LOAD]
     sums = [op for op in ahead if op.kind is not Kind.LOAD]
     inputs = [_inputs(visit, microbatch, layout) for microbatch in visit.microbatches]
-    kept = [_returning(visit, microbatch, layout) for microbatch in visit.microbatches]
+    returning = [_returning(visit, microbatch, layout) for microbatch in visit.microbatches]
     gradients = [_gradient(visit, microbatch, layout) for microbatch in visit.microbatches]
-    ops = [*inputs[0], *kept[0], *gradients[0]]
+    ops = [*inputs[0], *returning[0], *gradients[0]]
     for index, microbatch in enumerate(visit.microbatches):
         following: list[Op] = []
         if index + 1 < count:
-            following = [*kept[index + 1], *gradients[index + 1]]
+            following = [*returning[index + 1], *gradients[index + 1]]
             ops += inputs[index + 1]
-        if not any(kept):  # behind nothing that takes long
+        if not any(returning):  # behind nothing that takes long
             ops += following
             following = []
         ops += weights[len(weights) * index // count : len(weights) * (index + 1) // count]

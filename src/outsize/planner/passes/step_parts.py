@@ -75,14 +75,14 @@ def cut_step(layout: StepLayout) -> Passes:
     compute = v_cycle(layout).ops
     forwards = [op for op in _lean(compute) if op.kind is Kind.FORWARD]
     following = [op for op in forwards if layout.round_of(op)]
-    whole = _complete(Program(compute), layout)
-    end = _end_of_forward(whole)
+    complete = _complete(Program(compute), layout)
+    end = _end_of_forward(complete)
     cold = _complete(Program(compute[len(forwards) - len(following) :]), layout)
     return Passes(
-        forward=Program(whole.ops[:end]),
-        lean_forward=Program(_lean(whole.ops[:end])),
+        forward=Program(complete.ops[:end]),
+        lean_forward=Program(_lean(complete.ops[:end])),
         following=_forward_alone(following, layout),
-        backward=cold if following else Program(whole.ops[end:]),
+        backward=cold if following else Program(complete.ops[end:]),
         cold_backward=cold,
         inference=_forward_alone(forwards, layout),
     )
@@ -152,8 +152,8 @@ def lean(program: Program) -> Program:
 
 def _lean(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     """Return ``ops`` with every forward an F, and nothing that leaves of what it kept."""
-    kept = (op for op in ops if op.kind is not Kind.OFFLOAD)
-    return tuple(replace(op, kind=Kind.FORWARD) if op.kind in FORWARD_KINDS else op for op in kept)
+    lean = (op for op in ops if op.kind is not Kind.OFFLOAD)
+    return tuple(replace(op, kind=Kind.FORWARD) if op.kind in FORWARD_KINDS else op for op in lean)
 
 
 def _end_of_forward(program: Program) -> int:
@@ -176,22 +176,22 @@ def insert_exchange(program: Program, layout: StepLayout) -> Program:
         return program
     # By which a gradient is whole: of stages, once it has come home.
     home = Kind.WRITE if layout.staged and not layout.reduces_buffers else Kind.GRAD
-    whole = {  # of the last round
+    last_gradients = {  # of the last round
         op.unit: index for index, op in enumerate(program) if op.kind is home and op.tile is None
     }
     stepped = {op.unit: index for index, op in enumerate(program) if _steps(op)}
     ops: list[Op] = []
-    taken: set[int | None] = set()  # units whose gradient a REDUCE takes, in place of a WRITE
+    reduced: set[int | None] = set()  # units whose gradient a REDUCE takes, in place of a WRITE
     for index, op in enumerate(program):
-        if layout.reduces_buffers and op.kind is home and whole.get(op.unit) == index:
-            ops += _reduced(op, layout, len(taken))
-            taken.add(op.unit)
+        if layout.reduces_buffers and op.kind is home and last_gradients.get(op.unit) == index:
+            ops += _reduced(op, layout, len(reduced))
+            reduced.add(op.unit)
         elif op.kind is Kind.CLIP:
             ops += (Op(kind=Kind.AGREE), op)
-        elif not layout.reduces_buffers and whole.get(op.unit) == index:
+        elif not layout.reduces_buffers and last_gradients.get(op.unit) == index:
             ops += (op, Op(kind=Kind.REDUCE, unit=op.unit))
         elif op.kind is not Kind.NORM and not (
-            op.kind is Kind.WRITE and op.tile is None and op.unit in taken
+            op.kind is Kind.WRITE and op.tile is None and op.unit in reduced
         ):
             ops.append(op)
         if stepped.get(op.unit) == index:

@@ -173,21 +173,21 @@ class PlannedStep:
             crossing_rates=self.crossing_rates,
         )
 
-    def simulate(self, costs: CostModel, num_steps: int, *, whole: bool = True) -> Simulated:
+    def simulate(self, costs: CostModel, num_steps: int, *, every_round: bool = True) -> Simulated:
         """Return ``num_steps`` steps where ops take ``costs``, which are those of coarse tiles.
 
         Args:
             costs: of ops.
-            num_steps: at least two, where not ``whole``.
-            whole: whether rounds are simulated that are like others.
+            num_steps: at least two, where not ``every_round``.
+            every_round: whether rounds are simulated that are like others.
         """
         layout, _ = self._simulated()
         size, period = layout.round_size, layout.period
         first = FIRST_ROUNDS if layout.stages is None else FIRST_STAGED
-        left_out = 0 if whole else max(0, (layout.num_rounds - first - LAST_ROUNDS) // period - 1)
+        left_out = 0 if every_round else max(0, (layout.num_rounds - first - LAST_ROUNDS) // period - 1)
         if left_out:
             layout = replace(layout, num_microbatches=layout.num_microbatches - left_out * period * size)
-        programs, steps = (_in_order if whole else _in_known_order)(layout, num_steps)
+        programs, steps = (_in_order if every_round else _in_known_order)(layout, num_steps)
         done = simulate(programs, layout, costs, steps=steps)
         return Simulated(
             programs=programs,
@@ -202,7 +202,7 @@ class PlannedStep:
 
     def step_s(self, costs: CostModel) -> float:
         """Return the time of a step among others where ops take ``costs``, which are those of coarse tiles."""
-        return self.simulate(costs, NUM_STEPS, whole=False).step_s
+        return self.simulate(costs, NUM_STEPS, every_round=False).step_s
 
     def expect(self, costs: CostModel) -> Steps:
         """Return steps among others where ops take ``costs``, which are those of coarse tiles."""
@@ -288,12 +288,12 @@ class Decision:
     @cached_property
     def simulated(self) -> Simulated:
         """Some steps, on the machine of the question; of many rounds that are alike some."""
-        return self.simulate(whole=False)
+        return self.simulate(every_round=False)
 
-    def simulate(self, *, whole: bool) -> Simulated:
-        """Return the same; ``whole`` with all rounds."""
+    def simulate(self, *, every_round: bool) -> Simulated:
+        """Return the same; ``every_round`` with all rounds."""
         costs = self.step.costs(self.question.machine, self.microbatch.times)
-        return self.step.simulate(costs, DECIDED_STEPS, whole=whole)
+        return self.step.simulate(costs, DECIDED_STEPS, every_round=every_round)
 
     @property
     def step_s(self) -> float:

@@ -198,7 +198,7 @@ def _searched_at(question: Question, home: Tier) -> Decision:
     return search_cuts(
         cuts if named is None else (named,),
         lambda microbatches: _handed_over(_offloading(_faster(*ways(microbatches)))),
-        lambda found, best: found.is_less(1 / NEAR, best),
+        lambda candidate, best: candidate.is_less(1 / NEAR, best),
         may_gain=may_gain,
         is_enough=is_enough if named is None else lambda _: True,
         may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),

@@ -194,7 +194,7 @@ def predict(decision: Decision) -> Prediction:
         break_even=_break_even(decision, work),
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
-        simulation=lambda: (decision.simulate(whole=True) if simulated.left_out else simulated).done,
+        simulation=lambda: (decision.simulate(every_round=True) if simulated.left_out else simulated).done,
         products_on=_products_on(decision),
         assumptions=_assumptions(decision),
     )

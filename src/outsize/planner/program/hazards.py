@@ -160,8 +160,8 @@ class _Tile(Cell):
 
     def write(self, seq: int, deps: Deps) -> None:
         """Let op ``seq`` write one tile."""
-        whole = self.home.whole
-        deps.update(whole.readers or (whole.writer,))
+        whole_plane = self.home.whole
+        deps.update(whole_plane.readers or (whole_plane.writer,))
         super().write(seq, deps)
         self.home.written = True
 

@@ -319,12 +319,12 @@ class Rules:
 
 
 def _check_place(
-    op: Op, unit: int, name: str, sizes: tuple[int, ...], own: Mapping[int, int], needed: int
+    op: Op, unit: int, name: str, sizes: tuple[int, ...], own_places: Mapping[int, int], needed: int
 ) -> None:
     """Check that the slot or accumulator exists, is shared or the unit's own, and is large enough."""
     slot = len(sizes) if op.slot is None else op.slot
-    if unit in own:
-        require(slot == own[unit], f"unit {unit} has {name} {own[unit]} of its own")
+    if unit in own_places:
+        require(slot == own_places[unit], f"unit {unit} has {name} {own_places[unit]} of its own")
         return
     require(slot < len(sizes), f"units share {name}s 0 to {len(sizes) - 1}")
     require(needed <= sizes[slot], f"{name} {slot} has {sizes[slot]} bytes, unit {unit} needs {needed}")

@@ -113,8 +113,8 @@ class HomeRules:
             self._fill(op, unit)
             self._check_before_step(unit)
         elif "buffer" in row.reads:
-            taken = self._layout.reduces_buffers and unit in self._whole
-            require(not taken, "a gradient of several nodes is reduced")
+            reduced = self._layout.reduces_buffers and unit in self._whole
+            require(not reduced, "a gradient of several nodes is reduced")
             self._drain(op, Kind.GRAD, unit)
             self._come_home(unit)
         elif "home" in row.writes:

@@ -301,8 +301,8 @@ class StepLayout:
         """
         waits = self.clip or self.num_rounds > 1
         rest = (self.rest,) if self.rest is not None and self.rest_trains else ()
-        own = (*rest, *sorted(self.resident - {self.rest})) if waits else rest
-        return {unit: index for index, unit in enumerate(own, len(self.accumulator_bytes))}
+        units = (*rest, *sorted(self.resident - {self.rest})) if waits else rest
+        return {unit: index for index, unit in enumerate(units, len(self.accumulator_bytes))}
 
     @property
     def rest_has_weights(self) -> bool:

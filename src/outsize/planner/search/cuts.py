@@ -70,10 +70,10 @@ def limits(seconds: Sequence[float], count: int) -> list[float]:
         for value in seconds[first : first + 12]:
             total += value
             sums.add(round(total, 12))
-    found = sorted(sums) or [0.0]
-    if len(found) <= count:
-        return found
-    return [found[i * (len(found) - 1) // (count - 1)] for i in range(count)]
+    limits_s = sorted(sums) or [0.0]
+    if len(limits_s) <= count:
+        return limits_s
+    return [limits_s[i * (len(limits_s) - 1) // (count - 1)] for i in range(count)]
 
 
 def drawn(least: int, most: int, count: int) -> list[int]:

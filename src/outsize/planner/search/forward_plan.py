@@ -63,13 +63,13 @@ def plan_scan(
         return _scan(weight_bytes, frozenset(units), units, 0)
     ahead = PREFETCH if prefetch is None else prefetch
     for num_slots in range(min(ahead, 1 if sparing else ahead) + 1, 0, -1):
-        found = [
+        scans = [
             scan
             for size in sorted({weight_bytes[unit] for unit in units})
             if (scan := _with_slots(weight_bytes, units, room_bytes, num_slots, size, sparing)) is not None
         ]
-        if found:
-            return min(found, key=lambda scan: scan.device_bytes if sparing else scan.bytes_per_pass)
+        if scans:
+            return min(scans, key=lambda scan: scan.device_bytes if sparing else scan.bytes_per_pass)
         if prefetch is not None:
             break
     if sparing:
@@ -110,29 +110,31 @@ def _with_slots(
     sparing: bool,
 ) -> Scan | None:
     """The scan whose slots are of this size; None where larger units do not all fit beside them."""
-    kept = {unit for unit in units if weight_bytes[unit] > slot_bytes}
-    left = room_bytes - num_slots * slot_bytes - sum(weight_bytes[unit] for unit in kept)
+    resident = {unit for unit in units if weight_bytes[unit] > slot_bytes}
+    left = room_bytes - num_slots * slot_bytes - sum(weight_bytes[unit] for unit in resident)
     if left < 0:
         return None
-    others = [] if sparing else [unit for unit in units if unit not in kept]
+    others = [] if sparing else [unit for unit in units if unit not in resident]
     for unit in sorted(spread_order(others), key=lambda unit: -weight_bytes[unit]):
         if weight_bytes[unit] <= left:
-            kept.add(unit)
+            resident.add(unit)
             left -= weight_bytes[unit]
-    return _scan(weight_bytes, frozenset(kept), units, num_slots)
+    return _scan(weight_bytes, frozenset(resident), units, num_slots)
 
 
-def _scan(weight_bytes: Sequence[int], kept: frozenset[int], units: Sequence[int], num_slots: int) -> Scan:
-    streamed = tuple(unit for unit in units if unit not in kept)
+def _scan(
+    weight_bytes: Sequence[int], resident: frozenset[int], units: Sequence[int], num_slots: int
+) -> Scan:
+    streamed = tuple(unit for unit in units if unit not in resident)
     num_slots = min(num_slots, len(streamed))
     slot_bytes = max((weight_bytes[unit] for unit in streamed), default=0)
     return Scan(
-        kept=kept,
+        kept=resident,
         streamed=streamed,
         num_slots=num_slots,
         slot_bytes=slot_bytes,
         bytes_per_pass=sum(weight_bytes[unit] for unit in streamed),
-        device_bytes=sum(weight_bytes[unit] for unit in kept) + num_slots * slot_bytes,
+        device_bytes=sum(weight_bytes[unit] for unit in resident) + num_slots * slot_bytes,
     )
 
 

@@ -102,14 +102,14 @@ def search_cuts(
         try:
             if best is not None and not may_gain(best, count):
                 continue
-            found = take(count)
+            first = take(count)
         except InfeasiblePlanError as error:
             failures.append(error)
             if not may_fit(error):
                 break
             continue
-        if best is None or is_less(found, best):
-            best = found
+        if best is None or is_less(first, best):
+            best = first
         if is_enough(best):
             break
     if best is None:
@@ -145,9 +145,11 @@ def rounds_to_try(
 
 def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -> Phases:
     """Return what lanes take in rounds of ``size`` with room for everything on the device."""
-    kept = everywhere(Choice.KEEP, layout.keepable, layout.num_streamed, size)
+    choices = everywhere(Choice.KEEP, layout.keepable, layout.num_streamed, size)
     tiles = (0,) * layout.num_units
-    roomy = replace(layout, round_microbatches=size, offload=frozenset(), kept=kept, ring=False, tiles=tiles)
+    roomy = replace(
+        layout, round_microbatches=size, offload=frozenset(), kept=choices, ring=False, tiles=tiles
+    )
     return phases(roomy, demand, rates)
 
 

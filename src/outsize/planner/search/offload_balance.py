@@ -73,7 +73,7 @@ def worthwhile_extents(demand: Demand, unit: int) -> list[tuple[float, Extent]]:
     # What takes no memory is always kept.
     free: list[tuple[float, Extent]] = []
     free += ((float("inf"), e) for size, _, e in points if not size and e is Extent.WHOLE)
-    found: list[tuple[float, Extent]] = []
+    slopes_by_extent: list[tuple[float, Extent]] = []
     at_bytes, at_s = 0, 0.0
     while not free:
         slopes = [
@@ -83,19 +83,19 @@ def worthwhile_extents(demand: Demand, unit: int) -> list[tuple[float, Extent]]:
         ]
         if not slopes:
             break
-        slope, at_bytes, at_s, extent = max(slopes, key=lambda found: found[:3])
-        found.append((slope, extent))
-    return found or free
+        slope, at_bytes, at_s, extent = max(slopes, key=lambda slope: slope[:3])
+        slopes_by_extent.append((slope, extent))
+    return slopes_by_extent or free
 
 
 def kept_so_far(layout: StepLayout, order: Sequence[Raise], count: int) -> Kept:
     """Return what units keep where the first ``count`` of ``order`` are taken, microbatch by microbatch."""
     size = layout.round_size
-    kept = [[Choice.RECOMPUTE] * size for _ in range(layout.num_streamed)]
+    choices = [[Choice.RECOMPUTE] * size for _ in range(layout.num_streamed)]
     for rank, (unit, choice) in enumerate(order):
         for microbatch in range(min(max(count - rank * size, 0), size)):
-            kept[unit][microbatch] = choice
-    return tuple(map(tuple, kept))
+            choices[unit][microbatch] = choice
+    return tuple(map(tuple, choices))
 
 
 def kept_at_the_turn(
@@ -270,12 +270,14 @@ def _loads(
     weight_bytes: tuple[int, ...],
     slot_bytes: tuple[int, ...],
     depth: int,
-    own: tuple[tuple[int, int], ...],
+    own_places: tuple[tuple[int, int], ...],
 ) -> tuple[int, ...]:
-    """Return the same of units that are visited so, ``own`` those that stay in slots of their own."""
+    """Return the same of units that are visited so, ``own_places`` those that stay in slots of their own."""
     ends = list(accumulate([len(forward), len(backward)] * rounds))
     loaded = [0] * len(ends)
-    for stay in assign_slots((forward + backward) * rounds, weight_bytes, slot_bytes, depth, dict(own)):
+    for stay in assign_slots(
+        (forward + backward) * rounds, weight_bytes, slot_bytes, depth, dict(own_places)
+    ):
         loaded[bisect_right(ends, stay.load_visit)] += moved_bytes[stay.unit]
     return tuple(loaded)
 
@@ -309,11 +311,11 @@ def balanced(layout: StepLayout, demand: Demand, rates: UnitRates, fits: Callabl
         fits: whether the tiers have room.
     """
 
-    def keeps_up(kept: Kept) -> bool:
-        return fits(kept) and phases(replace(layout, kept=kept), demand, rates).compute_bound
+    def keeps_up(choices: Kept) -> bool:
+        return fits(choices) and phases(replace(layout, kept=choices), demand, rates).compute_bound
 
     leaving = most_kept(layout, offload_order(layout, demand, rates), keeps_up)
     if not leaving:
         return ()
     order = keep_order(layout, demand)
-    return merged(leaving, most_kept(layout, order, lambda kept: fits(merged(leaving, kept))))
+    return merged(leaving, most_kept(layout, order, lambda choices: fits(merged(leaving, choices))))

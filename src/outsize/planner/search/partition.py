@@ -255,16 +255,16 @@ class _Search:
         cut: Callable[[_Place], _Cut],
     ) -> list[tuple[float, _Place]]:
         """Return the `NUM_CLIMBERS` fastest of ``places``, and their time; what cannot be one of them is not timed."""
-        found: list[tuple[float, _Place]] = []
+        ranked: list[tuple[float, _Place]] = []
         bounds = ((self.least_s(cut(place)), place) for place in places)
         for least_s, place in sorted(bounds):
-            limit_s = found[-1][0] if len(found) == NUM_CLIMBERS else inf
+            limit_s = ranked[-1][0] if len(ranked) == NUM_CLIMBERS else inf
             if least_s >= limit_s:
                 break
-            found.append((step_s(place, inf), place))
-            found.sort()
-            del found[NUM_CLIMBERS:]
-        return [(seconds, place) for seconds, place in found if seconds < inf]
+            ranked.append((step_s(place, inf), place))
+            ranked.sort()
+            del ranked[NUM_CLIMBERS:]
+        return [(seconds, place) for seconds, place in ranked if seconds < inf]
 
     def drawn(self) -> Iterator[_Numbers]:
         """Yield numbers of stages from the fewest that fit to one for each unit."""
@@ -301,8 +301,8 @@ class _Search:
         if up_fits:
             yield from ((forward, (backward[0], *changed), size) for changed in neighbours(backward[1:]))
         if len(backward) > 1:  # the fused stage takes a unit from its neighbours, or gives them one
-            taken = (backward[0] + 1, *without_first_unit(backward[1:]))
-            yield without_first_unit(forward[::-1])[::-1], taken, size
+            tried_cuts = (backward[0] + 1, *without_first_unit(backward[1:]))
+            yield without_first_unit(forward[::-1])[::-1], tried_cuts, size
         if backward[0] > 1 and self.top - backward[0] + 1 > self.pipeline.bottom:
             more = (backward[1] + 1, *backward[2:]) if len(backward) > 1 else (1,)
             grown = (*forward[:-1], forward[-1] + 1) if forward else (1,)

@@ -176,19 +176,23 @@ class _Planner:
         enough = {id(way): ENOUGH if way.away and not ways[-1].away else 1.0 for way in holding}
 
         def cut(way: Way, visits: int) -> list[tuple[float, Way, Stages]]:
-            found = self._cut(way, halves, visits)
-            return [] if found is None else [(found[0] / enough[id(way)], way, found[1])]
+            stages = self._cut(way, halves, visits)
+            return [] if stages is None else [(stages[0] / enough[id(way)], way, stages[1])]
 
-        found: list[tuple[float, Way, Stages]] = []
+        candidates: list[tuple[float, Way, Stages]] = []
         outlooks = [(*self._outlook(way, halves, single), way) for way in holding]
         for single_s, least_s, way in sorted(outlooks, key=_seconds):
-            if not found or (least_s / enough[id(way)] < found[0][0] and single_s < HOPELESS * found[0][0]):
-                found = sorted([*found, *cut(way, BRIEF_VISITS if found else max_visits)], key=_seconds)
-                if found[1:] and found[0][1] is way and max_visits > BRIEF_VISITS:
-                    found = sorted([*found, *cut(way, max_visits)], key=_seconds)
-        if not found:
-            found = [(self._pipeline(ways[-1], single).step_s(single), ways[-1], single)]
-        step_s, way, stages = found[0]
+            if not candidates or (
+                least_s / enough[id(way)] < candidates[0][0] and single_s < HOPELESS * candidates[0][0]
+            ):
+                candidates = sorted(
+                    [*candidates, *cut(way, BRIEF_VISITS if candidates else max_visits)], key=_seconds
+                )
+                if candidates[1:] and candidates[0][1] is way and max_visits > BRIEF_VISITS:
+                    candidates = sorted([*candidates, *cut(way, max_visits)], key=_seconds)
+        if not candidates:
+            candidates = [(self._pipeline(ways[-1], single).step_s(single), ways[-1], single)]
+        step_s, way, stages = candidates[0]
         return step_s, self._with_peers(self._layout(way, stages))
 
     def make(self, layout: StepLayout) -> Plan:
@@ -260,8 +264,8 @@ class _Planner:
 
     def _outlook(self, way: Way, halves: tuple[int, int], single: Stages) -> tuple[float, float]:
         """Return the time of a step of single units in the largest rounds of ``way``, and of any step at least."""
-        asked = self._options.stages
-        sizes = self._round_sizes(way, halves) if asked is None else {asked.round_size: asked.overlaps}
+        wanted = self._options.stages
+        sizes = self._round_sizes(way, halves) if wanted is None else {wanted.round_size: wanted.overlaps}
         pipeline, size = self._pipeline(way, single), max(sizes)
         stages = replace(single, round_size=size, overlaps=sizes[size])
         return pipeline.step_s(stages), pipeline.least_s(size)
@@ -273,18 +277,18 @@ class _Planner:
         rounds of which no two have room go one by one; where there is none for as many as there are workers, there are
         fewer in a round. (What leaves of small rounds waits for host memory, of which the search knows little.)
         """
-        single, found = self._single_units(halves), round_sizes_of(self._options, self._demand)
+        single, round_sizes = self._single_units(halves), round_sizes_of(self._options, self._demand)
 
         def fitting(sizes: Sequence[int], overlaps: bool) -> dict[int, bool]:
             stages = {size: replace(single, round_size=size, overlaps=overlaps) for size in sizes}
             return {size: overlaps for size in sizes if self._holds(self._layout(way, stages[size]))}
 
-        sizes = fitting(found, True)
-        if len(sizes) < len(found) and not way.away:
-            alone = fitting([size for size in found if size not in sizes], False)
+        sizes = fitting(round_sizes, True)
+        if len(sizes) < len(round_sizes) and not way.away:
+            alone = fitting([size for size in round_sizes if size not in sizes], False)
             sizes = dict(sorted((sizes | alone).items()))
             if not sizes and self._options.round_microbatches is None:
-                fewer = range(single.round_size, found[0])
+                fewer = range(single.round_size, round_sizes[0])
                 sizes = {**fitting(fewer, False), **fitting(fewer, True)}
         if is_large(self._options, self._demand):
             sizes = dict(list(sizes.items())[-1:])
@@ -332,8 +336,8 @@ class _Planner:
         return not self._budgets.short_by(self._table(layout, room))
 
 
-def _seconds(found: tuple[float, *tuple[object, ...]]) -> float:
-    return found[0]
+def _seconds(candidate: tuple[float, *tuple[object, ...]]) -> float:
+    return candidate[0]
 
 
 def _effort(model: ModelSpec, options: PlanOptions) -> int:

@@ -209,10 +209,10 @@ class Sizing:
         """Return the layout that ``knobs`` make."""
         model, options = self.model, self.options
         has_rest = len(model.units) > model.num_streamed
-        own = self.own_elements or tuple(unit.numel for unit in model.units)
+        share_elements = self.own_elements or tuple(unit.numel for unit in model.units)
         tiles = tuple(
             -(-numel // knobs.tile_elements) if knobs.tile_elements and trains else 0
-            for numel, trains in zip(own, self._trainable, strict=True)
+            for numel, trains in zip(share_elements, self._trainable, strict=True)
         )
         tiles = tuple(0 if unit in knobs.resident else count for unit, count in enumerate(tiles))
         stays = knobs.stays | (knobs.resident - {model.num_streamed})
@@ -374,8 +374,8 @@ def gradients_at_home(
     It cannot where the global norm is to be known first, where gradients are summed at home from round to round, as
     several workers do, where nodes reduce whole gradients, and where gradients arrive encoded.
     """
-    whole = clip or rounds or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
-    return state if whole else replace(state, gradients="none")
+    leave_as_one = clip or rounds or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
+    return state if leave_as_one else replace(state, gradients="none")
 
 
 def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:

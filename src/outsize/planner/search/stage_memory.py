@@ -97,8 +97,8 @@ def num_handed_over(layout: StepLayout) -> int:
     assert stages is not None
     turning = max(0, layout.num_streamed - max(stages.backward[0][0] + 1, bottom)) if layout.cut else 0
     if layout.peers == layout.neighbours and layout.peers:
-        kept = (max(0, end - max(first, bottom, 1)) for first, end in stages.forward)
-        return layout.microbatches_at_once * (sum(kept) + turning + layout.cut)
+        handed = (max(0, end - max(first, bottom, 1)) for first, end in stages.forward)
+        return layout.microbatches_at_once * (sum(handed) + turning + layout.cut)
     inputs = sum(max(0, end - max(first + 1, bottom)) + 1 for first, end in stages.forward)
     gradient = stages.backward[0][0] > bottom or (layout.cut and layout.num_rounds > 1)
     return layout.microbatches_at_once * (inputs + turning + gradient)
@@ -183,9 +183,9 @@ def rooms(model: ModelSpec, options: PlanOptions, num_workers: int) -> Iterator[
 
 def in_room(model: ModelSpec, layout: StepLayout, options: PlanOptions, room: HostRoom) -> StepLayout:
     """Return ``layout`` over the home of ``options``, with the tiles and buffers of ``room``."""
-    own = layout.own_elements or tuple(unit.numel for unit in model.units)
+    share_elements = layout.own_elements or tuple(unit.numel for unit in model.units)
     tiles = tuple(
-        -(-own[unit.index] // room.tile_elements) if room.tile_elements and unit.trainable else 0
+        -(-share_elements[unit.index] // room.tile_elements) if room.tile_elements and unit.trainable else 0
         for unit in model.units
     )
     return replace(
@@ -337,7 +337,7 @@ class StageMemory:
         }
         for tier, classes in self._below(layout, room).items():
             table[tier] |= classes
-        return {tier: {name: size for name, size in found.items() if size} for tier, found in table.items()}
+        return {tier: {name: size for name, size in sizes.items() if size} for tier, sizes in table.items()}
 
     def _below(self, layout: StepLayout, room: HostRoom) -> dict[str, dict[str, int]]:
         """Return what lies below the workers whatever their stages: the home, and what stands before it."""

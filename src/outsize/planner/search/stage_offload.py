@@ -77,9 +77,9 @@ def ways_of(
         ConfigError: a graph would leave its worker.
     """
     if not turns:
-        found = ways_of(activations, units, demand, rates, fits)
+        found_ways = ways_of(activations, units, demand, rates, fits)
         return list(
-            {str(way): way for way in (replace(way, turn=Choice.RECOMPUTE) for way in found)}.values()
+            {str(way): way for way in (replace(way, turn=Choice.RECOMPUTE) for way in found_ways)}.values()
         )
     choice = Choice.KEEP if activations == "auto" else Choice(activations)
     if choice is Choice.OFFLOAD:
@@ -109,7 +109,7 @@ def hidden(units: Iterable[int], demand: Demand, rates: UnitRates) -> list[Raise
     Of each that is as much as its own compute hides, on its way down and on its way up again.
     """
     selected, times = replace(demand, saved_bytes=()), rates.times
-    found = []
+    ways = []
     for unit in units:
         for gain, extent in worthwhile_extents(selected, unit):
             choice = OFFLOADED[extent]
@@ -117,8 +117,8 @@ def hidden(units: Iterable[int], demand: Demand, rates: UnitRates) -> list[Raise
             left_s = times.backward_s[unit] - times.spared(choice, unit)
             goes = size / rates.down_bytes_per_s <= times.forward_s[unit]
             if size and goes and size / rates.up_bytes_per_s <= left_s:
-                found.append((-gain, unit, choice))
-    return [(unit, choice) for _, unit, choice in sorted(found, key=lambda each: each[:2])]
+                ways.append((-gain, unit, choice))
+    return [(unit, choice) for _, unit, choice in sorted(ways, key=lambda each: each[:2])]
 
 
 def most_hidden(raises: Sequence[Raise], fits: Callable[[Away], bool]) -> Away:
@@ -131,12 +131,12 @@ def most_hidden(raises: Sequence[Raise], fits: Callable[[Away], bool]) -> Away:
 def kept_in_stages(stages: Stages, num_streamed: int, num_microbatches: int, way: Way) -> Kept:
     """Return what stages keep of each microbatch of a round where they go ``way``."""
     in_a_round = min(stages.round_size, num_microbatches)
-    kept = kept_at_the_turn(stages, num_streamed, in_a_round, way.turn)
+    choices = kept_at_the_turn(stages, num_streamed, in_a_round, way.turn)
     leaving = {unit: choice for unit, choice in way.away.items() if unit < stages.backward[0][0]}
     if not leaving:
-        return kept
+        return choices
     below = (leaving.get(unit, Choice.RECOMPUTE) for unit in range(num_streamed))
-    return merged(kept, tuple((choice,) * in_a_round for choice in below))
+    return merged(choices, tuple((choice,) * in_a_round for choice in below))
 
 
 def away_in(layout: StepLayout) -> Away:

@@ -135,7 +135,7 @@ class Plan:
             layout=layout,
             host_buffer_bytes=host_buffer_bytes,
             tile_elements=tile_elements,
-            tile_buffer_bytes=state.tile_bytes(model, tile_elements, whole=layout.tiles_on_disk),
+            tile_buffer_bytes=state.tile_bytes(model, tile_elements, with_state=layout.tiles_on_disk),
             store_buffer_bytes=store_buffer_bytes(model, options.home),
             memory=memory,
             budgets=budgets,
@@ -147,8 +147,8 @@ class Plan:
                 model,
                 state,
                 commits=layout.commits,
-                own=layout.own_elements,
-                whole=layout.whole_planes,
+                share_elements=layout.own_elements,
+                full_planes=layout.whole_planes,
                 transport=options.transport,
                 resident=layout.resident,
             ),
@@ -186,10 +186,10 @@ class Plan:
 
         Budgets and bytes that a model was measured to need are left out: plans with one id compute and move the same.
         """
-        told = {**self._told(), "program": self._program_text}
-        told["kept"] = [list(choices) for choices in self.layout.kept]
-        told["peers"] = sorted(self.layout.peers)
-        text = json.dumps(told, sort_keys=True, separators=(",", ":"), default=sorted)
+        facts = {**self._told(), "program": self._program_text}
+        facts["kept"] = [list(choices) for choices in self.layout.kept]
+        facts["peers"] = sorted(self.layout.peers)
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"), default=sorted)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

@@ -28,11 +28,11 @@ def as_asked(choice: Choice, layout: StepLayout, demand: Demand) -> Kept:
     if choice.extent is None:
         return ()
     units = [u for u in layout.keepable if bytes_of(choice, u, demand.kept_bytes)]
-    kept = everywhere(choice, units, layout.num_streamed, layout.round_size)
+    choices = everywhere(choice, units, layout.num_streamed, layout.round_size)
     if choice.extent is not Extent.WHOLE:
-        return kept
+        return choices
     others = [u for u in layout.keepable if u not in units]
-    return merged(kept, everywhere(Choice.KEEP, others, layout.num_streamed, layout.round_size))
+    return merged(choices, everywhere(Choice.KEEP, others, layout.num_streamed, layout.round_size))
 
 
 def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Knobs:
@@ -104,8 +104,8 @@ def _spend_on_moving(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callabl
     return staying(best)
 
 
-def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, kept: Kept) -> bool:
-    return fits(replace(knobs, kept=kept))
+def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, choices: Kept) -> bool:
+    return fits(replace(knobs, kept=choices))
 
 
 def _keeps_all(layout: StepLayout) -> bool:

@@ -263,15 +263,15 @@ class Accelerator(Device):
 
     def behind(self, lane: str) -> AbstractContextManager[Any]:
         """See `Device.behind`."""
-        found: AbstractContextManager[Any] = self._torch.stream(self._stream(lane))
-        return found
+        context: AbstractContextManager[Any] = self._torch.stream(self._stream(lane))
+        return context
 
     def _stream(self, lane: str) -> torch.Stream:
-        found = self._streams.get(lane)
-        if found is None:
+        stream = self._streams.get(lane)
+        if stream is None:
             # A worker's thread and another's, which touches the same device, may both come first.
-            found = self._streams.setdefault(lane, self._torch.Stream(self.torch_device))
-        return found
+            stream = self._streams.setdefault(lane, self._torch.Stream(self.torch_device))
+        return stream
 
     def record(self, lane: str) -> torch.Event | None:
         """See `Device.record`."""
@@ -292,10 +292,10 @@ class Accelerator(Device):
 
     def seconds(self, mark: torch.Event) -> float:
         """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""
-        found: float = self._origin_s + self._origin.elapsed_time(mark) / 1e3
+        since_start_s: float = self._origin_s + self._origin.elapsed_time(mark) / 1e3
         # Times between events are fp32 milliseconds: go on from here, or a day later they are good to 8 ms.
-        self._origin, self._origin_s = mark, found
-        return found
+        self._origin, self._origin_s = mark, since_start_s
+        return since_start_s
 
     def hold(self, tensor: Tensor, lane: str) -> None:
         """See `Device.hold`."""

@@ -88,8 +88,8 @@ class Workers(Device):
 
     def seconds(self, mark: Any) -> float:
         """See `Device.seconds`; marks are read on the clock of the device that they were made on."""
-        found = next(device for device in self.devices if device.torch_device == mark.device)
-        return found.seconds(mark)
+        owner = next(device for device in self.devices if device.torch_device == mark.device)
+        return owner.seconds(mark)
 
     def hold(self, tensor: Tensor, lane: str) -> None:
         """See `Device.hold`."""

@@ -31,11 +31,11 @@ def last_calls(device: str | torch.device) -> Iterator[None]:
     Raises:
         ExecutionError: the device has failed, and nothing else says so.
     """
-    known = sys.exception()
+    cause = sys.exception()
     try:
         yield
     except RuntimeError as error:
-        if known is None:
+        if cause is None:
             raise ExecutionError(f"{device} has failed: {error}") from error
         _log.warning("%s has failed: %s", device, error)
 

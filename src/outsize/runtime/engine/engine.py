@@ -112,15 +112,15 @@ class Engine:
     def _optimizer(self, resources: Resources) -> OptimizerOps:
         """Take the memory that steps of the optimizer need, and return its ops."""
         spec, plan = self._split.spec, self.plan
-        former = None if self.exchange is None else self.exchange.former
+        before = None if self.exchange is None else self.exchange.former
         return OptimizerOps(
             spec,
             resources.home,
             rule_on(self._settings.optimizer, plan, resources.device),
-            take_step_memory(plan, resources.host, former),
+            take_step_memory(plan, resources.host, before),
             # Of several ranks, weights are whole, and encoded, once they are gathered.
             self._encoded if self.exchange is None else None,
-            own=None if self.exchange is None else self.exchange.own,
+            shares=None if self.exchange is None else self.exchange.own,
             state=plan.state,
             seed=self._settings.seed,
         )
@@ -189,8 +189,8 @@ class Engine:
             OutsizeError: an op failed.
         """
         count, layout = len(microbatches), self.plan.layout
-        kept = tuple(choices[:count] for choices in layout.kept)
-        program = forward_alone(replace(layout, num_microbatches=count, kept=kept))
+        choices_by_unit = tuple(choices[:count] for choices in layout.kept)
+        program = forward_alone(replace(layout, num_microbatches=count, kept=choices_by_unit))
         context = StepContext(
             number=0,
             learning_rate=0.0,
@@ -198,10 +198,10 @@ class Engine:
             keeps=False,
             slots=slots_used(program),
         )
-        former = self._last
+        last = self._last
         self.submit(program, context)
         self.settle()
-        self._last = former
+        self._last = last
         return context.loss()
 
     def settle(self) -> None:

@@ -225,12 +225,12 @@ class Executor:
 
     def waiting(self) -> dict[str, Waiting]:
         """Return for each lane with unfinished work its first unfinished op."""
-        found: dict[str, Waiting] = {}
+        waits: dict[str, Waiting] = {}
         for task in list(self._recent.values()):
-            if task.lane not in found and not task.passed():
+            if task.lane not in waits and not task.passed():
                 reasons = tuple(str(d.op) for d in task.dependencies if not d.passed())
-                found[task.lane] = Waiting(str(task.op), reasons)
-        return found
+                waits[task.lane] = Waiting(str(task.op), reasons)
+        return waits
 
     def _queue(self, lane: str) -> "_Queue":
         if lane not in self._queues:

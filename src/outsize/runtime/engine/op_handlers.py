@@ -142,17 +142,17 @@ class MovedByOp:
         for crossed, moved in self._moved(lane).items():
             wire, logical = moved.wire - before[crossed].wire, moved.logical - before[crossed].logical
             if wire or logical:
-                former = context.moved.get((lane, crossed), Moved())
-                context.moved[lane, crossed] = former.and_then(wire, logical)
+                moved_before = context.moved.get((lane, crossed), Moved())
+                context.moved[lane, crossed] = moved_before.and_then(wire, logical)
 
     def _moved(self, lane: str) -> dict[str, Moved]:
         crossed = PRODUCTS_WAYS if lane == "host" else (lane,)
-        found = {name: self._links[name]() for name in crossed if name in self._links}
+        moved = {name: self._links[name]() for name in crossed if name in self._links}
         if self._tallies:
             read = sum(tally.read_bytes for tally in self._tallies)
             written = sum(tally.written_bytes for tally in self._tallies)
-            found |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
-        return found
+            moved |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
+        return moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

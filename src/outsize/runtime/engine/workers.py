@@ -192,14 +192,14 @@ def make_crew(
         outer, units = _replicas(split, boundaries, device, layout, memories, settings.num_threads)
     turns = _turns(devices) if settings.draws_random and len(devices) > 1 else {}
     fetches = [] if outer is None else [count_fetches(program) for program in plan.programs]
-    asked, codec, below = _asked_of_units(plan, settings), activation_codec(plan.transport), Below()
+    unit_settings, codec, below = _asked_of_units(plan, settings), activation_codec(plan.transport), Below()
     binders = [Binder(each.split, memory.sums) for each, memory in zip(units, memories, strict=True)]
     workers = []
     for index, (each, memory, part, binder) in enumerate(zip(devices, memories, units, binders, strict=True)):
         stage = None
         if outer is not None and originals is not None:
             stage = Stage(index, outer, originals, _ends(layout))
-        compute = ComputeOps(part.split, part.forwards, binder, each, memory.weights, asked, stage)
+        compute = ComputeOps(part.split, part.forwards, binder, each, memory.weights, unit_settings, stage)
         activations = ActivationOps(
             each, resources.scratch, codec, resources.rooms, layout.kept, fetches, below, devices
         )
@@ -273,27 +273,27 @@ def links_of(
     def across(source: int, target: int) -> Moved:
         return crew.workers[source].activations.across[target]
 
-    found: dict[str, Callable[[], Moved]] = {}
+    counters: dict[str, Callable[[], Moved]] = {}
     for index, worker in enumerate(crew.workers):
-        found |= {Lane("up", index): partial(up, worker), Lane("down", index): partial(down, worker)}
+        counters |= {Lane("up", index): partial(up, worker), Lane("down", index): partial(down, worker)}
     for source, target in sorted(peers):
-        found[Lane("peer", source, target)] = partial(across, source, target)
+        counters[Lane("peer", source, target)] = partial(across, source, target)
     if optimizer.state.products_on_device:
-        found |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
+        counters |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
     if exchange is not None:
-        found |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
-    return found
+        counters |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
+    return counters
 
 
-def take_step_memory(plan: Plan, host: Arena, former: Tensor | None) -> StepMemory:
-    """Return what ``plan`` sets aside in host memory; ``former`` is the room of weights before they are stepped."""
+def take_step_memory(plan: Plan, host: Arena, gradient_memory: Tensor | None) -> StepMemory:
+    """Return what ``plan`` sets aside in host memory; ``gradient_memory`` has room for weights before their step."""
     scratch_bytes = 4 * plan.state.scratch_elements(plan.model)
     scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
     tiles = host.take_all([plan.tile_buffer_bytes] * plan.layout.num_tile_buffers, "tile buffers")
     return StepMemory(
         tile_buffers=tiles,
         tile_elements=plan.tile_elements,
-        former=former,
+        former=gradient_memory,
         scratches=[scratch.view(torch.float32) for scratch in scratches],
     )
 

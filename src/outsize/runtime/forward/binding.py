@@ -61,20 +61,20 @@ def buffers_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     One that is replaced meanwhile stays replaced.
     """
-    former = [
+    places = [
         (buffers_of(module), name, buffer)
         for module in model.modules()
         for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
-    moved = {id(buffer): buffer.to(device) for _, _, buffer in former}  # shared ones stay shared
+    moved = {id(buffer): buffer.to(device) for _, _, buffer in places}  # shared ones stay shared
     try:
-        for buffers, name, buffer in former:
+        for buffers, name, buffer in places:
             buffers[name] = moved[id(buffer)]
         yield
     finally:
         with last_calls(device):
-            for buffers, name, buffer in former:
+            for buffers, name, buffer in places:
                 shown = moved[id(buffer)]
                 if shown is buffer or buffers.get(name) is not shown:
                     continue
@@ -265,8 +265,8 @@ class Originals:
         Raises:
             ModelError: a unit has got another module, class, hook or forward inside.
         """
-        for module, former, now in zip(self.modules, self._structure, self._structure_now(), strict=True):
-            if former != now:
+        for module, before, now in zip(self.modules, self._structure, self._structure_now(), strict=True):
+            if before != now:
                 raise ModelError(
                     f"{type(module).__name__} in a layer was given another module, hook, forward or class, and each "
                     "of several devices has a copy: do so before outsize.wrap, wrap the model anew, or use one device"

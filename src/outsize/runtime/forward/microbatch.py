@@ -352,7 +352,7 @@ class MicrobatchRun:
         return came
 
     def arrive(self, unit: int) -> UnitVisit | None:
-        """Bring the model to ``unit``, so that its arguments exist; None where it passes over that."""
+        """Return the visit of ``unit``, to which this brings the model; None where the model skips the unit."""
         came = self._come(unit)
         if isinstance(came, UnitCall) and came.unit < unit:
             raise ModelError(

@@ -73,11 +73,11 @@ class OuterBackward:
     def defer(self, edge: GradientEdge, gradient: Tensor, device: torch.device | None = None) -> None:
         """Add a gradient of what ``edge`` made, which is to lie on ``device``."""
         waiting, key = self._waiting.setdefault(self._piece_of(edge.node), {}), _key(edge)
-        former = waiting.get(key)
-        if former is None:
+        earlier = waiting.get(key)
+        if earlier is None:
             waiting[key] = _Waiting(edge, gradient, device)
         else:
-            former.gradient = former.gradient.to(gradient.device) + gradient
+            earlier.gradient = earlier.gradient.to(gradient.device) + gradient
 
     def take(self, edge: GradientEdge) -> Tensor | None:
         """Return the sum so far of the gradients of what ``edge`` made, which the caller adds to; None for none."""
@@ -140,21 +140,21 @@ def _is_leaf(node: Node) -> bool:
 
 def _made_before(start: int, nodes: Sequence[Node]) -> list[Node]:
     """Return where the graph behind ``nodes`` goes on into nodes that were made before ``start``."""
-    waiting, seen, found = list(nodes), set[Node](), list[Node]()
+    waiting, visited, nodes_before = list(nodes), set[Node](), list[Node]()
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         for before, _ in node.next_functions:
-            if before is None or before in seen or _is_leaf(before):
+            if before is None or before in visited or _is_leaf(before):
                 continue
             if made_at(before) < start:
-                seen.add(before)
-                found.append(before)
+                visited.add(before)
+                nodes_before.append(before)
             else:
                 waiting.append(before)
-    return found
+    return nodes_before
 
 
 T = TypeVar("T")
@@ -187,14 +187,12 @@ class OuterForward:
         self._sums = sums
         self._rest = split.spec.units[-1]
         places = [glue_places(split, tensor.name) for tensor in self._rest.all_tensors]
-        self._places = (
-            {i: found for i, found in enumerate(places) if found} if self._rest.kind == "rest" else {}
-        )
+        self._places = {i: at for i, at in enumerate(places) if at} if self._rest.kind == "rest" else {}
         self._stand_ins = _stand_ins(split, workers)
         self._former = {
             (id(module), name): (module, parameters_of(module)[name])
-            for found in split.owners.values()
-            for module, name in found
+            for at in split.owners.values()
+            for module, name in at
         }
         self._put_stand_ins()
         self._buffers = _buffers_outside(split, workers)
@@ -206,8 +204,8 @@ class OuterForward:
     @property
     def worker(self) -> int:
         """For which worker the thread that asks computes."""
-        found: int = self._local.worker
-        return found
+        worker: int = self._local.worker
+        return worker
 
     @worker.setter
     def worker(self, worker: int) -> None:

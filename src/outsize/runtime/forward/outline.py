@@ -120,9 +120,9 @@ class Outline:
         for number, place in enumerate(self.places):
             now, then = place.kind.read(place.target), place.items
             if not _same_items(now, then, leaves):
-                present, former = dict(now), dict(then)
-                for key in present.keys() | former:
-                    stays = key in present and key in former and _same(present[key], former[key], leaves)
+                present, before = dict(now), dict(then)
+                for key in present.keys() | before:
+                    stays = key in present and key in before and _same(present[key], before[key], leaves)
                     if not stays:
                         written[number, key] = present.get(key)
         return written
@@ -198,18 +198,18 @@ class _Walk:
     def node(self, value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return value
-        found = self._known.get(id(value))
-        if found is None:
-            found = self._new(value)
-            if found is not value:
-                self._known[id(value)] = found
+        node = self._known.get(id(value))
+        if node is None:
+            node = self._new(value)
+            if node is not value:
+                self._known[id(value)] = node
                 self._alive.append(value)
-        return found
+        return node
 
     def place(self, target: Any, kind: PlaceKind) -> OpenPlace:
-        found = self._known.get(id(target))
-        if isinstance(found, OpenPlace):
-            return found
+        node = self._known.get(id(target))
+        if isinstance(node, OpenPlace):
+            return node
         place = self._known[id(target)] = OpenPlace(target, kind)
         self._alive.append(target)
         self.outline.places.append(place)
@@ -229,9 +229,11 @@ class _Walk:
         if place_kind is not None and (not isinstance(value, Sized) or len(value) <= MOST_ITEMS):
             return self.place(value, place_kind)
         if not torch_private.is_leaf(value):
-            parts, made = torch_private.flatten(value, is_leaf=lambda other: other is not value)
+            parts, structure = torch_private.flatten(value, is_leaf=lambda other: other is not value)
             return _Made(
-                lambda new: torch_private.unflatten(new, made), _parts_of, [self.node(part) for part in parts]
+                lambda new: torch_private.unflatten(new, structure),
+                _parts_of,
+                [self.node(part) for part in parts],
             )
         if isinstance(value, tuple):  # of a class that PyTorch was not told of
             return _Made(kind, list, [self.node(part) for part in value])
@@ -281,8 +283,8 @@ def _renumbered(node: Any, new: Mapping[int, Any]) -> Any:
 
 def _same_items(now: Items, then: Items, leaves: Sequence[Tensor]) -> bool:
     return len(now) == len(then) and all(
-        key == former and _same(value, node, leaves)
-        for (key, value), (former, node) in zip(now, then, strict=True)
+        key == key_then and _same(value, node, leaves)
+        for (key, value), (key_then, node) in zip(now, then, strict=True)
     )
 
 

@@ -78,11 +78,11 @@ def _slots_of(value: Any) -> Iterable[str]:
 
 
 def _read_object(value: Any) -> Items:
-    found = dict(getattr(value, "__dict__", ()))
+    attributes = dict(getattr(value, "__dict__", ()))
     for name in _slots_of(value):
         if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-            found[name] = getattr(value, name)
-    return list(found.items())
+            attributes[name] = getattr(value, name)
+    return list(attributes.items())
 
 
 def _write_object(value: Any, items: Items) -> None:
@@ -97,8 +97,8 @@ def _write_object(value: Any, items: Items) -> None:
 
 
 def _read_module(module: nn.Module) -> Items:
-    own = [(name, value) for name, value in vars(module).items() if name not in OF_MODULES]
-    return [item for item in own if not isinstance(item[1], nn.Module)]
+    attributes = [(name, value) for name, value in vars(module).items() if name not in OF_MODULES]
+    return [item for item in attributes if not isinstance(item[1], nn.Module)]
 
 
 def _write_module(module: nn.Module, items: Items) -> None:
@@ -150,9 +150,9 @@ def _generator(
 
 
 def _torch_copy(generator: torch.Generator) -> torch.Generator:
-    made = torch.Generator(generator.device)
-    made.set_state(generator.get_state())
-    return made
+    copy = torch.Generator(generator.device)
+    copy.set_state(generator.get_state())
+    return copy
 
 
 def _set_bits(generator: Any, state: Any) -> None:

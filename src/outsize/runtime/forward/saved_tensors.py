@@ -166,8 +166,8 @@ class SavedTensors:
 
 def storages_of(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.dtype]]:
     """Return the storages of ``tensors``, each once, with the dtype of the elements in it."""
-    found = {memory_key(tensor): (tensor.untyped_storage(), tensor.dtype) for tensor in tensors}
-    return list(found.values())
+    by_memory = {memory_key(tensor): (tensor.untyped_storage(), tensor.dtype) for tensor in tensors}
+    return list(by_memory.values())
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -338,12 +338,12 @@ class Selected:
         before = None if generator is None else generator.get_state()
         out = func(*args, **kwargs)
         leaves, structure = torch_private.flatten(out)
-        kept = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        values = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         drawn = None
         if generator is not None and before is not None:
             behind = generator.get_state()
             drawn = None if torch.equal(before, behind) else behind
-        self._results.append(_Result(func, _forms(args), kept, structure, drawn))
+        self._results.append(_Result(func, _forms(args), values, structure, drawn))
         return out
 
     def _keep(self, leaf: Tensor) -> Any:

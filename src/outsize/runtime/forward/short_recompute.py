@@ -113,9 +113,9 @@ class Trial:
 
         def note(call: Call, rows: Tensor) -> list[Tensor]:
             start = len(self.ops)
-            made = call.joined(rows)
+            outputs = call.joined(rows)
             self.ops[start:] = [Call.joined] * (len(self.ops) - start)
-            return made
+            return outputs
 
         return _OfParts(note)
 
@@ -168,9 +168,9 @@ class Shortcuts:
             shortened = _Shortened(needed, self._look)
             try:
                 with shortened:
-                    found = call()
+                    roots = call()
                 if not shortened.is_held():
-                    return found
+                    return roots
             except _UnforeseenError:
                 pass  # run in full below, as it is from now on
             self._needed.pop(unit, None)
@@ -215,8 +215,8 @@ class _Shortened:
 
     def is_held(self) -> bool:
         """Whether a tensor that was not computed is still there."""
-        made = self._mode.made if self._mode is not None else []
-        return not all(storage.expired() for storage in made)  # type: ignore[no-untyped-call]
+        fresh = self._mode.made if self._mode is not None else []
+        return not all(storage.expired() for storage in fresh)  # type: ignore[no-untyped-call]
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._look()

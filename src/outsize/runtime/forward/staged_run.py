@@ -156,11 +156,11 @@ class StagedRun(MicrobatchRun):
                 )
             received = _storages(visit.leaves)
             self._staying |= {storage for i, storage in received.items() if (unit, i) in self._shared}
-            known = set(before.values()) - self._staying
+            addresses = set(before.values()) - self._staying
             self._moving[unit] = tuple(
                 i
                 for i, storage in received.items()
-                if (i in visit.sources or storage in known) and storage not in self._staying
+                if (i in visit.sources or storage in addresses) and storage not in self._staying
             )
             # Blocks return more than the next one asks for (attention weights): that stays where it is.
             handed = frozenset(received.values()) - self._staying

@@ -53,13 +53,13 @@ def untouched(state: UnitState, values: Iterable[Any] = ()) -> Iterator[None]:
     leaves, outline = outline_of(values, state.modules, state.others)
     start = outline.ends[-1] if outline.ends else 0
     with torch.no_grad():
-        former = [leaf.detach().clone() for leaf in leaves[start:]]
+        copies = [leaf.detach().clone() for leaf in leaves[start:]]
     try:
         yield
     finally:
         outline.restore(leaves)
         with torch.no_grad():
-            for leaf, value in zip(leaves[start:], former, strict=True):
+            for leaf, value in zip(leaves[start:], copies, strict=True):
                 if not torch.equal(leaf, value):
                     leaf.copy_(value)
 
@@ -103,10 +103,10 @@ def _named_in(function: Callable[..., Any]) -> Iterator[Any]:
 def _functions_of(kind: Any) -> tuple[Any, ...]:
     """Return the functions of a class of modules, below PyTorch's own."""
     classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object]
-    found = [
+    functions = [
         inspect.unwrap(value) for one in classes for value in vars(one).values() if inspect.isfunction(value)
     ]
-    return tuple(value for value in found if inspect.isfunction(value))
+    return tuple(value for value in functions if inspect.isfunction(value))
 
 
 def _is_of_code(value: Any) -> bool:

@@ -259,19 +259,19 @@ class UnitVisit:
             arguments.note_written(leaves)
         changed = self.state is not None and self.state.note_written(leaves[num:])
         where = self.where or UnitState(())
-        found, outline = outline_of((outputs, *targets), where.modules, where.others)
+        tensors, outline = outline_of((outputs, *targets), where.modules, where.others)
         returned_until, left_from = outline.ends[0], outline.ends[-1]
         passed = {id(leaf): position for position, leaf in enumerate(leaves)}
         constants: dict[int, Tensor] = {}
-        for index in range(returned_until, len(found)):
-            position = passed.get(id(found[index]))
+        for index in range(returned_until, len(tensors)):
+            position = passed.get(id(tensors[index]))
             if position is not None:
-                constants[index] = self.given[position] if self.given else found[index]
+                constants[index] = self.given[position] if self.given else tensors[index]
             elif index >= left_from and not self.outlet:
-                constants[index] = found[index].detach()
-        left = any(leaf.requires_grad for leaf in found[left_from:] if id(leaf) not in passed)
-        others = outline.settle(constants, len(found))
-        return Returned([found[index] for index in others], outline, changed, left)
+                constants[index] = tensors[index].detach()
+        left = any(leaf.requires_grad for leaf in tensors[left_from:] if id(leaf) not in passed)
+        others = outline.settle(constants, len(tensors))
+        return Returned([tensors[index] for index in others], outline, changed, left)
 
     def _own(self) -> list[int]:
         """Positions of the tensors of the state that the unit may change in place."""

@@ -146,38 +146,38 @@ class StoreOps:
         """Pieces of one plane of which each rank has a share, and of the weights beside it if they are asked for."""
         (shared,) = (plane for plane in planes if plane != WEIGHTS)
         for start, piece in collector.plane(unit, shared):
-            found = {shared: piece}
+            pieces = {shared: piece}
             if WEIGHTS in planes:
                 assert self._beside is not None
-                found[WEIGHTS] = self._beside[: len(piece)]
-                self._home.read(unit.index, WEIGHTS, start, found[WEIGHTS])
-            yield start, tuple(found[plane] for plane in planes)
+                pieces[WEIGHTS] = self._beside[: len(piece)]
+                self._home.read(unit.index, WEIGHTS, start, pieces[WEIGHTS])
+            yield start, tuple(pieces[plane] for plane in planes)
 
     def _joined(self, unit: UnitSpec, planes: Sequence[str]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pieces of planes of which one is the masters, where these are split."""
         split = (WEIGHTS, MASTER_LOW, MASTER_TIES)
-        kept = [plane for plane in split if plane in self._optimizer.state.planes]
+        plane_names = [plane for plane in split if plane in self._optimizer.state.planes]
         master = torch.empty(min(PIECE_ELEMENTS, unit.numel), dtype=torch.float32)
-        for start, (weights, low, *ties) in self.chunks(unit, kept):
+        for start, (weights, low, *ties) in self.chunks(unit, plane_names):
             length = min(len(weights), unit.numel - start)
             for first in range(0, length, PIECE_ELEMENTS):
                 last = min(first + PIECE_ELEMENTS, length)
-                found = {MASTER: master[: last - first], WEIGHTS: weights[first:last]}
+                pieces = {MASTER: master[: last - first], WEIGHTS: weights[first:last]}
                 bits = ties[0][first // 8 : last // 8] if ties else None
-                join_master(weights[first:last], low[first:last], bits, found[MASTER])
-                yield start + first, tuple(found[plane] for plane in planes)
+                join_master(weights[first:last], low[first:last], bits, pieces[MASTER])
+                yield start + first, tuple(pieces[plane] for plane in planes)
 
     def _items(self, unit: UnitSpec, plane: str, numel: int) -> int:
         """Items of ``numel`` elements of a plane, whole sectors where it has items for groups of them."""
-        made = self._optimizer.state.planes.get(plane)
-        if made is None or not unit.trainable:
+        form = self._optimizer.state.planes.get(plane)
+        if form is None or not unit.trainable:
             return numel
-        return made.items(numel)
+        return form.items(numel)
 
     def _numel(self, unit: UnitSpec, plane: str) -> int:
         """Elements of a plane: those of the factors where it holds these, which are asked for by themselves."""
-        made = self._optimizer.state.planes.get(plane)
-        return unit.numel if made is None or made.factor is None else factored(unit, made.factor).numel
+        form = self._optimizer.state.planes.get(plane)
+        return unit.numel if form is None or form.factor is None else factored(unit, form.factor).numel
 
     def _cut(self, unit: UnitSpec, planes: Sequence[str], numel: int) -> tuple[dict[str, Tensor], int]:
         """Cut the buffer into a part for each plane of ``numel`` elements; returns them, and what each takes."""

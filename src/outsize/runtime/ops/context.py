@@ -114,17 +114,17 @@ class StepContext:
 
     def bytes_moved(self) -> dict[str, Moved]:
         """Return what has moved so far, by what it crossed: ``up:w0``, ``net:reduce`` or ``disk:read``."""
-        found: dict[str, Moved] = {}
+        moved_by_lane: dict[str, Moved] = {}
         for (_, crossed), moved in dict(self.moved).items():
-            found[crossed] = found.get(crossed, Moved()).and_then(*moved)
-        return found
+            moved_by_lane[crossed] = moved_by_lane.get(crossed, Moved()).and_then(*moved)
+        return moved_by_lane
 
     def norm(self) -> float:
         """Global norm of the gradients before clipping, once all backwards have run; NaN where no norms are taken."""
         if self.gradient_norm is not None:
             return self.gradient_norm
-        found = [norm[at] for unit, norm in self.norms.items() for at in sorted(self.touched[unit])]
-        return float(torch.linalg.vector_norm(torch.stack(found))) if found else float("nan")
+        norms = [norm[at] for unit, norm in self.norms.items() for at in sorted(self.touched[unit])]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else float("nan")
 
     def coefficient_of(self, unit: int) -> Tensor | None:
         """What the gradient of ``unit`` is multiplied by before its update; None for nothing."""
@@ -143,8 +143,8 @@ class StepContext:
 def slots_used(program: Program) -> dict[Op, dict[int, int]]:
     """For each F, FB, R and B of ``program``: the slot of each unit that lies with its worker at that point."""
     slots: defaultdict[int | None, dict[int, int]] = defaultdict(dict)
-    known: dict[frozenset[tuple[int, int]], dict[int, int]] = {}  # few, for the many ops of a step
-    found: dict[Op, dict[int, int]] = {}
+    distinct: dict[frozenset[tuple[int, int]], dict[int, int]] = {}  # few, for the many ops of a step
+    slots_by_op: dict[Op, dict[int, int]] = {}
     for op in program.ops:
         if op.unit is None:
             continue
@@ -154,8 +154,8 @@ def slots_used(program: Program) -> dict[Op, dict[int, int]]:
             slots[op.worker].pop(op.unit, None)
         elif op.kind in COMPUTE_KINDS:
             there = slots[op.worker]
-            found[op] = known.setdefault(frozenset(there.items()), dict(there))
-    return found
+            slots_by_op[op] = distinct.setdefault(frozenset(there.items()), dict(there))
+    return slots_by_op
 
 
 # By the verb, and whether the op is about a tile.

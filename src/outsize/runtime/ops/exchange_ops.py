@@ -55,11 +55,11 @@ class Residuals:
         arena: where the memory comes from.
     """
 
-    def __init__(self, spec: ModelSpec, own: tuple[range, ...], arena: Arena) -> None:
-        self._own = own
+    def __init__(self, spec: ModelSpec, shares: tuple[range, ...], arena: Arena) -> None:
+        self._own = shares
         self._planes: dict[int, Tensor] = {}
         for unit in spec.units:
-            sent = unit.numel - len(own[unit.index])
+            sent = unit.numel - len(shares[unit.index])
             if unit.trainable and sent:
                 plane = arena.take(2 * sent, "network residuals").view(torch.bfloat16)
                 self._planes[unit.index] = plane.zero_()
@@ -235,18 +235,18 @@ class ExchangeOps:
     def agree(self, op: Op, context: StepContext) -> None:
         """AGREE: loss and norms of this rank → those of all."""
         units = sorted(context.squares)
-        own = torch.cat(
+        own_squares = torch.cat(
             [torch.tensor([context.loss()], dtype=torch.float64), *(context.squares[u] for u in units)]
         )
-        arrived = {rank: torch.empty_like(own) for rank in range(self._size) if rank != self.rank}
-        self._reducing.exchange(dict.fromkeys(arrived, own), arrived)
-        total = torch.zeros_like(own)
+        arrived = {rank: torch.empty_like(own_squares) for rank in range(self._size) if rank != self.rank}
+        self._reducing.exchange(dict.fromkeys(arrived, own_squares), arrived)
+        total = torch.zeros_like(own_squares)
         for rank in range(self._size):
-            total += own if rank == self.rank else arrived[rank]
+            total += own_squares if rank == self.rank else arrived[rank]
         sizes = [1, *(len(context.squares[unit]) for unit in units)]
         loss, *squares = torch.split(total, sizes)
         context.agreed_loss = loss.item()
-        context.norms |= {unit: found.sqrt().float() for unit, found in zip(units, squares, strict=True)}
+        context.norms |= {unit: square.sqrt().float() for unit, square in zip(units, squares, strict=True)}
 
     @handles(Kind.GATHER)
     def gather(self, op: Op, context: StepContext) -> None:
@@ -272,12 +272,14 @@ class ExchangeOps:
         touched = context.touched[unit.index]
         for start, stop in gaps(unit, touched):
             plane[start:stop].zero_()
-        own = torch.tensor([position in touched for position in range(len(unit.tensors))], dtype=torch.uint8)
-        arrived = {rank: torch.empty_like(own) for rank in range(self._size) if rank != self.rank}
-        self._reducing.exchange(dict.fromkeys(arrived, own), arrived)
+        own_marks = torch.tensor(
+            [position in touched for position in range(len(unit.tensors))], dtype=torch.uint8
+        )
+        arrived = {rank: torch.empty_like(own_marks) for rank in range(self._size) if rank != self.rank}
+        self._reducing.exchange(dict.fromkeys(arrived, own_marks), arrived)
         for flags in arrived.values():
-            own |= flags
-        context.touched[unit.index] = frozenset(own.nonzero().flatten().tolist())
+            own_marks |= flags
+        context.touched[unit.index] = frozenset(own_marks.nonzero().flatten().tolist())
 
     def _reduce_chunk(
         self, unit: UnitSpec, plane: Tensor, parts: Sequence[range], chunk: int, context: StepContext
@@ -304,10 +306,10 @@ class ExchangeOps:
             return None
         at_home = self._home.lend(unit.index, GRADIENT, mine)
         total = self._room(len(mine)) if at_home is None else at_home
-        own = plane[mine.start : mine.stop]
+        own_part = plane[mine.start : mine.stop]
         decoded = None if self._decoded is None else self._decoded[: len(mine)]
         for rank in range(self._size):
-            piece = own if rank == self.rank else self._wire.read(incoming[rank], decoded)
+            piece = own_part if rank == self.rank else self._wire.read(incoming[rank], decoded)
             total.add_(piece) if rank else total.copy_(piece)
         if at_home is None:
             self._home.write(unit.index, GRADIENT, mine.start, total)
@@ -326,12 +328,12 @@ class ExchangeOps:
     def _gather_in_place(self, unit: UnitSpec, plane: Tensor) -> None:
         """Send and receive weights where they lie."""
         cut = {rank: plane[part.start : part.stop] for rank, part in enumerate(self._shares[unit.index])}
-        own = cut.pop(self.rank)
+        own_part = cut.pop(self.rank)
         self._gathering.exchange(
-            dict.fromkeys(cut, own) if len(own) else {},
+            dict.fromkeys(cut, own_part) if len(own_part) else {},
             {rank: piece for rank, piece in cut.items() if len(piece)},
         )
-        self.gathered = self.gathered.and_then(own.nbytes * len(cut), own.nbytes * len(cut))
+        self.gathered = self.gathered.and_then(own_part.nbytes * len(cut), own_part.nbytes * len(cut))
 
     def _gather_on_disk(self, unit: UnitSpec, parts: Sequence[range]) -> None:
         """The same, of one chunk of every share, by way of memory."""
@@ -341,16 +343,16 @@ class ExchangeOps:
         def room(memory: Tensor, part: range) -> Tensor:
             return memory[: len(part) * dtype.itemsize].view(dtype)
 
-        own = room(self._weight_out, mine)
+        own_part = room(self._weight_out, mine)
         if len(mine):
-            self._home.read(unit.index, WEIGHTS, mine.start, own)
+            self._home.read(unit.index, WEIGHTS, mine.start, own_part)
         arriving = {
             rank: room(memory, parts[rank]) for rank, memory in self._weight_in.items() if len(parts[rank])
         }
-        self._gathering.exchange(dict.fromkeys(self._weight_in, own) if len(mine) else {}, arriving)
+        self._gathering.exchange(dict.fromkeys(self._weight_in, own_part) if len(mine) else {}, arriving)
         for rank, piece in arriving.items():
             self._home.write(unit.index, WEIGHTS, parts[rank].start, piece)
-        sent = own.nbytes * len(self._weight_in)
+        sent = own_part.nbytes * len(self._weight_in)
         self.gathered = self.gathered.and_then(sent, sent)
 
     def _gather_changes(self, unit: UnitSpec, parts: Sequence[range], plane: Tensor) -> None:
@@ -361,9 +363,9 @@ class ExchangeOps:
         mine = parts[self.rank]
         size = 0
         if len(mine):
-            own = self.own[unit.index]
-            bits = self._home.view(unit.index, GRADIENT, own).view(plane.dtype)
-            changed = bits[mine.start - own.start : mine.stop - own.start]
+            share = self.own[unit.index]
+            bits = self._home.view(unit.index, GRADIENT, share).view(plane.dtype)
+            changed = bits[mine.start - share.start : mine.stop - share.start]
             size = self._delta.encode(changed, self._weight_out)
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._weight_in}
         self._gathering.exchange(dict.fromkeys(sizes, torch.tensor([size])), sizes)

@@ -151,15 +151,15 @@ class Collector:
 
     def _lost(self, unit: UnitSpec) -> Tensor:
         """What encodings of a unit's gradient have lost here; nothing where nothing is sent of it."""
-        found = None if self._residuals is None else self._residuals.plane(unit.index)
-        return torch.empty(0, dtype=torch.bfloat16) if found is None else found
+        residual = None if self._residuals is None else self._residuals.plane(unit.index)
+        return torch.empty(0, dtype=torch.bfloat16) if residual is None else residual
 
     def _tell(self, wanted: int) -> None:
         self._channel.exchange(dict.fromkeys(range(1, self._size), torch.tensor([wanted])), {})
 
     def _receive(self, rank: int, plane: str, numel: int) -> Tensor:
-        made = self._made.get(plane)
-        items, item = (numel, "fp32") if made is None else (numel // made.group, made.item)
+        form = self._made.get(plane)
+        items, item = (numel, "fp32") if form is None else (numel // form.group, form.item)
         piece = self._buffer.view(ITEM_DTYPE[item])[:items]
         self._channel.exchange({}, {rank: piece})
         return piece
@@ -186,15 +186,15 @@ class Collector:
         self, unit: UnitSpec, plane: str, start: int, numel: int, room: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """A piece of a plane that the home holds, where it lies or read into ``room``; and what is left of the room."""
-        made = self._made[plane]
+        form = self._made[plane]
         lent = self._home.lend(unit.index, plane, range(start, start + numel))
         if lent is not None:
-            return lent[: numel // made.group], room
+            return lent[: numel // form.group], room
         assert room is not None
-        size = made.num_bytes(numel)
-        piece = room[:size].view(ITEM_DTYPE[made.item])
+        size = form.num_bytes(numel)
+        piece = room[:size].view(ITEM_DTYPE[form.item])
         self._home.read(unit.index, plane, start, piece)
-        return piece[: numel // made.group], room[size:]
+        return piece[: numel // form.group], room[size:]
 
 
 def collector_of(

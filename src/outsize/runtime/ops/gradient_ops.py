@@ -215,17 +215,17 @@ class GradientOps:
         Raises:
             NonFiniteError: no norm is waited for, and the loss or the gradient is not finite.
         """
-        plane = self._close(unit, context, whole=True)
+        plane = self._close(unit, context, every_round=True)
         return plane if self._settings.dtype != "bf16" else _narrowed(plane, torch.bfloat16)
 
-    def _close(self, unit: int, context: StepContext, *, whole: bool) -> Tensor:
-        """Return a sum that nothing is added to any more; judge it and have it seen where it is ``whole``."""
+    def _close(self, unit: int, context: StepContext, *, every_round: bool) -> Tensor:
+        """Return a sum that nothing is added to any more; judge it and have it seen where it is ``every_round``."""
         plane = self._plane_of.pop(unit)
         context.touched[unit] = self._sums.close(unit)
         # A pass without losses of its own is judged by the caller, see `planner.passes.step_parts`.
-        if whole and not self._settings.clips and context.losses and not context.skipped:
+        if every_round and not self._settings.clips and context.losses and not context.skipped:
             self._judge(unit, plane, context)
-        if whole and self._observe is not None:
+        if every_round and self._observe is not None:
             self._observe(unit, context.touched[unit], plane)
         return plane
 
@@ -235,10 +235,10 @@ class GradientOps:
         assert op.unit is not None
         context.brought[op.unit] += 1
         times_home = self._settings.times_home if context.times_home is None else context.times_home
-        whole = context.brought[op.unit] == times_home.get(op.unit, 1)
-        plane = self._close(op.unit, context, whole=whole)
+        every_round = context.brought[op.unit] == times_home.get(op.unit, 1)
+        plane = self._close(op.unit, context, every_round=every_round)
         target = self._target(op.unit, op.buffer)
-        if self._carrier is not None and target is not None and whole:
+        if self._carrier is not None and target is not None and every_round:
             wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)
             self.down = self.down.and_then(wire_bytes, plane.nbytes)
             return

@@ -77,13 +77,13 @@ class EncodedWeights:
         packed = self._home.packed(unit, plane)
         if packed is not None:
             return packed.pieces()
-        found = self._of.get((unit, plane))
-        if found is None:
+        encoding = self._of.get((unit, plane))
+        if encoding is None:
             return []
         with self._lock:  # two workers may ask for the same unit
-            if found.version != self._home.version(unit, plane):
-                self._encode(unit, plane, found)
-        return found.pieces
+            if encoding.version != self._home.version(unit, plane):
+                self._encode(unit, plane, encoding)
+        return encoding.pieces
 
     def stepped(self, unit: int) -> None:
         """Encode a unit anew, since its weights were changed in place."""
@@ -93,27 +93,27 @@ class EncodedWeights:
     def forget(self, unit: int) -> None:
         """Encode a unit anew before its weights next go up, since somebody else has changed them in place."""
         with self._lock:
-            for (index, _), found in self._of.items():
+            for (index, _), encoding in self._of.items():
                 if index == unit:
-                    found.version = None
+                    encoding.version = None
 
-    def _encode(self, unit: int, plane: str, found: _Encoding) -> None:
+    def _encode(self, unit: int, plane: str, encoding: _Encoding) -> None:
         source = self._home.view(unit, plane)
-        at, found.pieces = 0, []
-        found.version = self._home.version(unit, plane)
+        at, encoding.pieces = 0, []
+        encoding.version = self._home.version(unit, plane)
         for piece in source.split(PIECE_ELEMENTS):  # type: ignore[no-untyped-call]
             most = self.codec.spec.max_bytes(piece.numel(), DTYPE_NAME[piece.dtype])
-            if at + most > found.room.numel():
+            if at + most > encoding.room.numel():
                 scratch = torch.empty(most, dtype=torch.uint8)
                 size = self.codec.encode(piece, scratch)
-                if at + size > found.room.numel():
-                    found.pieces = []
+                if at + size > encoding.room.numel():
+                    encoding.pieces = []
                     self.num_too_long += 1
                     return
-                found.room[at : at + size] = scratch[:size]
+                encoding.room[at : at + size] = scratch[:size]
             else:
-                size = self.codec.encode(piece, found.room[at:])
-            found.pieces.append(found.room[at : at + size])
+                size = self.codec.encode(piece, encoding.room[at:])
+            encoding.pieces.append(encoding.room[at : at + size])
             at = align_up(at + size, PIECE_ALIGN)
 
 

@@ -79,13 +79,13 @@ class WeightOps:
 
         They lie in ``slot``, or at home where they are used in place.
         """
-        found = self._spec.units[unit]
+        spec = self._spec.units[unit]
         if unit in self._resident:
-            frozen = weight_planes(replace(found, numel=0), self._spec.dtype, self._slots[slot])[1:]
+            frozen = weight_planes(replace(spec, numel=0), self._spec.dtype, self._slots[slot])[1:]
             planes = (self._home.view(unit, WEIGHTS), *frozen)
         else:
-            planes = weight_planes(found, self._spec.dtype, self._slots[slot])
-        parts = zip(_names(found), (None, *found.frozen), planes, strict=True)
+            planes = weight_planes(spec, self._spec.dtype, self._slots[slot])
+        parts = zip(_names(spec), (None, *spec.frozen), planes, strict=True)
         # With counts of changes of their own: that the optimizer steps other units is nothing to a graph of this one.
         return tuple(
             plane if (resting := self._resting(unit, name, part, plane)) is None else resting.data

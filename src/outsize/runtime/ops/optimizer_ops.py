@@ -69,12 +69,12 @@ class DeviceProducts:
         staged = scratch.view(-1).view(torch.bfloat16)[:numel].view(update.shape).copy_(update)
         with device.behind(LANE):
             device.copy(rooms[0][:numel].view(update.shape), staged)
-            found = newton_schulz(rooms, update.shape, iterations)
+            direction = newton_schulz(rooms, update.shape, iterations)
             # A transposed copy would be made of pieces, or by way of more memory: what comes down lies as it is there.
-            tall = not found.is_contiguous()
-            found = found.T if tall else found
-            back = staged.view(found.shape)
-            device.copy(back, found)
+            tall = not direction.is_contiguous()
+            direction = direction.T if tall else direction
+            back = staged.view(direction.shape)
+            device.copy(back, direction)
             mark = device.record(LANE)
         if mark is not None:
             device.wait("", mark)
@@ -127,13 +127,13 @@ class OptimizerOps:
         memory: StepMemory = StepMemory(),
         encoded: EncodedWeights | None = None,
         *,
-        own: Sequence[range] | None = None,
+        shares: Sequence[range] | None = None,
         state: StateLayout | None = None,
         seed: int = 0,
     ) -> None:
         self._memory = memory
         self._encoded = encoded
-        self._own = [range(unit.numel) for unit in spec.units] if own is None else own
+        self._own = [range(unit.numel) for unit in spec.units] if shares is None else shares
         self.state = state or StateLayout(dtype=spec.dtype)
         self._seed = seed
         self._spec = spec
@@ -193,31 +193,36 @@ class OptimizerOps:
 
     def _step_whole(self, unit: UnitSpec, context: StepContext) -> None:
         """Step all that this rank steps of a unit, in place."""
-        own = self._own[unit.index]
-        if not own:
+        share = self._own[unit.index]
+        if not share:
             self._count(unit, context)
             return
-        planes = {name: self._home.view(unit.index, name, own) for name in self.state.planes}
+        planes = {name: self._home.view(unit.index, name, share) for name in self.state.planes}
         if self._memory.former is None:
-            self._apply(unit, own, planes, context)
+            self._apply(unit, share, planes, context)
         else:
-            self._step_and_keep(unit, own, planes, self._memory.former, context)
+            self._step_and_keep(unit, share, planes, self._memory.former, context)
         if self._encoded is not None:
             self._encoded.stepped(unit.index)
 
     def _step_and_keep(
-        self, unit: UnitSpec, own: range, planes: dict[str, Tensor], former: Tensor, context: StepContext
+        self,
+        unit: UnitSpec,
+        share: range,
+        planes: dict[str, Tensor],
+        stepped_from: Tensor,
+        context: StepContext,
     ) -> None:
         """The same piece by piece, and put what has changed of 16-bit weights where the gradient was.
 
         Changes are half as long as gradients: those of a piece end where the gradient of the next one has yet to begin.
         """
         changed = planes[GRADIENT].view(torch.int16)
-        for start in range(0, len(own), len(former)):
-            part = own[start : start + len(former)]
+        for start in range(0, len(share), len(stepped_from)):
+            part = share[start : start + len(stepped_from)]
             cut = {name: plane[start // self.state.planes[name].group :] for name, plane in planes.items()}
             cut[WEIGHTS] = cut[WEIGHTS][: len(part)]
-            bits, before = cut[WEIGHTS].view(torch.int16), former[: len(part)]
+            bits, before = cut[WEIGHTS].view(torch.int16), stepped_from[: len(part)]
             before.copy_(bits)
             self._apply(unit, part, cut, context)
             torch.bitwise_xor(bits, before, out=changed[start : start + len(part)])
@@ -276,11 +281,11 @@ class OptimizerOps:
 
         Weights beside separate masters are made of these by the step where it ``rounds``, and else by the caller.
         """
-        made = self.state.planes
-        kept = {name: planes[name][: -(-numel // made[name].group)] for name in self.state.write_planes}
+        forms = self.state.planes
+        items = {name: planes[name][: -(-numel // forms[name].group)] for name in self.state.write_planes}
         if self._master != WEIGHTS and not rounds:
-            kept[WEIGHTS] = kept.pop(self._master)
-        return StatePlanes.of(kept)
+            items[WEIGHTS] = items.pop(self._master)
+        return StatePlanes.of(items)
 
     def _count(self, unit: UnitSpec, context: StepContext) -> None:
         """Count one more update of each parameter that steps; tiles of a unit come in order, by one lane."""
@@ -294,22 +299,22 @@ class OptimizerOps:
         assert op.tile is not None
         assert op.buffer is not None
         unit = self._spec.units[op.unit]
-        own = self._own[unit.index]
-        start = own.start + op.tile * self._memory.tile_elements
-        return unit, start, min(start + self._memory.tile_elements, own.stop), self._buffers[op.buffer]
+        share = self._own[unit.index]
+        start = share.start + op.tile * self._memory.tile_elements
+        return unit, start, min(start + self._memory.tile_elements, share.stop), self._buffers[op.buffer]
 
     def _parts(self, op: Op, names: Iterable[str]) -> tuple[int, int, dict[str, Tensor]]:
         """The unit and the first element of a tile, and what of its buffer is its elements in those planes."""
         unit, start, stop, planes = self._tile(op)
-        made = self.state.planes
-        return unit.index, start, {n: planes[n][: made[n].items_of(unit, stop - start)] for n in names}
+        forms = self.state.planes
+        return unit.index, start, {n: planes[n][: forms[n].items_of(unit, stop - start)] for n in names}
 
     def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
         """Cut one tile buffer into its planes; every plane of a tile is a whole number of sectors."""
-        size, whole = self._memory.tile_elements, not self._home.in_memory
+        size, by_sector = self._memory.tile_elements, not self._home.in_memory
         planes = {}
         offset = 0
-        for name, items in self.state.tile_room(self._spec, size, whole=whole).items():
+        for name, items in self.state.tile_room(self._spec, size, with_state=by_sector).items():
             dtype = ITEM_DTYPE[self.state.tile_planes[name].item]
             end = offset + items * dtype.itemsize
             planes[name] = buffer[offset:end].view(dtype)

@@ -51,11 +51,11 @@ def check_borders(split: Split, forwards: tuple[Callable[..., Any], ...], vocab_
     """
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "borders") as thread:
-        found = thread.submit(_leak, split, forwards, vocab_size).result()
-    if found is not None:
+        leak = thread.submit(_leak, split, forwards, vocab_size).result()
+    if leak is not None:
         raise ModelError(
             f"data.pack: {type(split.model).__name__} cannot be shown to keep documents of one sequence apart: "
-            f"{found}; with data.pack=none each document has a sequence of its own, and with data.pack=stream tokens "
+            f"{leak}; with data.pack=none each document has a sequence of its own, and with data.pack=stream tokens "
             "attend across documents"
         )
 
@@ -124,18 +124,22 @@ class _BorderTrial:
 
     def _pass(self, ids: Tensor, position_ids: Tensor, run: Callable[[int, UnitCall], Any]) -> None:
         walk = Walk(self._split.model, {"input_ids": ids, "position_ids": position_ids})
-        made: dict[int, Any] = {}
+        outputs_by_form: dict[int, Any] = {}
         outputs: Any = None
         try:
             while isinstance(call := walk.advance(outputs), UnitCall):
                 unit = call.unit
                 one = run(unit, call)
-                made[unit] = one = made[self._alike[unit]] if self._alike[unit] != unit else one
+                outputs_by_form[unit] = one = (
+                    outputs_by_form[self._alike[unit]] if self._alike[unit] != unit else one
+                )
                 outputs = hand_out(one, Gradients(one)) if torch.is_grad_enabled() else cut(one)
         finally:
             walk.close()
         length = ids.shape[1]
-        self._outputs.append([[t.detach()[0] for t in _by_token(each, length)] for each in made.values()])
+        self._outputs.append(
+            [[t.detach()[0] for t in _by_token(each, length)] for each in outputs_by_form.values()]
+        )
 
     def _watched(self, unit: int, call: UnitCall) -> Any:
         """Run a unit on both documents, and note where a token of one depends on one of the other."""
@@ -151,16 +155,16 @@ class _BorderTrial:
         if not inputs or not ends:
             return outputs
         self._num_looked_at += 1
-        for own, other in ((slice(border), slice(border, None)), (slice(border, None), slice(border))):
-            drawn = [torch.randn(t[:, own].shape, generator=torch.Generator().manual_seed(1)) for t in ends]
-            found = torch.autograd.grad(
-                [t[:, own] for t in ends],
+        for side, other in ((slice(border), slice(border, None)), (slice(border, None), slice(border))):
+            drawn = [torch.randn(t[:, side].shape, generator=torch.Generator().manual_seed(1)) for t in ends]
+            gradients = torch.autograd.grad(
+                [t[:, side] for t in ends],
                 inputs,
                 [one.to(t.dtype) for one, t in zip(drawn, ends, strict=True)],
                 retain_graph=True,
                 allow_unused=True,
             )
-            if any(bool(t[:, other].any()) for t in found if t is not None):
+            if any(bool(t[:, other].any()) for t in gradients if t is not None):
                 self._leaking = self._leaking or f"tokens see another document in {self._name(unit)}"
         return outputs
 

@@ -141,7 +141,7 @@ def count(
     rows = []
     # Ids, positions and masks are real, as models look at their values; within units they have a form only.
     formed = fake_tensors(allow_real=True)
-    memory, former = _bind(parts, formed)
+    memory, parameters = _bind(parts, formed)
     try:
         with Boundaries(parts.modules) as boundaries:
             for length in lengths:
@@ -156,7 +156,7 @@ def count(
             f"{str(error).partition(chr(10))[0]}; `outsize train --dry-run` measures the model itself"
         ) from error
     finally:
-        for module, name, parameter in former:
+        for module, name, parameter in parameters:
             parameters_of(module)[name] = parameter
     return lengths, rows
 
@@ -164,7 +164,7 @@ def count(
 def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str, Any]]]:
     """Give every unit weights that are views of one memory; returns it, and the parameters that were there."""
     dtype, drop = parts.spec.dtype, Discard()
-    former = []
+    parameters = []
     with formed:
         memory = torch.empty(max(unit.weight_bytes(dtype) for unit in parts.spec.units), dtype=torch.uint8)
     for unit in parts.spec.units:
@@ -175,9 +175,9 @@ def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str,
             if tensor.trainable:
                 parameter.register_post_accumulate_grad_hook(drop.hook(unit.index, position))  # type: ignore[no-untyped-call]
             for module, name in parts.owners[tensor.name]:
-                former.append((module, name, parameters_of(module)[name]))
+                parameters.append((module, name, parameters_of(module)[name]))
                 parameters_of(module)[name] = parameter
-    return memory, former
+    return memory, parameters
 
 
 class _CountedUnits(UnitMeasure):
@@ -221,9 +221,9 @@ class _CountedPass(TrialPass):
         with self._formed, live, watching(form_grouped_product):
             super()._last(unit, call, walk, live)
 
-    def _note_loss(self, made: Any, output: Any) -> None:
+    def _note_loss(self, head_output: Any, output: Any) -> None:
         """A loss is that of the head's own output where the model returns that output as its logits."""
         logits = getattr(output, "logits", None)
-        if isinstance(made, Tensor) and isinstance(logits, Tensor):
-            self._row.plain = self._shifted and memory_key(made) == memory_key(logits)
+        if isinstance(head_output, Tensor) and isinstance(logits, Tensor):
+            self._row.plain = self._shifted and memory_key(head_output) == memory_key(logits)
         self._row.shifted = self._shifted

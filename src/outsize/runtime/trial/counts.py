@@ -86,20 +86,20 @@ class Counts:
         """Return what a microbatch of ``sequences`` sequences of ``seq_len`` tokens takes."""
         rows = [self._row(index) for index in range(len(self.lengths))]
         chunked = all(row.plain for row in rows)
-        found = scale(rows, self.lengths, sequences, seq_len, self.chunk_tokens if chunked else None)
-        routed = found.flops.routed(sequences, seq_len)
+        measured = scale(rows, self.lengths, sequences, seq_len, self.chunk_tokens if chunked else None)
+        routed = measured.flops.routed(sequences, seq_len)
         return Workload(
             tokens=sequences * seq_len,
-            forward_flops=found.flops.forward(sequences, seq_len),
-            recompute_flops=found.flops.needed(sequences, seq_len),
-            gradient_flops=found.flops.gradient(sequences, seq_len),
+            forward_flops=measured.flops.forward(sequences, seq_len),
+            recompute_flops=measured.flops.needed(sequences, seq_len),
+            gradient_flops=measured.flops.gradient(sequences, seq_len),
             routed_flops=routed if any(routed) else (),
-            boundary_bytes=found.boundary_bytes,
-            forward_workspace_bytes=self._by_kind(found.forward_bytes),
-            backward_workspace_bytes=self._by_kind(found.backward_bytes),
-            saved_bytes=found.saved_bytes,
-            held_bytes=found.held_bytes,
-            **_selected(found),
+            boundary_bytes=measured.boundary_bytes,
+            forward_workspace_bytes=self._by_kind(measured.forward_bytes),
+            backward_workspace_bytes=self._by_kind(measured.backward_bytes),
+            saved_bytes=measured.saved_bytes,
+            held_bytes=measured.held_bytes,
+            **_selected(measured),
         )
 
     def _row(self, index: int) -> Row:
@@ -119,14 +119,14 @@ class Counts:
         }
 
 
-def _selected(found: Measured) -> dict[str, Any]:
+def _selected(measured: Measured) -> dict[str, Any]:
     """Return what attention and products return, where any unit has them in operations of their own."""
-    if not any(one.num_bytes for one in found.attention):
+    if not any(one.num_bytes for one in measured.attention):
         return {}
     return {
-        "attention_bytes": tuple(one.num_bytes for one in found.attention),
-        "attention_flops": tuple(float(one.flops) for one in found.attention),
-        "products_bytes": tuple(one.num_bytes for one in found.products),
+        "attention_bytes": tuple(one.num_bytes for one in measured.attention),
+        "attention_flops": tuple(float(one.flops) for one in measured.attention),
+        "products_bytes": tuple(one.num_bytes for one in measured.products),
     }
 
 

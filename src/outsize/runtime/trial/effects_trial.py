@@ -61,7 +61,7 @@ def effects_of(module: nn.Module, forward: Callable[..., Any], call: UnitCall) -
         saving = _Saving(module)
         with saving.hooks():
             returned = visit.run(forward, graph=True)
-        found = UnitEffects(
+        effects = UnitEffects(
             state=returned.changed or visit.changes_in_place(given),
             outlet=returned.left,
             objects=bool(visit.arguments.places) or returned.has_objects,
@@ -69,7 +69,7 @@ def effects_of(module: nn.Module, forward: Callable[..., Any], call: UnitCall) -
         ends = [leaf for leaf in returned.leaves if is_differentiable(leaf) and leaf.requires_grad]
         stashes = bool(ends) and saving.reads_memory(ends, visit)
     torch.set_rng_state(generator)
-    return UnitEffects(found.state, found.outlet, stashes, found.objects)
+    return UnitEffects(effects.state, effects.outlet, stashes, effects.objects)
 
 
 class _Saving:
@@ -106,13 +106,13 @@ class _Saving:
     def _poison(self) -> Iterator[None]:
         """Have the first number of each matrix of the weights be none, while the context lasts."""
         firsts = [_firsts_of(one) for one in self._weights]
-        former = [one.clone() for one in firsts]
+        saved = [one.clone() for one in firsts]
         try:
             for one in firsts:
                 one.fill_(math.nan)
             yield
         finally:
-            for one, value in zip(firsts, former, strict=True):
+            for one, value in zip(firsts, saved, strict=True):
                 one.copy_(value)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -134,14 +134,14 @@ def _leaf_gradients(
 
     `torch.autograd.grad` refuses reentrant activation checkpointing, which a unit may do inside.
     """
-    former = [leaf.grad for leaf in leaves]
+    gradients = [leaf.grad for leaf in leaves]
     try:
         for leaf in leaves:
             leaf.grad = None
         torch.autograd.backward(ends, given, retain_graph=True)
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
     finally:
-        for leaf, grad in zip(leaves, former, strict=True):
+        for leaf, grad in zip(leaves, gradients, strict=True):
             leaf.grad = grad
 
 
@@ -189,8 +189,8 @@ class CrossedState:
 
     def crossing(self) -> str:
         """Return the name of something that has crossed a unit, once the forward has returned; empty for nothing."""
-        for at, former in self._versions.items():
-            if _version(self._leaves[at]) != former:
+        for at, version in self._versions.items():
+            if _version(self._leaves[at]) != version:
                 return self._outline.name_of_leaf(at)
         gone = self._at_units - self._outline.written(self._leaves).keys()
         crossed = self._crossed or next(iter(sorted(gone, key=str)), None)

@@ -147,8 +147,8 @@ class OpTrial:
 
 
 def _sum(returned: list[_Ran], others: set[int]) -> Yield:
-    own = sum(one.num_bytes for one in returned if others.isdisjoint(ref.cdata for ref in one.memory))
-    return Yield(own, sum(one.flops for one in returned))
+    own_bytes = sum(one.num_bytes for one in returned if others.isdisjoint(ref.cdata for ref in one.memory))
+    return Yield(own_bytes, sum(one.flops for one in returned))
 
 
 class LiveBytes(OperationMode):
@@ -165,13 +165,13 @@ class LiveBytes(OperationMode):
         ops: where it is not None, every op but detach is appended when it has run.
     """
 
-    def __init__(self, known: torch.UntypedStorage) -> None:
+    def __init__(self, weights: torch.UntypedStorage) -> None:
         super().__init__()
         self.now = 0
         self.trace: list[int] = []
         self.ops: list[Any] | None = None
         self._blind = False
-        self._known = storage_key(known)
+        self._known = storage_key(weights)
         self._seen: dict[int, weakref.finalize[Any, Any]] = {}
 
     @property

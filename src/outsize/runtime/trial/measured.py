@@ -52,15 +52,15 @@ def extrapolate(
 def _at(lengths: tuple[int, ...], values: Sequence[int], length: int, num_sequences: int) -> int:
     if len(lengths) == 1:
         return max(values[0], 0) * num_sequences
-    whole, fixed = _through(lengths, values, length), _through(lengths, values, 0)
+    total, fixed = _through(lengths, values, length), _through(lengths, values, 0)
     slope = (values[-1] - values[-2]) / (lengths[-1] - lengths[-2])
     straight = values[-1] + slope * (length - lengths[-1])
     if (
-        straight > whole
+        straight > total
     ):  # a curve that flattens has reached a window or is noise: it does not go on to flatten
-        whole, fixed = straight, values[-1] - slope * lengths[-1]
-    fixed = min(max(fixed, 0.0), whole)
-    return max(round(fixed + (whole - fixed) * num_sequences), 0)
+        total, fixed = straight, values[-1] - slope * lengths[-1]
+    fixed = min(max(fixed, 0.0), total)
+    return max(round(fixed + (total - fixed) * num_sequences), 0)
 
 
 def _through(xs: tuple[int, ...], ys: Sequence[int], x: int) -> float:
@@ -71,7 +71,7 @@ def _through(xs: tuple[int, ...], ys: Sequence[int], x: int) -> float:
 @cache
 def _weights(xs: tuple[int, ...], x: int) -> tuple[float, ...]:
     """Lagrange's weights of the values at ``xs`` in the value at ``x``."""
-    return tuple(prod((x - other) / (own - other) for other in xs if other != own) for own in xs)
+    return tuple(prod((x - other) / (x_i - other) for other in xs if other != x_i) for x_i in xs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ def scale(
     def at(values: Iterable[Trace]) -> int:
         return extrapolate(lengths, tuple(values), seq_len, num_sequences)
 
-    last, kept = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
+    last, kept_by_unit = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
     boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
     backward = [at(row.backward[unit] for row in rows) for unit in range(len(boundary))]
     if chunk_tokens is not None and last.plain:
@@ -231,7 +231,7 @@ def scale(
         boundary_bytes=boundary,
         forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
         backward_bytes=tuple(backward),
-        saved_bytes=tuple(at((one.num_bytes,) for one in unit) for unit in kept),
+        saved_bytes=tuple(at((one.num_bytes,) for one in unit) for unit in kept_by_unit),
         output_bytes=at((row.output,) for row in rows),
         held_bytes=at((row.held,) for row in rows),
         inputs_shared=rows[0].shared,
@@ -243,12 +243,12 @@ def scale(
         outside=frozenset().union(*(row.outside for row in rows)),
         draws_random=any(row.random for row in rows),
         needed=_same_needs(rows),
-        attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept),
-        products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept),
-        num_products=_same_counts(kept),
+        attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept_by_unit),
+        products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept_by_unit),
+        num_products=_same_counts(kept_by_unit),
         effects=reduce(or_, (row.effects for row in rows)),
         flops=Flops(lengths, tuple(tuple(one.flops for one in row.kept) for row in rows)),
-        num_saved=tuple(max(one.num_saved for one in unit) for unit in kept),
+        num_saved=tuple(max(one.num_saved for one in unit) for unit in kept_by_unit),
         num_sequences=num_sequences,
         seq_len=seq_len,
     )
@@ -258,16 +258,16 @@ def _yield(lengths: Sequence[Yield], at: Callable[[Iterable[Trace]], int]) -> Yi
     return Yield(*(at((one[part],) for one in lengths) for part in range(2)))
 
 
-def _same_counts(kept: Sequence[Sequence[Kept]]) -> dict[int, int]:
-    counts = enumerate({one.yields.num_products for one in unit} for unit in kept)
+def _same_counts(kept_by_unit: Sequence[Sequence[Kept]]) -> dict[int, int]:
+    counts = enumerate({one.yields.num_products for one in unit} for unit in kept_by_unit)
     return {unit: found.pop() for unit, found in counts if len(found) == 1}
 
 
 def _same_needs(rows: list[Row]) -> dict[int, Needed]:
     """What recomputes of units need, where that is the same at all lengths."""
-    found = [[one.needed for one in row.kept] for row in rows]
+    needs = [[one.needed for one in row.kept] for row in rows]
     return {
         unit: first
-        for unit, (first, *others) in enumerate(zip(*found, strict=True))
+        for unit, (first, *others) in enumerate(zip(*needs, strict=True))
         if first is not None and all(other == first for other in others)
     }

@@ -119,18 +119,18 @@ class TrialPass:
         """Return the units that the model calls, each time, in whichever order."""
         live, walk = LiveBytes(weights), Walk(self._split.model, self._inputs)
         self._crossed, self._has_cache = CrossedState(self._split), False
-        found: list[int] = []
+        calls: list[int] = []
         outputs: Any = None
         try:
             with live, torch.enable_grad():
                 while isinstance(call := self._advance(walk, 0, outputs), UnitCall):
-                    found.append(call.unit)
+                    calls.append(call.unit)
                     self._receive(call)
                     outputs = self._units.run(call.unit, call, live)
         finally:
             walk.close()
             live.forget()
-        return found
+        return calls
 
     def _run(self, weights: torch.UntypedStorage) -> Row:
         live = LiveBytes(weights)
@@ -226,10 +226,10 @@ class TrialPass:
         self._row.boundary.append(sum(sizes) + SECTOR_BYTES * max(0, len(sizes) - 1))
         return list(unique.values())
 
-    def _note_loss(self, made: Any, output: Any) -> None:
-        """Note what the model's loss is of, where the head made ``made``."""
+    def _note_loss(self, head_output: Any, output: Any) -> None:
+        """Note what the model's loss is of, where the head made ``head_output``."""
         labels = self._inputs.get("labels")
-        self._row.plain, self._row.shifted = is_plain(made, output, labels), is_shifted(output, labels)
+        self._row.plain, self._row.shifted = is_plain(head_output, output, labels), is_shifted(output, labels)
 
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
         before, glue = live.now, live.peak - live.now
@@ -243,10 +243,10 @@ class TrialPass:
                     outputs = self._units.passed_on(unit, call, effects, live)
             else:
                 with ran.forward():
-                    made = forward(*call.args, **call.kwargs)
+                    head_output = forward(*call.args, **call.kwargs)
                 self._units.note_random(state)
-                outputs = torch_private.map_only(Tensor, random_like, made)
-                del made
+                outputs = torch_private.map_only(Tensor, random_like, head_output)
+                del head_output
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, UnitCall):
             raise _OutOfTurnError(ending.unit)

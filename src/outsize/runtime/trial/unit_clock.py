@@ -152,7 +152,7 @@ class _Clock:
         walk = Walk(self._split.model, self._inputs)
         last = len(self._forwards) - 1
         times: list[Sample] = []
-        kept: list[Sample] = []
+        kept_samples: list[Sample] = []
         outputs: Any = None
         try:
             with torch.enable_grad():
@@ -164,18 +164,18 @@ class _Clock:
                         )
                     if unit == last:
                         times.append((0.0, self._head(call)))
-                        kept.append(times[-1])
+                        kept_samples.append(times[-1])
                         break
-                    seconds, kept_s, made = self._unit(unit, call)
+                    seconds, kept_s, returned = self._unit(unit, call)
                     times.append(seconds)
-                    kept.append(kept_s)
-                    outputs = made
+                    kept_samples.append(kept_s)
+                    outputs = returned
         finally:
             walk.close()
         forward, backward = zip(*times, strict=True)
         if not self._num_kept:
             return UnitTimes(forward_s=forward, backward_s=backward)
-        kept_forward, kept_backward = zip(*kept, strict=True)
+        kept_forward, kept_backward = zip(*kept_samples, strict=True)
         return UnitTimes(
             forward_s=forward,
             backward_s=backward,

@@ -58,8 +58,8 @@ class UnitMeasure:
 
     def alike(self, unit: int) -> tuple[Trace, Trace, Kept]:
         """Return what units of equal form took in a forward and a backward, and what they kept; nothing if none ran."""
-        sizes = (known for form, known in self._known.items() if form[:2] == self._kind(unit))
-        forward, backward, kept, *_ = next(sizes, ((), (), Kept()))
+        alike = (sizes for form, sizes in self._known.items() if form[:2] == self._kind(unit))
+        forward, backward, kept, *_ = next(alike, ((), (), Kept()))
         return forward, backward, kept
 
     def run(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
@@ -168,18 +168,18 @@ class UnitMeasure:
         ran = OpTrial([])
         with live.suspended():
             run()
-            taken = measure_compiled(run) if is_compiled(self._bare[unit]) else None
-            if taken is not None:
+            compiled = measure_compiled(run) if is_compiled(self._bare[unit]) else None
+            if compiled is not None:
                 with ran.forward():  # as it is, where operations are seen
                     run()
         self.note_random(state)
-        if taken is None:
+        if compiled is None:
             return None
         self._row.graph_matters = True
         flops = ran.flops()
         flops = flops._replace(gradient=2 * flops.forward)  # two products for each of the forward's
-        kept = Kept(taken.saved, num_saved=taken.num_saved, flops=flops)
-        return taken.forward, taken.backward, kept, taken.outputs
+        kept = Kept(compiled.saved, num_saved=compiled.num_saved, flops=flops)
+        return compiled.forward, compiled.backward, kept, compiled.outputs
 
     def _kind(self, unit: int) -> tuple[Any, Any]:
         spec = self._split.spec.units[unit]
@@ -204,8 +204,10 @@ class UnitMeasure:
             outputs = visit.repeat(self.forwards[unit])
         live.ops = None
         given = {memory_key(tensor) for tensor in visit.leaves}
-        made = {memory_key(t): t.untyped_storage().nbytes() for t in outputs if memory_key(t) not in given}
-        saved = max(live.now - before - sum(made.values()), 0)
+        made_bytes = {
+            memory_key(t): t.untyped_storage().nbytes() for t in outputs if memory_key(t) not in given
+        }
+        saved = max(live.now - before - sum(made_bytes.values()), 0)
         leaves = [leaf for leaf in outputs if is_differentiable(leaf)]
         del outputs
         others = [t for t in expected if is_differentiable(t)]
@@ -215,7 +217,7 @@ class UnitMeasure:
             with ran.backward():
                 torch.autograd.backward(wanted, [torch.zeros_like(leaf) for leaf in wanted])
         last, needed = trial.saved_at[-1] if trial.saved_at else 0, trial.needed()
-        yields = ran.yields(last, given | made.keys())
+        yields = ran.yields(last, given | made_bytes.keys())
         flops = ran.flops(None if needed is None else last)
         return same, Kept(saved, needed, yields, len(trial.saved_at), flops)
 

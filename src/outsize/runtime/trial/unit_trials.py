@@ -276,7 +276,7 @@ def measure_compiled(call: Callable[[], Any]) -> Taken:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs, forward = _allocated(call)
     tensors = [leaf for leaf in torch_private.leaves_of(outputs) if isinstance(leaf, Tensor)]
-    made = {memory_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    made_bytes = {memory_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     roots = [tensor for tensor in tensors if tensor.requires_grad]
 
     def back() -> None:
@@ -286,7 +286,7 @@ def measure_compiled(call: Callable[[], Any]) -> Taken:
     alive = forward[-1] if forward else 0
     _, behind = _allocated(back)
     backward = (*forward, *(alive + num_bytes for num_bytes in behind))
-    return Taken(forward, backward, max(alive - sum(made.values()), 0), len(saved), outputs)
+    return Taken(forward, backward, max(alive - sum(made_bytes.values()), 0), len(saved), outputs)
 
 
 def _allocated(work: Callable[[], T]) -> tuple[T, Trace]:
