@@ -1,6 +1,7 @@
 """What does every fault at every operation do to a run? A clear error or a correct result, and nothing left behind.
 
 Four tiny runs of three steps: state on the host, state on disk, resumed from a checkpoint, and from a home on disk.
+Then six other commands: verify, score, generate, serve, export, report.
 Every operation of each (calls to the file system and ops of lanes) gets everything that can go wrong there, one at a
 time, each in a run of its own; see `crash.campaign` for what is checked. A worker that hangs is ended and
 counted. Then whole commands whose words do not arrive, or that are told to end: see `crash.tellers`.
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
-SCENARIOS = ("host", "disk", "resume", "home")
+SCENARIOS = ("host", "disk", "resume", "home", "verify", "score", "generate", "serve", "export", "report")
 OUTCOMES = ("equal", "refused", "missed", "hung", "broken")
 EACH = 4
 HANG_S = 300.0
@@ -46,12 +47,14 @@ def work(args: argparse.Namespace, name: str, share: int, num_shares: int, journ
     import torch
 
     from crash.campaign import does_harm, is_noticed, scenario
+    from crash.commands import COMMANDS, CommandCampaign
 
     torch.set_num_threads(1)
     known = {line["point"] for line in read_journal(journal) if "outcome" in line}
     with tempfile.TemporaryDirectory(prefix="outsize-faults-") as root, journal.open("a") as out:
         with contextlib.redirect_stderr(io.StringIO()):
-            campaign = scenario(name, Path(root))
+            made = CommandCampaign if name in COMMANDS else scenario
+            campaign = made(name, Path(root))
         points = {
             f"{' '.join(map(str, key))} {fault}": (key, fault) for key, fault in campaign.points(is_noticed)
         }

@@ -32,6 +32,8 @@ MOST_TEXT = 2**34
 # What a shell names a pipe that it has made for a command: ``<(echo ...)``.
 _PIPES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 _LAST_STREAM = 2
+# What a disk or a share says that fails; others say that there is no such file, or that it is something else.
+_FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN, errno.ENOTCONN)
 _MODES = {
     "r": os.O_RDONLY,
     "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
@@ -252,10 +254,16 @@ def read_json(path: Path, error: Callable[[str], Exception], remedy: str) -> dic
 
 
 def json_or_empty(path: Path) -> dict[str, Any]:
-    """Return what `read_json` does; nothing where there is no such file, or it is something else."""
+    """Return what `read_json` does; nothing where there is no such file, or it is something else.
+
+    Raises:
+        OSError: its disk or share fails.
+    """
     try:
         return read_json(path, ValueError, "")
-    except ValueError:
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FAILING:
+            raise error.__cause__ from None
         return {}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from crash.faults import LANE, Fault, Key, Layer, Operation, faults_of, layered
 from crash.operations import CLEAN_UPS
 from outsize.config import Config
-from outsize.errors import ExecutionError, OutsizeError
+from outsize.errors import ExecutionError, OutsizeError, StorageError
 from outsize.training.run import train
 from tiny import tiny_run
 
@@ -63,12 +63,12 @@ class Campaign:
         self._root = root
         self._run_dir = Path(config.train.run_dir)
         self._reset()
-        train(config)  # whatever libraries open and start once
+        self._train()  # whatever libraries open and start once
         self._reset()
         with layered(Layer(root, looks=True)) as layer:
-            train(config)
+            self._train()
         self.operations: tuple[Operation, ...] = tuple(layer.operations)
-        self._expected = digest(self._run_dir)
+        self._expected = self._digest()
 
     def points(
         self, wanted: Callable[[Operation, Fault], bool] = lambda operation, fault: True
@@ -85,18 +85,19 @@ class Campaign:
         error, num_untold = "", 0
         with layered(Layer(self._root, {key: fault}, looks=True)) as layer:
             try:
-                num_untold = train(self._config).failed_writes
+                num_untold = self._train()
             except OutsizeError as refusal:
                 error = f"{type(refusal).__name__}: {refusal}"
                 if fault is Fault.WRECK and _hides_full_disk(refusal):
                     problems.append(f"the first error is hidden: {error}")
+                if fault is Fault.EIO and not isinstance(refusal, StorageError):
+                    problems.append(f"a disk that fails is called something else: {error}")
             except Exception as other:
                 error = f"{type(other).__name__}: {other}"
                 problems.append(f"not an error of ours: {error}")
         problems += self._left(threads, files, key.kind in CLEAN_UPS or fault is Fault.WRECK)
         if error and not problems:
-            resumed = self._config.train.model_copy(update={"resume": "auto"})
-            train(self._config.model_copy(update={"train": resumed}))
+            self._train(again=True)
             problems += self._left(threads, files, False)
         if not problems and not self._is_as_expected(num_untold):
             problems.append("ends with other weights, state or losses" + (" when resumed" if error else ""))
@@ -105,10 +106,20 @@ class Campaign:
 
     def _is_as_expected(self, num_untold: int) -> bool:
         """Whether a run came to what it should; lines of the heartbeat may be missing where it says that some are."""
-        found = digest(self._run_dir)
+        found = self._digest()
         untold = [name for name in self._expected.keys() - found.keys() if name.startswith("loss")]
         expected = {name: value for name, value in self._expected.items() if name not in untold}
         return found == expected and len(untold) <= num_untold
+
+    def _train(self, *, again: bool = False) -> int:
+        """Train, ``again`` after what has failed; returns how many lines could not be told."""
+        resume = {"resume": "auto"} if again else {}
+        config = self._config.model_copy(update={"train": self._config.train.model_copy(update=resume)})
+        return train(config).failed_writes
+
+    def _digest(self) -> dict[str, str]:
+        """Return what all came to."""
+        return digest(self._run_dir)
 
     def _reset(self) -> None:
         shutil.rmtree(self._run_dir, ignore_errors=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from crash.campaign import Campaign, does_harm, scenario
+from crash.commands import CommandCampaign
 from crash.faults import Fault, Key
 from crash.tellers import Stage
 
@@ -29,6 +30,14 @@ def test_a_fault_is_a_clear_error_or_changes_nothing(tmp_path: Path, name: str):
     verdicts = {point: campaign.judge(*point) for point in chosen}
     assert {point: verdict.problems for point, verdict in verdicts.items() if verdict.problems} == {}
     assert {verdict.outcome for verdict in verdicts.values()} <= {"equal", "refused"}
+
+
+@pytest.mark.parametrize("name", ["verify", "score", "serve", "report"])
+def test_a_fault_under_another_command_is_a_clear_error_or_changes_nothing(tmp_path: Path, name: str):
+    campaign = CommandCampaign(name, tmp_path)
+    points = [point for point in campaign.points(does_harm) if point[1] is Fault.EIO]
+    found = {point: campaign.judge(*point).problems for point in random.Random(7).sample(points, 6)}
+    assert {point: problems for point, problems in found.items() if problems} == {}
 
 
 def test_a_look_that_fails_or_a_clean_up_after_a_full_disk_is_a_clear_error(tmp_path: Path):

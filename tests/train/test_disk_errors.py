@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,22 @@ def test_loading_a_model_from_a_disk_that_fails_says_so_and_not_to_download_it(
         patch.setattr(os.path, "isdir", lambda path: path != str(model) and looks_like_a_directory(path))
         with pytest.raises(StorageError, match="a moment later could not be"):
             outsize.load(model, device="cpu")
+
+
+def test_microbatches_of_a_run_are_not_chosen_anew_because_its_disk_fails(tmp_path: Path):
+    sections: dict[str, Any] = {"memory": {"home": "host"}}
+    train(tiny_run(tmp_path, train={"microbatches": None}, **sections))
+    (tmp_path / "run/config.yaml").unlink()
+
+    class Failing(files.System):
+        def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
+            if Path(path).name == "plan.json":
+                fail(path)
+            return super().open(path, flags, mode)
+
+    again = tiny_run(tmp_path, train={"steps": 4, "microbatches": None, "resume": "auto"}, **sections)
+    with files.replaced(Failing()), pytest.raises(StorageError, match="the device reports a fault"):
+        train(again)
 
 
 def test_no_clean_up_hides_the_first_error(tmp_path: Path):

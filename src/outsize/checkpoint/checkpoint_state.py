@@ -184,7 +184,9 @@ def _made_by(run: str, path: Path) -> bool:
     """Whether a directory is a checkpoint that ``run`` has made."""
     if _step(path) < 0 or path.is_symlink():
         return False
-    return bool(files.json_or_empty(path / STATE).get("run") == run)
+    with contextlib.suppress(OSError):
+        return bool(files.json_or_empty(path / STATE).get("run") == run)
+    return False
 
 
 OPTIMIZER = "optimizer"

@@ -97,7 +97,9 @@ def _recorded(directory: Path, history: History) -> RunRecord | None:
     """Return the newest steps as doctor reads them; None where the heartbeat is of a version that tells too little."""
     try:
         return record_of(directory, history.recent)
-    except ConfigError:
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):  # what a disk does not read is there all the same
+            raise
         return None
 
 
