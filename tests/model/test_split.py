@@ -4,8 +4,7 @@ from torch import nn
 import zoo
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ALIGN_ELEMENTS, PLANE_ELEMENTS
-from outsize.model.split import Split, split
-from outsize.model.unit_lists import ALL_LISTS, UnitChoice
+from outsize.model.split import ALL_LISTS, Split, UnitChoice, split
 
 
 class Tiny(nn.Module):

@@ -15,7 +15,6 @@ How a data set becomes batches, one file per step::
     packed_dataset, batch the order, the sequences, the batch
     layouts               mixtures, packed documents, windows
     prefetch              batches made ahead of the step, and one rank's part of each
-    record_lengths        tokens of each record, before anything is laid out
     opening               all of the above, in order
 
 Nothing holds the corpus in memory: a chunk of a file, a batch of the tokenizer and the sequences of a step

@@ -149,6 +149,10 @@ class Batch:
         """Number of tokens the loss is a mean over; the model's shift drops the first label of each row."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
+    def num_targets(self, shifted: bool) -> int:
+        """Tokens that a model's loss is a mean over; a model that predicts the token in its place shifts nothing."""
+        return self.num_target_tokens if shifted else int((self.labels != IGNORED).sum())
+
     def split(self, num_microbatches: int) -> list["Batch"]:
         """Cut into microbatches along the sequences, as even as possible, the larger ones first.
 

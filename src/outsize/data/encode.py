@@ -145,7 +145,7 @@ class Encoder:
 
     def tokenize(self, documents: Sequence[Document]) -> Tokenized:
         """Do the part of `encode` that the tokenizer's own threads do, while Python is free for others."""
-        taken: list[Document] = []
+        batch: list[Document] = []
         texts, spans = [], []
         for document in documents:
             try:
@@ -153,10 +153,10 @@ class Encoder:
             except DataError as error:
                 self._forgive(error)
                 continue
-            taken.append(document)
+            batch.append(document)
             texts.append(text)
             spans.append(trained)
-        return Tokenized(taken, self._encodings(texts) if texts else [], spans)
+        return Tokenized(batch, self._encodings(texts) if texts else [], spans)
 
     def finish(self, tokenized: Tokenized) -> list[Encoded]:
         """Do the rest of `encode`."""

@@ -74,8 +74,8 @@ class DocumentPacks(DocumentLayout):
         for starts, lengths, counts in document_parts(self._store, self._seq_len):
             owners = np.repeat(np.arange(len(counts)), counts)
             targets = targets_of(self._store, starts, lengths)
-            whole, trained = (np.bincount(owners, each, len(counts)) for each in (lengths, targets))
-            yield whole.astype(np.int64), trained.astype(np.int64)
+            sizes, trained = (np.bincount(owners, each, len(counts)) for each in (lengths, targets))
+            yield sizes.astype(np.int64), trained.astype(np.int64)
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -97,10 +97,10 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
         while len(items):
             room, numbers = opened.take(length) or opened.fresh(capacity, len(items), length)
             each = room // length
-            taken = np.repeat(numbers, each)[: len(items)]
-            bins[items[: len(taken)]] = taken
-            items = items[len(taken) :]
-            full, rest = divmod(len(taken), each)
+            chosen = np.repeat(numbers, each)[: len(items)]
+            bins[items[: len(chosen)]] = chosen
+            items = items[len(chosen) :]
+            full, rest = divmod(len(chosen), each)
             opened.put(room - each * length, numbers[:full])
             opened.put(room - rest * length, numbers[full : full + 1])
             opened.put(room, numbers[full + 1 :])
@@ -173,10 +173,10 @@ class Mixed:
 
     def lengths(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many tokens these sequences have without padding on their right."""
-        found = np.empty_like(indices)
+        lengths = np.empty_like(indices)
         for rows, layout, numbers in self._of(indices, epochs):
-            found[rows] = layout.lengths(numbers, epochs[rows])
-        return found
+            lengths[rows] = layout.lengths(numbers, epochs[rows])
+        return lengths
 
     def _of(
         self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -296,18 +296,18 @@ class WindowedDataset(PackedDataset):
         self._is_whole = self._store.reach(0) == detected.num_tokens
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
-    def describe(self, kept: KeptTokens | None = None) -> str:
+    def describe(self, tokens: KeptTokens | None = None) -> str:
         """Return what a command prints of the data: what was found so far."""
         more = "\n  the rest is tokenised while the run trains (data.window)"
-        return f"{super().describe(kept)}{'' if self._is_whole else more}"
+        return f"{super().describe(tokens)}{'' if self._is_whole else more}"
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences: what was known when the first window was there."""
         if self._is_whole:
             return super().kept()
-        found = self.detected
-        assert found.num_trained_tokens is not None
-        return KeptTokens(num_tokens=found.num_tokens, num_trained=found.num_trained_tokens)
+        detected = self.detected
+        assert detected.num_trained_tokens is not None
+        return KeptTokens(num_tokens=detected.num_tokens, num_trained=detected.num_trained_tokens)
 
     def identity(self) -> dict[str, object]:
         """Return what tells these sequences from others: the window, bytes of files, and a hash of the first ones."""
@@ -353,8 +353,8 @@ class WindowedDataset(PackedDataset):
 
     def _order_of(self, number: int, size: int) -> NDArray[np.int64]:
         """Return the order of a window of an epoch; several threads may work out the same one."""
-        known = self._order
-        if known is None or known[0] != number:
+        cached = self._order
+        if cached is None or cached[0] != number:
             order = SeededPermutation(size, self._seed, number)(np.arange(size, dtype=np.int64))
-            self._order = known = number, order
-        return known[1]
+            self._order = cached = number, order
+        return cached[1]

@@ -95,7 +95,7 @@ def open_data(
     making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
-        found: list[Detected] = []
+        detections: list[Detected] = []
         for corpus in corpora:
             store, detected = making.open(corpus)
             unless_used.callback(store.close)
@@ -103,15 +103,15 @@ def open_data(
             pad_id = _pad_id(tokenizer, limits.vocab_size)
             layout = _laid_out(store, pack, seq_len, detected.num_trained_tokens, pad_id)
             layouts.append(_part_of(layout, corpus, seed))
-            found.append(detected)
+            detections.append(detected)
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
-        whole = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
+        combined = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
         unless_used.pop_all()
         if window is None:
-            return PackedDataset(whole, found, seq_len=seq_len, seed=seed)
-        assert isinstance(whole, Packed)
+            return PackedDataset(combined, detections, seq_len=seq_len, seed=seed)
+        assert isinstance(combined, Packed)
         num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
-        return WindowedDataset(whole, found[0], seed=seed, window=window, num_bytes=num_bytes)
+        return WindowedDataset(combined, detections[0], seed=seed, window=window, num_bytes=num_bytes)
 
 
 def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
@@ -201,7 +201,7 @@ class Making:
             logger.info("reusing tokenised data in %s", entry)
             return cached
         if self.first_tokens is not None:
-            return GrowingTokens(lambda told: self._write(entry, reader, encoder, tokenizer, told))
+            return GrowingTokens(lambda listener: self._write(entry, reader, encoder, tokenizer, listener))
         self._write(entry, reader, encoder, tokenizer, lambda *_: None)
         return CachedTokens(entry)
 
@@ -211,7 +211,7 @@ class Making:
         reader: DocumentReader,
         encoder: Encoder,
         tokenizer: "PreTrainedTokenizerBase",
-        told: Told,
+        listener: Told,
     ) -> Detected:
         """Tokenise all documents into ``entry``, and return what was found."""
         with new_entry(entry) as directory, ExitStack() as opened:
@@ -230,12 +230,12 @@ class Making:
                 if self.progress is not None:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
                 writer.check_room(reader.bytes_read, reader.sources.num_bytes)
-                told(directory, writer, detect)
+                listener(directory, writer, detect)
             writer.sync()
-            found = detect()
-            write_index(directory, found)
+            detected = detect()
+            write_index(directory, detected)
         trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
-        return found
+        return detected
 
 
 def _check_limits(corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits) -> None:

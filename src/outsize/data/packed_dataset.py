@@ -258,21 +258,21 @@ class PackedDataset:
         self._masker = masker
         return self
 
-    def describe(self, kept: KeptTokens | None = None) -> str:
+    def describe(self, tokens: KeptTokens | None = None) -> str:
         """Return what a command prints of the data: what was found, and what is lost of it."""
-        kept = kept or self.kept()
-        lines = [f"  {line}" for line in kept.lines(self.seq_len)]
-        return "\n".join([*(found.describe() for found in self.found), *lines])
+        tokens = tokens or self.kept()
+        lines = [f"  {line}" for line in tokens.lines(self.seq_len)]
+        return "\n".join([*(source.describe() for source in self.found), *lines])
 
     def shown(self) -> str:
         """Return what a command prints of the first document of each source."""
-        return "\n".join(found.shown() for found in self.found)
+        return "\n".join(source.shown() for source in self.found)
 
     def kept(self) -> KeptTokens:
         """Return what of the data is in sequences; padding is that of batches in the first epoch."""
-        kept = self._layout.kept()
+        tokens = self._layout.kept()
         if self._group is None:
-            return kept
+            return tokens
         num_tokens = room = 0
         for first in range(0, self.num_sequences, self._block_size):
             stop = min(first + self._block_size, self.num_sequences)
@@ -282,9 +282,9 @@ class PackedDataset:
             room += int(lengths[starts] @ np.diff(starts, append=len(lengths)))
         per_token, most = room / num_tokens, self.num_sequences * self.seq_len / num_tokens
         return replace(
-            kept,
-            num_padding=round((per_token - 1) * kept.num_tokens),
-            padding_saved=round((most - per_token) * kept.num_tokens),
+            tokens,
+            num_padding=round((per_token - 1) * tokens.num_tokens),
+            padding_saved=round((most - per_token) * tokens.num_tokens),
         )
 
     def lengths(self) -> list[Bucket]:
@@ -386,15 +386,15 @@ class PackedDataset:
         blocks = (positions - shift) // size
         for number in range(int(blocks[0]), int(blocks[-1]) + 1):
             first, stop = max(0, number * size + shift), min((number + 1) * size + shift, self.num_sequences)
-            known = self._block
-            if known is None or known[:2] != (epoch, number):
+            cached = self._block
+            if cached is None or cached[:2] != (epoch, number):
                 span = np.arange(first, stop, dtype=np.int64)
                 order = SeededPermutation(self.num_sequences, self._seed, epoch)(span)
                 if self._group is not None:
                     lengths = self._layout.lengths(order, np.full_like(order, epoch))
                     order = order[np.argsort(-lengths, kind="stable")]
-                known = (epoch, number, order)
-                self._block = known
+                cached = (epoch, number, order)
+                self._block = cached
             here = blocks == number
-            permuted[here] = known[2][positions[here] - first]
+            permuted[here] = cached[2][positions[here] - first]
         return permuted

@@ -91,10 +91,10 @@ class Prefetcher:
         wait(ends, return_when=FIRST_COMPLETED)
         if self._closed.done():
             raise RuntimeError("the prefetcher was closed while a batch was awaited")
-        made = first.result()
+        batch = first.result()
         self._made.popleft()
         self._begin()
-        return made
+        return batch
 
     def close(self) -> None:
         """Stop and join the threads. May be called twice."""
@@ -174,12 +174,12 @@ def sweep_loader(
     for workers in _WORKERS:
         with Prefetcher(source, num_sequences, depth=max(depth, workers), num_workers=workers) as prefetcher:
             prefetcher.next()  # what is read first is cold
-            started, taken = time.perf_counter(), 0
-            while taken < num_batches and (not taken or time.perf_counter() - started < _SECONDS):
+            started, num_tokens = time.perf_counter(), 0
+            while num_tokens < num_batches and (not num_tokens or time.perf_counter() - started < _SECONDS):
                 prefetcher.next()
-                taken += 1
+                num_tokens += 1
             seconds = time.perf_counter() - started
-        rates.append(LoaderRate(workers, taken * num_sequences * seq_len / seconds))
+        rates.append(LoaderRate(workers, num_tokens * num_sequences * seq_len / seconds))
     return rates
 
 

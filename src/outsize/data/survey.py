@@ -112,13 +112,13 @@ class Detected:
             TypeError, KeyError: there are others, or fewer.
         """
         lists = {name: tuple(values[name]) for name in ("fields", "bad", "notes")}
-        found = cls(**{**values, **lists})
+        detected = cls(**{**values, **lists})
         for name, kind in get_type_hints(cls).items():
-            value = getattr(found, name)
+            value = getattr(detected, name)
             is_right = all(isinstance(v, str) for v in value) if name in lists else isinstance(value, kind)
             if not is_right or (isinstance(value, int) and name != "max_token_id" and value < 0):
                 raise ValueError(f"{name} is {value!r}")
-        return found
+        return detected
 
 
 def render_example(
@@ -254,8 +254,8 @@ def kept_documents(
         seq_len: tokens at which a document is cut; None cuts none.
     """
     for starts, lengths in _documents(store):
-        kept = lengths if seq_len is None else np.minimum(lengths, seq_len)
-        yield lengths, targets_of(store, starts, kept)
+        cut_lengths = lengths if seq_len is None else np.minimum(lengths, seq_len)
+        yield lengths, targets_of(store, starts, cut_lengths)
 
 
 def document_parts(
@@ -269,8 +269,8 @@ def document_parts(
         counts = -(-lengths // seq_len)
         numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         before = numbers * seq_len
-        kept = np.minimum(np.repeat(lengths, counts) - before, seq_len)
-        yield np.repeat(starts, counts) + before, kept, counts
+        part_lengths = np.minimum(np.repeat(lengths, counts) - before, seq_len)
+        yield np.repeat(starts, counts) + before, part_lengths, counts
 
 
 def num_across(store: TokenStore, seq_len: int) -> int:
@@ -292,25 +292,25 @@ def _documents(store: TokenStore) -> Iterator[tuple[NDArray[np.int64], NDArray[n
         begin = int(ends[-1])
 
 
-def targets_of(store: TokenStore, starts: NDArray[np.int64], kept: NDArray[np.int64]) -> NDArray[np.int64]:
+def targets_of(store: TokenStore, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many targets there are from the second to the last token of each part of the store."""
     if not len(starts):
         return starts
-    begin, end = int(starts[0]), int(starts[-1] + kept[-1])
+    begin, end = int(starts[0]), int(starts[-1] + lengths[-1])
     if store.read_trained(0, 0) is None:
-        return np.maximum(kept - 1, 0)
+        return np.maximum(lengths - 1, 0)
     if end - begin > _TOKENS:  # books
         parts = (
             store.read_trained(start, count)
-            for start, count in zip(starts.tolist(), kept.tolist(), strict=True)
+            for start, count in zip(starts.tolist(), lengths.tolist(), strict=True)
         )
         return np.array([0 if part is None else part[1:].sum() for part in parts], np.int64)
     trained = store.read_trained(begin, end - begin)
     assert trained is not None
     sums = np.concatenate([[0], np.cumsum(trained, dtype=np.int64)])
-    stops = starts - begin + kept
-    found: NDArray[np.int64] = sums[stops] - sums[np.minimum(starts - begin + 1, stops)]
-    return found
+    stops = starts - begin + lengths
+    targets: NDArray[np.int64] = sums[stops] - sums[np.minimum(starts - begin + 1, stops)]
+    return targets
 
 
 class Bucket(NamedTuple):

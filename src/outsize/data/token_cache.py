@@ -206,8 +206,8 @@ def new_entry(entry: Path) -> Iterator[Path]:
     Raises:
         StorageError: the cache directory cannot be written.
     """
-    own = f"{os.getpid()}-{next(_NUMBERS)}"  # another thread may write the same entry
-    temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{own}-{entry.name}"
+    unique = f"{os.getpid()}-{next(_NUMBERS)}"  # another thread may write the same entry
+    temporary = entry.parent / f"{_TEMPORARY}-{socket.gethostname()}-{unique}-{entry.name}"
     try:
         files.make_directories(entry.parent)
         _being_written.add(temporary)
@@ -338,7 +338,7 @@ class GrowingTokens(TokenStore):
 
     def _run(self, write: Callable[[Told], Detected]) -> None:
         try:
-            found = write(self._told)
+            detected = write(self._told)
         except _ClosedError:
             return
         except BaseException as error:  # told to whoever waits for tokens
@@ -347,17 +347,17 @@ class GrowingTokens(TokenStore):
                 self._changed.notify_all()
             return
         with self._changed:
-            self._is_whole, self._detected = True, found
+            self._is_whole, self._detected = True, detected
             self._changed.notify_all()
 
-    def _told(self, directory: Path, writer: TokenWriter, found: Callable[[], Detected]) -> None:
+    def _told(self, directory: Path, writer: TokenWriter, detect: Callable[[], Detected]) -> None:
         if self._is_stopped:
             raise _ClosedError
         writer.flush()
         with self._changed:
             if writer.num_trained:
                 if not self._known:
-                    self._detected = found()
+                    self._detected = detect()
                     self._tokens, self._trained = token_readers(directory, _ENDLESS)
                 self._known = writer.num_tokens
             self._changed.notify_all()

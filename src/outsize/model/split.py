@@ -1,22 +1,181 @@
-"""Find the units of a model: its embedding, its repeated blocks, its head, and the rest.
+"""Split a model into units: embedding, layers of the lists its forward calls, head, and outer parameters.
 
-No architecture is named here. The blocks are the layers of its lists (`model.unit_lists`); embedding and head are what
-the model itself calls so (``get_input_embeddings``, ``get_output_embeddings``). A parameter that more than one unit
-uses (tied embeddings) and every parameter outside all units belongs to the *rest*, which stays on the device. A unit
-whose parameters are all tied keeps its place in the order and has no bytes of its own.
+No architecture is named. A list is a `torch.nn.ModuleList`, a ``Sequential`` or a ``ModuleDict`` that is not inside the
+layer of another one; the largest are taken until little is left outside. Where the layers of a list are stages of a
+backbone (no two alike, each made of lists itself, as in a U-Net), the layers of those lists are taken. A model without
+any list is cut into its own modules. The order is that of the definition until a forward tells another one. Embedding
+and head are what ``get_input_embeddings`` and ``get_output_embeddings`` return. A parameter that several units use
+(tied embeddings) and every one outside all units belongs to the *rest*, which stays on the device.
 """
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from typing import Final
 
 from torch import nn
 
 from outsize.compat.torch_private import parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, PartKind, UnitKind, UnitSpec, pack_part, pack_unit
-from outsize.model.unit_lists import ALL_LISTS, LayerList, UnitChoice, layer_lists, own_parts
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Of all parameters: smaller lists stay outside, and so do all others once what is outside is less than the second.
+LEAST_SHARE, SMALL_SHARE = 0.005, 0.02
+# Of a stage's parameters, what lies in its lists.
+STAGE_SHARE = 0.8
+
+Named = tuple[str, nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """Which layers are units, and in what order.
+
+    Attributes:
+        calls: of each forward that has called them in an order unknown before, the names of units called.
+    """
+
+    calls: tuple[tuple[str, ...], ...] = ()
+
+    def after(self, calls: Sequence[str]) -> "UnitChoice":
+        """Return the choice when one more forward has called units so."""
+        return replace(self, calls=(*self.calls, tuple(calls)))
+
+    @property
+    def repeated(self) -> frozenset[str]:
+        """Units that a forward has called more than once."""
+        return frozenset(name for calls in self.calls for name, times in Counter(calls).items() if times > 1)
+
+    def arranged(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return units in an order that all forwards have kept; without those that are called again, or by turns.
+
+        Args:
+            names: of units, in the order that holds where no forward tells another one.
+        """
+        left = set(names) - self.repeated
+        before: dict[str, set[str]] = defaultdict(set)
+        for calls in self.calls:
+            met = [name for name in calls if name in left]
+            for first, second in itertools.pairwise(met):
+                before[second].add(first)
+        place = {name: at for at, name in enumerate(names)}
+        after, waits = defaultdict[str, list[str]](list), {name: len(before[name]) for name in left}
+        for name, others in before.items():
+            for other in others:
+                after[other].append(name)
+        ready = [place[name] for name in left if not waits[name]]
+        heapq.heapify(ready)
+        order: list[str] = []
+        while ready:
+            order.append(names[heapq.heappop(ready)])
+            for name in after[order[-1]]:
+                waits[name] -= 1
+                if not waits[name]:
+                    heapq.heappush(ready, place[name])
+        return tuple(order)
+
+
+ALL_LISTS: Final = UnitChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerList:
+    """A list of layers.
+
+    Attributes:
+        name: of the list.
+        layers: name and module of each.
+    """
+
+    name: str
+    layers: tuple[Named, ...]
+    size: int = field(compare=False)
+
+
+def layer_lists(model: nn.Module) -> list[LayerList]:
+    """Return the lists whose layers are streamed, in the order of their definition; none where there is none."""
+    left = total = size_of(model)
+    lists = [_layer_list(name, layers) for name, layers in _lists_in("", model)]
+    chosen: list[LayerList] = []
+    for one in sorted(lists, key=lambda one: -one.size):
+        if chosen and (one.size < LEAST_SHARE * total or left < SMALL_SHARE * total):
+            break
+        chosen.append(one)
+        left -= one.size
+    return [one for one in lists if one in chosen]
+
+
+def _layer_list(name: str, layers: Sequence[Named]) -> LayerList:
+    return LayerList(name, tuple(layers), sum(size_of(layer) for _, layer in layers))
+
+
+def own_parts(model: nn.Module) -> LayerList | None:
+    """Return the modules that a model without lists is made of; None where it is one piece."""
+    name, module, best = "", model, None
+    while True:
+        parts = [
+            (_joined(name, key), child)
+            for key, child in module.named_children()
+            if size_of(child) and type(child).forward is not nn.Module.forward
+        ]
+        if parts:
+            best = _layer_list(name, parts)
+        if len(parts) != 1 or any(True for _ in module.parameters(recurse=False)):
+            return best
+        ((name, module),) = parts
+
+
+def size_of(module: nn.Module) -> int:
+    """Return the number of parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _lists_in(
+    name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...] = LISTS
+) -> Iterator[tuple[str, list[Named]]]:
+    if isinstance(module, kinds) and (layers := _layers_of(name, module)) is not None:
+        stages = [list(_lists_in(*layer, (nn.ModuleList,))) for layer in layers]
+        if not _are_stages(layers, stages):
+            yield name, layers
+            return
+        for layer, inner in zip(layers, stages, strict=True):
+            yield from inner if _covers(inner, layer[1]) else [(layer[0], [layer])]
+        return
+    for key, child in module.named_children():
+        yield from _lists_in(_joined(name, key), child, kinds)
+
+
+def _layers_of(name: str, module: nn.Module) -> list[Named] | None:
+    """Return the layers of a list; None where it holds none, or has a list of layers as large as all others within."""
+    layers = [(_joined(name, key), child) for key, child in module.named_children() if size_of(child)]
+    if not layers:
+        return None
+    if not isinstance(module, nn.ModuleList):  # a backbone and its head, say
+        inner = (size_of(each) for each in module.modules() if isinstance(each, nn.ModuleList))
+        if max(inner, default=0) > size_of(module) / 2:
+            return None
+    return layers
+
+
+def _are_stages(layers: Sequence[Named], inner: Sequence[list[tuple[str, list[Named]]]]) -> bool:
+    forms = Counter(tuple(p.shape for p in module.parameters()) for _, module in layers)
+    covered = (_covers(lists, module) for (_, module), lists in zip(layers, inner, strict=True))
+    return len(layers) > 1 and max(forms.values()) == 1 and any(covered)
+
+
+def _covers(lists: Iterable[tuple[str, list[Named]]], module: nn.Module) -> bool:
+    """Whether lists hold most of a module, in more than one layer."""
+    layers = [layer for _, layers in lists for _, layer in layers]
+    return len(layers) > 1 and sum(map(size_of, layers)) >= STAGE_SHARE * size_of(module)
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
 
 # A parameter: name, shape, whether it trains, whether it decays.
 _Row = tuple[str, tuple[int, ...], bool, bool]
@@ -43,9 +202,8 @@ class Split:
         """The share of the parameters that lies in units that are streamed."""
         units = self.spec.units
         sizes = [sum(tensor.numel for tensor in unit.all_tensors) for unit in units]
-        return 1 - sum(n for n, unit in zip(sizes, units, strict=True) if unit.kind == "rest") / (
-            sum(sizes) or 1
-        )
+        rest = sum(size for size, unit in zip(sizes, units, strict=True) if unit.kind == "rest")
+        return 1 - rest / (sum(sizes) or 1)
 
     @property
     def layers(self) -> dict[str, int]:
@@ -101,31 +259,24 @@ def split(
     owners = _owners(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _check_patterns(freeze, names.values())
-    modules = [found for found in _unit_modules(model, choice) if with_head or found[1] != "head"]
+    modules = [each for each in _unit_modules(model, choice) if with_head or each[1] != "head"]
     claims = Counter(names[id(parameter)] for *_, module in modules for parameter in module.parameters())
     parameters = dict(model.named_parameters())
+    frozen = {name for name in parameters for pattern in freeze if fnmatch(name, pattern)}
 
-    def pack(index: int, name: str, kind: UnitKind, members: list[str]) -> UnitSpec:
-        rows = [
-            (
-                member,
-                tuple(parameters[member].shape),
-                parameters[member].requires_grad and not any(fnmatch(member, pattern) for pattern in freeze),
-                decays(member),
-            )
-            for member in members
-        ]
-        return _pack(index, name, kind, rows, apart)
+    def row(name: str) -> _Row:
+        tensor = parameters[name]
+        return name, tuple(tensor.shape), tensor.requires_grad and name not in frozen, decays(name)
 
     units = []
     for index, (name, kind, module) in enumerate(modules):
-        own = [names[id(parameter)] for parameter in module.parameters()]
-        alone = [m for m in own if claims[m] == 1 and _inside(owners[m], module) and m not in resident]
-        units.append(pack(index, name, kind, alone))
-    taken = {tensor.name for unit in units for tensor in unit.all_tensors}
-    loose = [name for name in parameters if name not in taken]
+        inner = [names[id(parameter)] for parameter in module.parameters()]
+        alone = [m for m in inner if claims[m] == 1 and _inside(owners[m], module) and m not in resident]
+        units.append(_pack(index, name, kind, map(row, alone), apart))
+    placed = {tensor.name for unit in units for tensor in unit.all_tensors}
+    loose = [name for name in parameters if name not in placed]
     if loose:
-        units.append(pack(len(units), "rest", "rest", loose))
+        units.append(_pack(len(units), "rest", "rest", map(row, loose), apart))
     spec = ModelSpec(units=tuple(units), dtype=dtype)
     return Split(model=model, modules=tuple(module for *_, module in modules), spec=spec, owners=owners)
 
@@ -135,12 +286,12 @@ def _pack(
 ) -> UnitSpec:
     """Return a unit of the parameters in ``rows``, those that lie apart in frozen parts of their own."""
     parts: dict[str, tuple[PartKind, list[tuple[str, tuple[int, ...]]]]] = {}
-    kept = []
+    together = []
     for row in rows:
         member, shape, trains, _ = row
         part = apart(member)
         if part is None:
-            kept.append(row)
+            together.append(row)
         elif trains:
             raise ModelError(
                 f"{member} trains, and lies with what did not when the model was wrapped; call requires_grad_(True) "
@@ -148,7 +299,7 @@ def _pack(
             )
         else:
             parts.setdefault(part.plane, (part, []))[1].append((member, shape))
-    return pack_unit(index, name, kind, kept, tuple(pack_part(*part) for part in parts.values()))
+    return pack_unit(index, name, kind, together, tuple(pack_part(*part) for part in parts.values()))
 
 
 def _unit_modules(model: nn.Module, choice: UnitChoice) -> list[tuple[str, UnitKind, nn.Module]]:
@@ -193,9 +344,9 @@ def _units_of(
 
 def _has_twin(model: nn.Module, embedding: nn.Module) -> bool:
     """Whether another embedding has the same weights: an encoder's and its decoder's, which belong to the rest."""
-    own = {id(parameter) for parameter in embedding.parameters()}
+    ids = {id(parameter) for parameter in embedding.parameters()}
     return any(
-        module is not embedding and type(module) is type(embedding) and id(parameter) in own
+        module is not embedding and type(module) is type(embedding) and id(parameter) in ids
         for module in model.modules()
         for parameter in parameters_of(module).values()
     )
@@ -239,9 +390,9 @@ def frozen_by(model: nn.Module, patterns: tuple[str, ...], *, everything: bool =
 
 
 def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
-    known = list(names)
+    every = list(names)
     for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in known):
+        if not any(fnmatch(name, pattern) for name in every):
             raise ModelError(
-                f"freeze pattern {pattern!r} matches no parameter; names look like {known[0]!r} and {known[-1]!r}"
+                f"freeze pattern {pattern!r} matches no parameter; names look like {every[0]!r} and {every[-1]!r}"
             )

@@ -228,14 +228,14 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
         """Return what a unit returns, which whoever advances this runs; recorded tensors go where the model looks."""
         modes, keys = Modes.of_now(), wanted()
         check_inference(self.inferring)
-        own = modes != self.modes
-        told = {**kwargs, **({WANTED: keys} if keys else {}), **({MODES: modes} if own else {})}
-        outputs = self.parent.switch(UnitCall(unit, args, told))
-        if own:
+        has_modes = modes != self.modes
+        arguments = {**kwargs, **({WANTED: keys} if keys else {}), **({MODES: modes} if has_modes else {})}
+        outputs = self.parent.switch(UnitCall(unit, args, arguments))
+        if has_modes:
             modes.take()
         if keys:
-            outputs, found = outputs
-            note(found)
+            outputs, recorded = outputs
+            note(recorded)
         return outputs if modes.grad or not self.modes.grad else without_history(outputs)
 
 

@@ -10,7 +10,6 @@ from outsize.optim.learning_rates import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.ops.context import Microbatch
-from outsize.session.job.model_setup import num_targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +85,8 @@ def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Mic
 
     A part without a single target weighs nothing. Of a rank's share the mean is that over the targets of all ranks.
     """
-    parts = [(part, num_targets(part, shifted)) for part in batch.split(count)]
-    total = num_targets(batch.whole or batch, shifted)
+    parts = [(part, part.num_targets(shifted)) for part in batch.split(count)]
+    total = (batch.whole or batch).num_targets(shifted)
     return tuple(
         Microbatch(
             inputs=part.inputs,

@@ -25,7 +25,6 @@ from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.exchange_ops import Shared
 from outsize.runtime.ops.gradient_ops import GradientObserver
 from outsize.session.fill import FILL_ELEMENTS, fill
-from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import max_norm_of, rule_of
 from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position, Standing, position_in, state_of
@@ -64,6 +63,8 @@ class StreamedTrainer:
     ) -> None:
         self.prepared = prepared
         self._data = data
+        self._num_microbatches = prepared.config.microbatches
+        self._first_microbatch = prepared.group.rank * self._num_microbatches
         self.spec = prepared.split.spec
         self.loss_scale = LossScale(enabled="fp16" in self.spec.dtypes)
         self.position = Position(0, 0, 0)
@@ -152,14 +153,14 @@ class StreamedTrainer:
 
     def _context_of(self, number: int, batch: Batch, learning_rate: float) -> StepContext:
         """Return what the ops of a step share."""
-        count, shifted = self.prepared.config.microbatches, self.prepared.measured.shifted
+        shifted = self.prepared.measured.shifted
         return StepContext(
             number=number,
             learning_rate=learning_rate,
-            microbatches=microbatches_of(batch, count, shifted),
-            tokens=num_targets(batch.whole or batch, shifted),
+            microbatches=microbatches_of(batch, self._num_microbatches, shifted),
+            tokens=(batch.whole or batch).num_targets(shifted),
             loss_scale=self.loss_scale.value,
-            first_microbatch=self.prepared.group.rank * count,
+            first_microbatch=self._first_microbatch,
         )
 
     def resume(self, record: CommitRecord) -> Position:
@@ -212,7 +213,7 @@ class StreamedTrainer:
             for batch in sequences:
                 count = min(self._microbatches_measured, batch.num_sequences)
                 loss = self.engine.measure(microbatches_of(batch, count, shifted))
-                measure = measure.and_then(loss, num_targets(batch, shifted))
+                measure = measure.and_then(loss, batch.num_targets(shifted))
         finally:
             model.train()
             self.engine.follow()
@@ -221,13 +222,13 @@ class StreamedTrainer:
     @property
     def num_measured(self) -> int:
         """Sequences that `evaluate` takes at a time: a step's, or a microbatch's where inputs leave the device."""
-        microbatches = self.prepared.config.microbatches // self._microbatches_measured
+        microbatches = self._num_microbatches // self._microbatches_measured
         return max(1, self.prepared.config.sequences_per_step // microbatches)
 
     @property
     def _microbatches_measured(self) -> int:
         """Microbatches of a forward by itself: what waits between two units has to stay on the device there."""
-        return 1 if self.prepared.plan.layout.offload else self.prepared.config.microbatches
+        return 1 if self.prepared.plan.layout.offload else self._num_microbatches
 
     def settle(self) -> None:
         """Return when the optimizer of the last step is done, so that the home holds the weights after it."""

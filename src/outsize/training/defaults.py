@@ -10,10 +10,10 @@ The one place that decides that. A key that the user has given is never changed,
 - Adapters begin at zero and learn with ten times the rate of a whole model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,19 @@ from numpy.typing import NDArray
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.config import Config
 from outsize.config.section import Section
-from outsize.data.record_lengths import are_records, record_lengths
+from outsize.data.opening import Making, Progress
+from outsize.data.reading.corpus_files import Corpus, find_sources
+from outsize.data.reading.documents import DocumentReader
+from outsize.data.survey import kept_documents
 from outsize.model.build import is_masked
 from outsize.model.sizes.model_spec import num_positions
 from outsize.optim.optimizer_names import named
 from outsize.storage.directory import needed_directory
 from outsize.training.run_data import corpora_of, files_of, load_tokenizer, tokenising
 from outsize.training.run_dir import runs_so_far
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Announce = Callable[[str], None]
 LORA_LR = 2e-4
@@ -213,3 +219,52 @@ def _with(settled: Settled, values: Mapping[str, Any]) -> Settled:
 
 def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def are_records(corpora: Sequence[Corpus]) -> bool:
+    """Return whether every source holds conversations, or prompts with completions, and none plain text or tokens.
+
+    Raises:
+        DataError: a source cannot be read, or its format is not known.
+    """
+    return all(_format_of(corpus) not in ("text", "tokens") for corpus in corpora)
+
+
+def record_lengths(
+    corpora: Sequence[Corpus],
+    tokenizer: "Callable[[], PreTrainedTokenizerBase]",
+    *,
+    cache_dir: Path,
+    template: str | None = None,
+    vocab_size: int | None = None,
+    progress: Progress | None = None,
+) -> NDArray[np.int64]:
+    """Return the tokens of each record, int64 ``[records]``; they are kept in ``cache_dir``, where a run finds them.
+
+    Args:
+        corpora: sources of records, see `are_records`.
+        tokenizer: loads the model's tokenizer.
+        cache_dir: see `open_data`.
+        template: of conversations, see `ChatTemplate`.
+        vocab_size: rows of the model's embedding; None where that is not known.
+        progress: see `open_data`.
+
+    Raises:
+        DataError, StorageError: see `open_data`.
+    """
+    making = Making(tokenizer(), cache_dir, template, vocab_size, progress, None)
+    lengths = [np.empty(0, np.int64)]
+    for corpus in corpora:
+        store, _ = making.open(corpus)
+        try:
+            lengths += [block for block, _ in kept_documents(store, None)]
+        finally:
+            store.close()
+    return np.concatenate(lengths)
+
+
+def _format_of(corpus: Corpus) -> str:
+    sources = find_sources(Path(corpus.path), corpus.glob)
+    if corpus.format != "auto":
+        return corpus.format
+    return "tokens" if sources.container == "tokens" else DocumentReader(sources, None, corpus).detect()

@@ -65,13 +65,14 @@ class Run:
     bytes_written: int = 0
     stopped_early: bool = False
     epoch_after: Callable[[int], float | None] = lambda _: None
+    config: Config = field(init=False)
+    _tokens_per_step: int = field(init=False)
     _known_s: float = field(default_factory=time.monotonic)
     _unwritten: tuple[StepRecord, StepOutcome] | None = None
 
-    @property
-    def config(self) -> Config:
-        """Of the steps of all ranks."""
-        return self.prepared.config
+    def __post_init__(self) -> None:
+        self.config = self.prepared.config
+        self._tokens_per_step = self.config.tokens_per_step
 
     def go(self, dataset: PackedDataset, interrupt: Interrupt) -> TrainResult:
         """Train the steps that are left; Ctrl-C ends after the step under way, saved."""
@@ -215,7 +216,7 @@ class Run:
         self.watchdog.step_ended(outcome.seconds)
         self._known_s = time.monotonic()
         self.tokens += outcome.tokens
-        self.all_tokens += self.config.tokens_per_step
+        self.all_tokens += self._tokens_per_step
         self.seconds += outcome.seconds
         timeline = self.trainer.take_timeline()
         failed = {

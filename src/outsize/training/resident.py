@@ -34,7 +34,6 @@ from outsize.runtime.forward.short_recompute import seed_generators
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.fill import Decoded
 from outsize.session.job.job_options import clip_of, may_skip
-from outsize.session.job.model_setup import num_targets
 from outsize.session.job.optimizer_layout import layout_for, max_norm_of, rule_of
 from outsize.session.job.prepare import Job
 from outsize.session.steps import LossScale, schedule_of
@@ -100,7 +99,7 @@ class ResidentTrainer:
         schedule = schedule_of(self._config)
         for number, batch in enumerate(batches):
             loss = 0.0
-            targets = num_targets(batch, self._shifted)
+            targets = batch.num_targets(self._shifted)
             for index, part in enumerate(batch.split(self._config.microbatches)):
                 loss += self._forward_backward(number, index, part, targets)
                 if (index + 1) % self._round_size == 0:
@@ -110,7 +109,7 @@ class ResidentTrainer:
 
     def _forward_backward(self, number: int, index: int, part: Batch, targets: int) -> float:
         scale = self._scale.value
-        own_targets = num_targets(part, self._shifted)
+        own_targets = part.num_targets(self._shifted)
         if not own_targets:  # a mean over nothing is NaN, and weighs nothing
             return 0.0
         given = {name: value.to(self._device) for name, value in part.inputs.items()}

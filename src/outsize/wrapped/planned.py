@@ -20,8 +20,7 @@ from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
-from outsize.model.split import Split, split
-from outsize.model.unit_lists import ALL_LISTS
+from outsize.model.split import ALL_LISTS, Split, split
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes

@@ -34,13 +34,13 @@ def is_misread(messages: Sequence[Message], text: str) -> bool:
     """Return whether a template has written a form as what it is: JSON text as a string, parts as a list."""
     if any(isinstance(message["content"], list) for message in messages) and _PART.search(text):
         return True
-    said = [_arguments(call) for message in messages for call in message.get("tool_calls") or ()]
+    calls = [_arguments(call) for message in messages for call in message.get("tool_calls") or ()]
     return any(
         isinstance(arguments, str)
         and '"' in arguments
         and arguments not in text
         and any(json.dumps(arguments, ensure_ascii=each) in text for each in (False, True))
-        for arguments in said
+        for arguments in calls
     )
 
 

@@ -95,11 +95,13 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", name: str | None = None) -> None:
         self._tokenizer = tokenizer
-        own = _find_templates(tokenizer, name)
-        self.templates = own or {"default": FALLBACK_TEMPLATE}
+        templates = _find_templates(tokenizer, name)
+        self.templates = templates or {"default": FALLBACK_TEMPLATE}
         self.mask_source = "fallback template"
-        if own:
-            self.mask_source = "generation tags" if all(map(MARKED.search, own.values())) else "sentinels"
+        if templates:
+            self.mask_source = (
+                "generation tags" if all(map(MARKED.search, templates.values())) else "sentinels"
+            )
         self.written: str | None = None
         self._is_own = self.templates == _find_templates(tokenizer, None)
         self._headers: dict[tuple[str, bool, str], str] = {}
@@ -244,7 +246,7 @@ class ChatTemplate:
         """Return the first form of a conversation that the template writes in full, rendered and read."""
         render = functools.partial(self._apply, template=template, where=where, given=given)
         error: DataError | None = None
-        taken: tuple[list[Message], str, Reading | None] | None = None
+        partial: tuple[list[Message], str, Reading | None] | None = None
         for form in forms(messages):
             try:
                 reading = read(form, render, template)
@@ -253,17 +255,17 @@ class ChatTemplate:
             except DataError as found:
                 error = error or found
                 continue
-            taken = taken or (form, text, reading)
+            partial = partial or (form, text, reading)
             if reading is None or USERS not in (what for _, what in reading.left_out()):
-                taken = form, text, reading
+                partial = form, text, reading
                 break
-        if taken is None:
+        if partial is None:
             assert error is not None
             raise error
-        form, text, reading = taken
+        form, text, reading = partial
         unread = self._unread.of(form, given, text, template, render)
         self._tell([*(reading.left_out() if reading else ()), *unread], where)
-        return taken
+        return partial
 
     def _check(
         self,
@@ -368,10 +370,10 @@ class ChatTemplate:
         return str(rendered)
 
 
-def _behind(text: str, asked: list[Message], spans: Sequence[Span], render: Render) -> list[Span]:
+def _behind(text: str, context: list[Message], spans: Sequence[Span], render: Render) -> list[Span]:
     """Return what of spans is behind a prompt that is opened for a reply, as far as the conversation begins with it."""
     try:
-        opened = render(asked, add_generation_prompt=True)
+        opened = render(context, add_generation_prompt=True)
     except DataError:  # the template writes no such prompt alone
         return list(spans)
     border = sum(
@@ -382,12 +384,12 @@ def _behind(text: str, asked: list[Message], spans: Sequence[Span], render: Rend
 
 def _find_templates(tokenizer: "PreTrainedTokenizerBase", name: str | None) -> dict[str, str]:
     """Return the template of a name as the default, or the tokenizer's own ones; none where that has none."""
-    own: Any = tokenizer.chat_template
-    named: dict[str, str] = own if isinstance(own, dict) else {}
+    own_template: Any = tokenizer.chat_template
+    named: dict[str, str] = own_template if isinstance(own_template, dict) else {}
     if name is None:
-        return named or ({"default": own} if own else {})
-    if found := {**TEMPLATES, **named}.get(name):
-        return {"default": str(found)}
+        return named or ({"default": own_template} if own_template else {})
+    if named_template := {**TEMPLATES, **named}.get(name):
+        return {"default": str(named_template)}
     try:
         return {"default": files.read_text(Path(os.path.expanduser(name)))}
     except (OSError, UnicodeDecodeError) as error:

@@ -46,13 +46,13 @@ def header_of(messages: Sequence[Message], render: Render, template: str) -> str
         if not context:
             continue
         try:
-            bare, asked = render(context), render(context, add_generation_prompt=True)
+            bare, prompted = render(context), render(context, add_generation_prompt=True)
         except DataError:
             continue
         shared = common(
-            bare, asked
+            bare, prompted
         )  # behind which a template may go on in both with what ends a conversation
-        header = asked[shared:].removesuffix(bare[shared:])
+        header = prompted[shared:].removesuffix(bare[shared:])
         if opening := _THINKS.search(header):
             header = header[: opening.start()]
         if header.strip():
@@ -63,14 +63,14 @@ def header_of(messages: Sequence[Message], render: Render, template: str) -> str
 
 def _without_end(header: str, render: Render) -> str:
     """Return a header without the end of the turn before, which some templates write when the next one begins."""
-    *answered, asked = veil([*_ANSWERED, _ASKED[0]], NOTHING, ()).messages
+    *answered, question = veil([*_ANSWERED, _ASKED[0]], NOTHING, ()).messages
     try:
-        shown = render([*answered, asked])
+        shown = render([*answered, question])
     except DataError:
         return header
     last = shown.rfind(code_of(1, TEXT))
     end = common(header, shown[last + 1 : max(shown.rfind(code_of(0, TEXT)), 0)]) if last >= 0 else 0
-    openings = _opening_of([*answered, asked], render), shown[: max(shown.find(code_of(0, TEXT)), 0)]
+    openings = _opening_of([*answered, question], render), shown[: max(shown.find(code_of(0, TEXT)), 0)]
     end = _header_in(header[:end], *openings)
     return header[end:] if header[:end].strip() and header[end:].strip() else header
 
@@ -104,8 +104,8 @@ def _written_header(render: Render, template: str) -> str:
         reading = read(_ANSWERED, render, template)
         if reading is None or len(reading.blocks) != 2:
             return ""
-        asked, answered = reading.blocks
-        between = reading.text[asked.end : answered.start]
+        question, answered = reading.blocks
+        between = reading.text[question.end : answered.start]
         borders, shown = Borders(reading, render, ""), reading.veiled.messages
         closing = borders.closing(shown[:1], 0) or ""
     except DataError:
@@ -116,7 +116,7 @@ def _written_header(render: Render, template: str) -> str:
     again = borders.closing([*shown, {"role": "user", "content": code_of(2, TEXT)}], 1, 2)
     is_asked = header.strip() and (header.strip() in between or _ROLES.search(header))
     if is_asked and again is not None and not again.startswith(header.strip()):
-        openings = _opening_of(shown, render), reading.text[: asked.start]
+        openings = _opening_of(shown, render), reading.text[: question.start]
         header = last[_header_in(last[: common(last, again)], *openings) :]
         lengths = (one.end() for one in LEXEME.finditer(header) if header[: one.end()] in between)
         return header[: max(lengths, default=0)]
@@ -199,16 +199,16 @@ class Borders:
             if num:  # one of them is the header, what the reply or the message before it says is none
                 return floor + gap.index(header, self._end_before(gap, before, turn)) + len(header)
         start = floor + self._end_before(gap, before, turn)
-        said = _THINKS.split(text[start:begin], maxsplit=1)[0].strip()
+        spoken = _THINKS.split(text[start:begin], maxsplit=1)[0].strip()
         role = _ROLES.search(text[start:begin].partition("{")[0])
         messages = self._reading.messages
         # A call may begin by a tag of its own, and what ends the reply before it is a reply's.
         is_free = messages[turn].get("tool_calls") or (
             before is not None and messages[before]["role"] == "assistant"
         )
-        if role or (self._header and _TAGGED.match(said) and not is_free):
+        if role or (self._header and _TAGGED.match(spoken) and not is_free):
             raise DataError(
-                f"writes a header into it that its generation prompt does not have ({role[0] if role else said!r})"
+                f"writes a header into it that its generation prompt does not have ({role[0] if role else spoken!r})"
             )
         return start
 
@@ -246,8 +246,8 @@ class Borders:
         limit = at if at >= 0 else len(gap)
         if turn + 1 == len(shown) and at < 0:
             # What is no tag and stands behind a question as well is nobody's.
-            asked = self.closing([{"role": "user", "content": code_of(0, TEXT)}], 0) or ""
-            tail = gap[len(gap) - common_end(gap, asked) :]
+            prompted = self.closing([{"role": "user", "content": code_of(0, TEXT)}], 0) or ""
+            tail = gap[len(gap) - common_end(gap, prompted) :]
             if any(map(str.isalnum, TAGS.sub("", tail))):
                 within = self._length_within(until, gap)
                 if within is None:

@@ -85,12 +85,12 @@ def message_of(code: str) -> tuple[int, int]:
     return divmod(ord(code) - _FIRST_CODE, len(KINDS))
 
 
-def veil(messages: Sequence[Message], kept: re.Pattern[str], into: Collection[str]) -> Veiled:
+def veil(messages: Sequence[Message], visible: re.Pattern[str], into: Collection[str]) -> Veiled:
     """Put sentinels in the place of words.
 
     Args:
         messages: a conversation, contents text.
-        kept: what stays as it is, the whole of it a group.
+        visible: what stays as it is, the whole of it a group.
         into: roles of whose messages those without words get a sentinel, so that their places are seen.
     """
     veiled = Veiled()
@@ -99,7 +99,7 @@ def veil(messages: Sequence[Message], kept: re.Pattern[str], into: Collection[st
         first = (
             i if message["role"] == "assistant" else next(j for j, m in enumerate(messages) if m == message)
         )
-        veiled.messages.append(_Veil(veiled, first, kept).message(message, message["role"] in into))
+        veiled.messages.append(_Veil(veiled, first, visible).message(message, message["role"] in into))
     return veiled
 
 
@@ -118,20 +118,22 @@ class _Veil:
     kept: re.Pattern[str]
 
     def message(self, message: Message, inserts: bool) -> Message:
-        made = {**message, "content": self._content(message["content"])}
+        veiled = {**message, "content": self._content(message["content"])}
         if message["role"] != "assistant":
             written = self.veiled.num_words
             wordless = not any(written[code_of(self.number, kind)] for kind in (TEXT, REASONING))
-            return {**made, "content": self._inserted(made["content"])} if inserts and wordless else made
+            return (
+                {**veiled, "content": self._inserted(veiled["content"])} if inserts and wordless else veiled
+            )
         thoughts = [name for name in REASONING_FIELDS if isinstance(message.get(name), str)]
         for name in thoughts:
-            made[name] = self._words(message[name], REASONING, counts=name == thoughts[0])
+            veiled[name] = self._words(message[name], REASONING, counts=name == thoughts[0])
         if message.get("tool_calls"):
-            made["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+            veiled["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
         text, *calls = (self.veiled.num_words[code_of(self.number, kind)] for kind in (TEXT, CALL, NAME))
         if inserts and not text and (has_text(message["content"]) or not any(calls)):
-            made["content"] = self._inserted(made["content"])
-        return made
+            veiled["content"] = self._inserted(veiled["content"])
+        return veiled
 
     def _content(self, content: Any) -> Any:
         if isinstance(content, list):
@@ -155,10 +157,10 @@ class _Veil:
             return call
         code = code_of(self.number, CALL)
         before = self.veiled.num_words[code]
-        made = {**holder, "arguments": self._leaves(holder.get("arguments"))}
+        veiled = {**holder, "arguments": self._leaves(holder.get("arguments"))}
         if self.veiled.num_words[code] == before and isinstance(holder.get("name"), str):
-            made = {**holder, "name": self._words(holder["name"], NAME)}
-        return {**call, "function": made} if holder is body else made
+            veiled = {**holder, "name": self._words(holder["name"], NAME)}
+        return {**call, "function": veiled} if holder is body else veiled
 
     def _leaves(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -171,10 +173,10 @@ class _Veil:
         code = code_of(self.number, kind)
         pieces = self.kept.split(text)
         for words in (_WORD, _MARK):
-            made = [words.sub(code, piece) for piece in pieces[::2]]
-            if num := sum(piece.count(code) for piece in made):
+            codes = [words.sub(code, piece) for piece in pieces[::2]]
+            if num := sum(piece.count(code) for piece in codes):
                 self.veiled.num_words[code] += num * counts
-                pieces[::2] = made
+                pieces[::2] = codes
                 break
         return "".join(pieces)
 
@@ -208,7 +210,7 @@ def align(text: str, shown: str, num_names: Mapping[str, int]) -> tuple[list[Blo
         None where the two differ in more than the sentinels.
     """
     blocks: list[Block] = []
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     at = begin = 0
     for run in SENTINELS.finditer(shown):
         if text[at + run.start() - begin : at + run.end() - begin] == run[0]:
@@ -218,16 +220,16 @@ def align(text: str, shown: str, num_names: Mapping[str, int]) -> tuple[list[Blo
             return None
         at, begin, code = at + length, run.end(), run[1]
         number, kind = message_of(code)
-        seen[code] += run.end() - run.start()
+        counts[code] += run.end() - run.start()
         end = at if kind == INSERTED else at + run.end() - run.start()
-        if kind == NAME and seen[code] > num_names[code]:
+        if kind == NAME and counts[code] > num_names[code]:
             pass
         elif blocks and blocks[-1].message == number:
             blocks[-1] = Block(number, blocks[-1].start, end)
         else:
             blocks.append(Block(number, at, end))
         at = end
-    return (blocks, seen) if text[at:] == shown[begin:] else None
+    return (blocks, counts) if text[at:] == shown[begin:] else None
 
 
 def common(one: str, other: str) -> int:
@@ -352,8 +354,8 @@ def read(
     text = render(messages)
     roles = {message["role"] for message in messages}
     kinds = kept_patterns(template) if keeps_tags else (NOTHING,)
-    for kept, into in itertools.product(kinds, (roles, ("assistant",), ())):
-        veiled = veil(messages, kept, into)
+    for visible, into in itertools.product(kinds, (roles, ("assistant",), ())):
+        veiled = veil(messages, visible, into)
         try:
             aligned = align(text, render(veiled.messages), _num_names(veiled, render))
         except DataError:

@@ -120,12 +120,12 @@ def read_template_arguments(record: Record, where: str) -> dict[str, Any]:
     Raises:
         DataError: they are no object.
     """
-    found = from_json_text(record.get("chat_template_kwargs"), "chat_template_kwargs", where)
-    if found is not None and not isinstance(found, dict):
+    arguments = from_json_text(record.get("chat_template_kwargs"), "chat_template_kwargs", where)
+    if arguments is not None and not isinstance(arguments, dict):
         raise DataError(
-            f"{where}: field 'chat_template_kwargs' must be an object, found {type(found).__name__}"
+            f"{where}: field 'chat_template_kwargs' must be an object, found {type(arguments).__name__}"
         )
-    return found or {}
+    return arguments or {}
 
 
 def from_json_text(value: Any, field: str, where: str) -> Any:
@@ -156,11 +156,11 @@ def pop_trained(message: Message, where: str) -> bool | None:
     Raises:
         DataError: something is said that is neither yes nor no.
     """
-    said = {name: message.pop(name) for name in _TRAINED_FLAGS if name in message}
-    said = {name: value for name, value in said.items() if value is not None}
-    answers = {_TRUTHS.get(str(value).lower()) for value in said.values()}
+    flags = {name: message.pop(name) for name in _TRAINED_FLAGS if name in message}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    answers = {_TRUTHS.get(str(value).lower()) for value in flags.values()}
     if None in answers or len(answers) > 1:
-        shown = ", ".join(f"{name}: {value!r}" for name, value in said.items())
+        shown = ", ".join(f"{name}: {value!r}" for name, value in flags.items())
         raise DataError(
             f"{where}: a message with {shown}: 0 or false is not trained, 1 or true is, and nothing in between"
         )
@@ -174,7 +174,7 @@ def listed(names: Mapping[str, Any] | Sequence[str]) -> str:
 
 def _message(turn: Message, where: str, roles: Roles) -> Message:
     speaker, name = _one_of(turn, ("role", "from"), where)
-    said, value = _one_of(turn, ("content", "value"), where)
+    content_key, value = _one_of(turn, ("content", "value"), where)
     rest = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
     if isinstance(name, str) and name.lower() in _CALLS and name not in roles:
         return {"role": "assistant", "content": "", **rest, "tool_calls": _calls(value, where)}
@@ -183,13 +183,13 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
     if calls := _listed_calls(rest.pop("tool_calls", None), where):
         rest["tool_calls"] = calls
     role = _role(name, speaker, where, roles)
-    if said == "value" and not isinstance(value, str):
+    if content_key == "value" and not isinstance(value, str):
         raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")
     if media := next((key for key in _MEDIA if not is_blank(rest.get(key))), None):
         raise DataError(
             f"{where}: a message of the {role} has {media!r}, and what is trained here is text; {_NO_MEDIA}"
         )
-    if said not in turn and not rest.get("tool_calls"):
+    if content_key not in turn and not rest.get("tool_calls"):
         raise DataError(f"{where}: a message of the {role} has no 'content', found {listed(turn)}")
     if is_blank(value) and not is_blank(rest.get("refusal")):
         raise DataError(
@@ -218,10 +218,10 @@ def _listed_calls(value: Any, where: str) -> list[Any]:
 def _one_of(turn: Message, names: tuple[str, str], where: str) -> tuple[str, Any]:
     """Return the name and value of the one of two fields that says something; of neither, the one that is there."""
     first, second = names
-    said = [name for name in names if turn.get(name) is not None]
-    if len(said) == 2 and turn[first] != turn[second]:
+    present = [name for name in names if turn.get(name) is not None]
+    if len(present) == 2 and turn[first] != turn[second]:
         raise DataError(f"{where}: a message has {first!r} and {second!r}, and they differ; keep one of them")
-    name = said[0] if said else second if second in turn and first not in turn else first
+    name = present[0] if present else second if second in turn and first not in turn else first
     return name, turn.get(name)
 
 

@@ -233,9 +233,9 @@ def _of_directory(path: Path, measured: bool) -> Sources:
     wanted = TO_MEASURE if measured else TO_TRAIN
     there = [each for each in sorted(path.glob("**/*")) if not _is_hidden(each, path)]
     links = [each.relative_to(path).as_posix() for each in there if each.is_symlink() and each.is_dir()]
-    seen = [each for each in there if each.is_file()]
-    seen = [each for each in seen if each.name not in _ABOUT_DATA] or seen
-    names = {each.relative_to(path).as_posix(): each for each in seen}
+    regular = [each for each in there if each.is_file()]
+    regular = [each for each in regular if each.name not in _ABOUT_DATA] or regular
+    names = {each.relative_to(path).as_posix(): each for each in regular}
     files = {name: file for name, each in names.items() if (file := _source_file(each)).container is not None}
     if any(file.container not in ("text", None) for file in files.values()):
         files = {name: file for name, file in files.items() if file.path.name != "README.md"}
@@ -247,10 +247,12 @@ def _of_directory(path: Path, measured: bool) -> Sources:
     if splits is not None and all(_has_splits(file) for file in files.values()):
         chosen, note = splits.choose(list(files), path, wanted)
         files = {name: files[name] for name in chosen}
-    told = f"links to directories are not followed: {', '.join(links)}" if links else ""
-    kind = _one_kind(path, list(files.values()), "; ".join(filter(None, [f"{len(seen)} files seen", told])))
-    note = "; ".join(filter(None, [note, told])) or None
-    return Sources(tuple(files.values()), kind, len(seen) - len(files), note)
+    links_note = f"links to directories are not followed: {', '.join(links)}" if links else ""
+    kind = _one_kind(
+        path, list(files.values()), "; ".join(filter(None, [f"{len(regular)} files seen", links_note]))
+    )
+    note = "; ".join(filter(None, [note, links_note])) or None
+    return Sources(tuple(files.values()), kind, len(regular) - len(files), note)
 
 
 def _strongest(files: dict[str, SourceFile], wanted: Sequence[str]) -> dict[str, SourceFile]:
@@ -271,9 +273,9 @@ def _has_splits(file: SourceFile) -> bool:
     return file.container != "text" or _suffix(file.path) in (".txt", ".text")
 
 
-def _one_kind(path: Path, files: Sequence[SourceFile], seen: str) -> Container | None:
+def _one_kind(path: Path, files: Sequence[SourceFile], note: str) -> Container | None:
     if not files:
-        raise DataError(f"{path}: no data files found ({seen}); choose with glob, e.g. glob='**/*.rst'")
+        raise DataError(f"{path}: no data files found ({note}); choose with glob, e.g. glob='**/*.rst'")
     kinds = Counter(file.container for file in files)
     if len(kinds) > 1:
         shown = ", ".join(f"{n} {kind or 'unknown'}" for kind, n in kinds.most_common())

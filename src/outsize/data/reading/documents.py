@@ -275,12 +275,12 @@ class DocumentReader:
         for file in self.sources.files:
             self.num_files += 1
             container = self.sources.container or "json"
-            for number, found in read_records(file.path, container, self._count, forgive):
+            for number, item in read_records(file.path, container, self._count, forgive):
                 where = f"{file.path}:{number}"
                 if not self.fields:
-                    self.fields = tuple(found)
+                    self.fields = tuple(item)
                 try:
-                    record = renamed(found, self.corpus.columns, where)
+                    record = renamed(item, self.corpus.columns, where)
                     if self.format is None:
                         self.format = detect_format(record, self.corpus.text_field, where)
                 except DataError as error:

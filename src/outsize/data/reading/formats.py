@@ -172,9 +172,9 @@ def _prompt_completion(record: Record, where: str, corpus: Corpus) -> Document:
     """Return a prompt and its completion: two texts, or the two parts of a conversation."""
     parts = [record["prompt"], record["completion"]]
     if any(isinstance(part, list | dict) for part in parts):
-        asked = with_system(as_messages(record, "prompt", "user", where, corpus.roles), record, where)
+        prompt = with_system(as_messages(record, "prompt", "user", where, corpus.roles), record, where)
         given = as_messages(record, "completion", "assistant", where, corpus.roles)
-        return _conversation([*asked, *given], record, where, corpus.train_on, first=len(asked))
+        return _conversation([*prompt, *given], record, where, corpus.train_on, first=len(prompt))
     return _pair(_string(record, "prompt", where), _string(record, "completion", where), where, corpus)
 
 
@@ -189,9 +189,9 @@ def _alpaca(record: Record, where: str, corpus: Corpus) -> Document:
         raise DataError(f"{where}: field 'input' must be a string, found {type(context).__name__}")
     output = _string(record, "output", where)
     if system_field(record) or from_json_text(record.get("history"), "history", where):
-        asked = alpaca_prompt(record, where)
+        turns = alpaca_prompt(record, where)
         return _conversation(
-            [*asked, {"role": "assistant", "content": output}], record, where, corpus.train_on
+            [*turns, {"role": "assistant", "content": output}], record, where, corpus.train_on
         )
     task = "Below is an instruction that describes a task"
     if context:
@@ -279,8 +279,8 @@ def _conversation(
 def blank_replies(document: Document) -> int:
     """Return how many replies of a document are trained and say nothing: neither words, nor calls, nor reasoning."""
     if document.messages is None:
-        asked = document.trained_from
-        return int(bool(asked) and is_blank(document.text[asked:]))
+        prompt_end = document.trained_from
+        return int(bool(prompt_end) and is_blank(document.text[prompt_end:]))
     replies = (document.messages[turn] for turn in document.turns or ())
     return sum(all(is_blank(value) for key, value in reply.items() if key != "role") for reply in replies)
 

@@ -46,13 +46,13 @@ class HubDataset:
         """
         if path.parts[:1] != ("hf:",):
             return None
-        found = _ON_THE_HUB.fullmatch(str(path))
-        if found is None:
+        match = _ON_THE_HUB.fullmatch(str(path))
+        if match is None:
             raise DataError(
                 f"{path}: a dataset of the hub is named hf://datasets/OWNER/NAME, with @REVISION, /CONFIGURATION and "
                 "#SPLIT behind it where they are needed"
             )
-        return cls(found["repo"], found["revision"], found["name"], found["split"] or "train")
+        return cls(match["repo"], match["revision"], match["name"], match["split"] or "train")
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -159,12 +159,12 @@ class SplitFiles:
         of_none = [name for name in names if not any(name in files for files in there.values())]
         split = next((split for split in wanted if split in there), None)
         if split is not None:
-            chosen, taken = there.pop(split), f"split {split}"
+            chosen, label = there.pop(split), f"split {split}"
         elif of_none:
-            chosen, taken, of_none = of_none, "files of no split", []
+            chosen, label, of_none = of_none, "files of no split", []
         elif len(there) == 1:
             split, chosen = there.popitem()
-            taken = f"split {split}, the only one there is"
+            label = f"split {split}, the only one there is"
         else:
             example = next(iter(there.values()))[0]
             raise DataError(
@@ -172,7 +172,7 @@ class SplitFiles:
                 f"{' or '.join(wanted)}; {_advice(wanted, example)}"
             )
         others = _counted({**there, **({"of no split": of_none} if of_none else {})})
-        note = f"{taken}: {_files(chosen)}, by {self.source}"
+        note = f"{label}: {_files(chosen)}, by {self.source}"
         return chosen, f"{note}; left out: {others}" if others else note
 
 
@@ -221,13 +221,13 @@ def _of_card(root: Path) -> dict[str, list[str]] | None:
     card = root / "README.md"
     try:
         matter = _FRONT_MATTER.match(read_text(card)[:_MOST_FRONT_MATTER])
-        said: Any = yaml.safe_load(matter[1]) if matter else None
+        front_matter: Any = yaml.safe_load(matter[1]) if matter else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         first_line = str(error).partition("\n")[0]
         raise DataError(
             f"{card}: its front matter cannot be read: {first_line}; mend it, or set data.glob"
         ) from error
-    configurations = said.get("configs") if isinstance(said, dict) else None
+    configurations = front_matter.get("configs") if isinstance(front_matter, dict) else None
     if not configurations:
         return None
     try:
@@ -258,9 +258,9 @@ def _of_card(root: Path) -> dict[str, list[str]] | None:
     }
 
 
-def _patterns(said: Any, card: Path) -> dict[str, list[str]]:
+def _patterns(front_matter: Any, card: Path) -> dict[str, list[str]]:
     """Return patterns of files by split."""
-    entries = said if isinstance(said, list) else [said]
+    entries = front_matter if isinstance(front_matter, list) else [front_matter]
     splits: dict[str, list[str]] = {}
     for entry in entries:
         split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (TRAIN, entry)

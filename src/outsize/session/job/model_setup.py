@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.config import Config
-from outsize.data.batch import IGNORED, Batch
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, unquantised
@@ -24,10 +23,9 @@ from outsize.model.compiled import compile_blocks, take_kernels
 from outsize.model.liger import save_as_liger
 from outsize.model.products import error_of, take_products
 from outsize.model.sizes.model_spec import num_positions
-from outsize.model.split import Split, split
+from outsize.model.split import ALL_LISTS, Split, UnitChoice, split
 from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled import can_take_in_parts, take_in_parts
-from outsize.model.unit_lists import ALL_LISTS, UnitChoice
 from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
 from outsize.runtime.device.heap import trim
 from outsize.runtime.trial.calibrate import count
@@ -172,11 +170,6 @@ def split_model(
     optimizer = config.optimizer
     groups = [RateGroup(**group.model_dump()) for group in optimizer.groups]
     return replace(parts, spec=with_rates(parts.spec, optimizer.layer_decay, groups))
-
-
-def num_targets(batch: Batch, shifted: bool) -> int:
-    """Tokens that a model's loss is a mean over; a model that predicts the token in its place shifts nothing."""
-    return batch.num_target_tokens if shifted else int((batch.labels != IGNORED).sum())
 
 
 def made_up_inputs(pack: str, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
