@@ -717,16 +717,36 @@ def _(loop: Loop) -> list[Tensor]:
     return found
 
 
-@row("register_hook", kind="gradients", all="hooks on parameters are not called")
-def _(loop: Loop) -> Any:
-    loop.head.register_hook(lambda g: g * 2)
-    loop.step()
+@row("register_hook", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    seen: list[Tensor] = []
+    handles = [
+        loop.head.register_hook(lambda g: g * 2),
+        loop.table.register_hook(lambda g: seen.append(g.clone())),
+        loop.table.register_hook(lambda g: g * (torch.arange(len(g)) > 5)[:, None]),
+    ]
+    loop.backward()
+    loop.step()  # on top of gradients that are there
+    for handle in handles:
+        handle.remove()
+    return seen
 
 
-@row("register_post_accumulate_grad_hook", kind="gradients", all="hooks on parameters are not called")
-def _(loop: Loop) -> Any:
-    loop.head.register_post_accumulate_grad_hook(lambda p: None)
-    loop.step()
+@row("register_post_accumulate_grad_hook", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    seen: list[Tensor] = []
+
+    def step(parameter: Tensor) -> None:
+        seen.append(parameter.grad.clone())
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in (loop.head, loop.table)]
+    loop.backward()
+    for handle in handles:
+        handle.remove()
+    loop.optimizer.zero_grad()
+    return sorted(seen, key=lambda value: float(value.sum()))
 
 
 @row("backward(create_graph=True)", kind="gradients", all="gradients of gradients")

@@ -717,18 +717,6 @@ def test_gradient_checkpointing_is_the_case_already(caplog):
         streamed_backward(model, BATCH)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_are_refused_rather_than_ignored(kind: str):
-    with wrapped(zoo.build("llama")) as model:
-        handle = getattr(model.lm_head.weight, kind)(lambda gradient: None)
-        with pytest.raises(ConfigError, match="hooks on parameters are not called"):
-            model(**BATCH)
-        with torch.no_grad():
-            model(**BATCH)
-        handle.remove()
-        streamed_backward(model, BATCH)
-
-
 def test_a_model_that_names_no_embedding_is_wrapped():
     class Sounds(Odd):
         def get_input_embeddings(self) -> nn.Module:

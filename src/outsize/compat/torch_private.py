@@ -322,6 +322,20 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """Return the hooks on a gradient of ``parameter``, before it is added and behind."""
+    both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return tuple(list((hooks or {}).values()) for hooks in both)  # type: ignore[return-value]
+
+
+def share_gradient_hooks(parameter: nn.Parameter, other: Tensor) -> None:
+    """Have ``other`` run the hooks on gradients of ``parameter``; what removes one there removes it here."""
+    if parameter._backward_hooks:
+        other._backward_hooks = parameter._backward_hooks
+    if parameter._post_accumulate_grad_hooks:
+        other._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
 def dtype_to_move_to(*args: Any, **kwargs: Any) -> Any:
     """Return the dtype that arguments of `torch.nn.Module.to` ask for; None where they ask for none."""
     import torch

@@ -8,16 +8,22 @@ written, and those that ``transport.weights`` keeps encoded.
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
-from outsize.compat.torch_private import has_gradient_hooks, parameters_of, version_of
-from outsize.errors import ModelError
+from outsize.compat.torch_private import (
+    gradient_hooks,
+    has_gradient_hooks,
+    parameters_of,
+    share_gradient_hooks,
+    version_of,
+)
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
@@ -150,6 +156,31 @@ class HomeParameters(HomeTensors):
                 if tensor.name in due:
                     value = self.read_one(unit, tensor, GRADIENT)
                     self.write(unit, {tensor.name: value.mul_(due[tensor.name])}, GRADIENT)
+
+    @contextlib.contextmanager
+    def hooks_run(self) -> Iterator[None]:
+        """Run hooks on gradients behind a backward: each is given what that backward has added, as by autograd.
+
+        What was there before is set aside meanwhile.
+        """
+        with plainly():
+            hooked = {name: each for name, each in self.named.items() if has_gradient_hooks(each)}
+            self.multiply_gradients(hooked)
+            former = {n: None if p.grad is None else p.grad.clone() for n, p in hooked.items()}
+            for parameter in hooked.values():
+                parameter.grad = None
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            for name, parameter in hooked.items():
+                with plainly():
+                    gradient, before = parameter.grad, former[name]
+                    if not ended or gradient is None:
+                        parameter.grad = before
+                        continue
+                _run_hooks(parameter, gradient, before)
 
     def begin_state(self, names: Collection[str], planes: Iterable[str]) -> None:
         """Have the optimizer's state of these names begin anew, at zero."""
@@ -309,11 +340,6 @@ class HomeParameters(HomeTensors):
         self, unit: UnitSpec, tensor: TensorSpec, plane: str, former: nn.Parameter
     ) -> nn.Parameter:
         """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
-        if has_gradient_hooks(former):
-            raise ModelError(
-                f"{tensor.name} has a hook, which nothing would call, since gradients are summed at home; remove it, "
-                "and change `parameter.grad` between backward and step"
-            )
         with plainly():
             former.grad = None
         place = self.place(unit, tensor, plane)
@@ -325,8 +351,22 @@ class HomeParameters(HomeTensors):
             return show_at_home(former, self._shown_view(tensor.name), weakly(self._look), weakly(self._part))
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
+        share_gradient_hooks(former, made)
         vars(former)[_NOW] = made  # optimizers may know the former one
         return cast(nn.Parameter, made)
+
+
+def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None) -> None:
+    """Run the hooks of a parameter on a gradient, before it is added to the former one and behind."""
+    hooks, behind = gradient_hooks(parameter)
+    value = gradient.clone()
+    for hook in hooks:
+        changed = hook(value)
+        value = value if changed is None else changed
+    with torch.no_grad():
+        gradient.copy_(value if former is None else former + value)
+    for hook in behind:
+        hook(parameter)
 
 
 def parameter_of_now(parameter: Tensor) -> Tensor:

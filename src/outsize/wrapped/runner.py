@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.compat.torch_private import has_gradient_hooks
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.loader import Caller
 from outsize.planner.passes import step_parts
@@ -56,14 +57,10 @@ class Runner(Inferring):
         super().__init__(model, settings, fill)
         self._caller = Caller(*(each.torch_device for each in self.session.machine.devices.each))
         self._num_steps = self._num_forwards = 0
-        self._uncut: set[frozenset[str]] = (
-            set()
-        )  # inputs that cannot be cut into microbatches, by their names
+        self._uncut: set[frozenset[str]] = set()  # names of inputs that cannot be cut into microbatches
         self._leaves_nothing: int | None = None  # hooks and mode in which layers left none, see `watching`
         self._leaves_state = False  # whether batches go whole, since a forward leaves state on the model
-        self._saving: weakref.ref[AutogradBridge] | None = (
-            None  # the last forward whose inputs left the device
-        )
+        self._saving: weakref.ref[AutogradBridge] | None = None  # the last one whose inputs left the device
         self._keeping: weakref.ref[AutogradBridge] | None = None  # the last one that kept more than inputs
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
@@ -249,10 +246,12 @@ class Runner(Inferring):
                 raise ConfigError(
                     "weights have changed between this forward and its backward; run the forward again"
                 )
-            self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
+            with self.parameters.hooks_run():
+                self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
 
         number = context.number
-        trained = [parameter for parameter in self.parameters.named.values() if parameter.requires_grad]
+        # Autograd would run hooks on gradients that it does not see.
+        trained = [p for p in self.parameters.named.values() if p.requires_grad and not has_gradient_hooks(p)]
         return AutogradBridge(joined, backward, lambda: abandoned.append(number), trained, inputs)
 
     def _backward(

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outsize.compat.torch_private import has_gradient_hooks
 from outsize.errors import ConfigError
 
 # What models of transformers are asked for with all that goes from unit to unit.
@@ -20,24 +19,19 @@ def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, kee
     """
     _check_inputs(inputs)
     if keeps:
-        _check_trains(model, cached=cached)
+        _check_trains(cached=cached)
 
 
-def _check_trains(model: nn.Module, *, cached: bool) -> None:
+def _check_trains(*, cached: bool) -> None:
     """Check that a backward can follow a call.
 
     Raises:
-        ConfigError: it would fill a cache again, or is to call hooks on parameters.
+        ConfigError: it would fill a cache again.
     """
     if cached:
         raise ConfigError(
             "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
             "with use_cache or past_key_values"
-        )
-    if any(map(has_gradient_hooks, model.parameters())):
-        raise ConfigError(
-            "hooks on parameters are not called, since their gradients are summed at home; remove them, and change "
-            "`parameter.grad` between backward and step"
         )
 
 
