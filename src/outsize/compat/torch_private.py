@@ -323,13 +323,13 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 
 def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
-    """Return the hooks on a gradient of ``parameter``, before it is added and behind."""
+    """Return the hooks of ``parameter``: on gradients, and behind their accumulation."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return tuple(list((hooks or {}).values()) for hooks in both)  # type: ignore[return-value]
 
 
 def share_gradient_hooks(parameter: nn.Parameter, other: Tensor) -> None:
-    """Have ``other`` run the hooks on gradients of ``parameter``; what removes one there removes it here."""
+    """Give ``other`` the hooks on gradients of ``parameter``, removed by the same handles."""
     if parameter._backward_hooks:
         other._backward_hooks = parameter._backward_hooks
     if parameter._post_accumulate_grad_hooks:

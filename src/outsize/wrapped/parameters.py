@@ -159,7 +159,7 @@ class HomeParameters(HomeTensors):
 
     @contextlib.contextmanager
     def hooks_run(self) -> Iterator[None]:
-        """Run hooks on gradients behind a backward: each is given what that backward has added, as by autograd.
+        """Run hooks on gradients behind a backward, with the sum of that backward alone, as autograd does.
 
         What was there before is set aside meanwhile.
         """
@@ -357,7 +357,7 @@ class HomeParameters(HomeTensors):
 
 
 def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None) -> None:
-    """Run the hooks of a parameter on a gradient, before it is added to the former one and behind."""
+    """Run the hooks of a parameter: on a new gradient, and behind the sum with a former one."""
     hooks, behind = gradient_hooks(parameter)
     value = gradient.clone()
     for hook in hooks:
