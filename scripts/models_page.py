@@ -1,5 +1,6 @@
 """Write docs/models.md: kinds of models, each tried, tiny and at random weights, wrapped and plain. Takes minutes."""
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +17,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import outsize  # noqa: E402 - after the path is known
 import zoo  # noqa: E402 - of the tests
+import zoo_of_lists  # noqa: E402 - of the tests
 import zoo_of_parts  # noqa: E402 - of the tests
+from outsize.model.split import Split  # noqa: E402
 from outsize.wrapped.module import runner_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -25,20 +28,19 @@ INTRODUCTION = """\
 
 <!-- Written by `make models` from scripts/models_page.py; change it there. -->
 
-No architecture is named in the code: what has its layers in a `torch.nn.ModuleList` can be streamed. These were tried,
-tiny and at random weights, in fp32: loss and every gradient of a batch, wrapped by `outsize.wrap` and plain; once where
-all fits, and once in two slots, where layers are loaded anew and recomputed. *Equal* means bit for bit, *to rounding*
-within 1e-6: what all layers take of one tensor (a decoder of its encoder, say) is summed layer by layer.
-Of several lists all are streamed ([which layers](wrap.md#which-layers-are-streamed)), and the table names one;
-layers that are called several times stay on the device. The tests train the language models as runs as well,
+No architecture is named in the code: layers of any lists can be streamed ([which](wrap.md#which-layers-are-streamed)).
+These were tried, tiny and at random weights, in fp32: loss and every gradient of a batch, wrapped by `outsize.wrap` and
+plain; where all fits, in two slots, where layers are loaded anew and recomputed, and on two workers. *Equal* means bit for
+bit, *to rounding* within 1e-6. *Streamed* is the share of the parameters that lies in layers that are: of models this
+small the ends weigh more than of real ones. Layers that are called several times stay on the device. The tests train the language models as runs as well,
 over either home and in several microbatches.
 `outsize train` takes causal and masked language models ([which tokens are hidden](data.md#masked-language-models)), and
 by its [objectives](objectives.md) classifiers, models
 without a head and encoder-decoders; other kinds train by [`outsize.wrap`](wrap.md), in a loop of your own or under a
 trainer.
 
-| model type | class | layers streamed | result |
-|---|---|---|---|
+| model type | class | lists of layers | streamed | one device | two workers |
+|---|---|---|--:|---|---|
 """
 SMALL = {
     "hidden_size": 32,
@@ -159,22 +161,26 @@ TRIALS = (
         Trial(name, "", lambda name=name: zoo_of_parts.build(name)[0], zoo_of_parts.build(name)[1])  # type: ignore[misc]
         for name in zoo_of_parts.MODELS
     ),
+    *(
+        Trial(name, "", lambda name=name: zoo_of_lists.build(name)[0], zoo_of_lists.build(name)[1])  # type: ignore[misc]
+        for name in zoo_of_lists.MODELS
+    ),
 )
 
 
-# In room for all, and so that every layer leaves its slot and is recomputed.
+# In room for all, so that every layer leaves its slot and is recomputed, and on two workers.
 WAYS: tuple[dict[str, Any], ...] = (
     {"device": "cpu"},
     {"device": "emulated:1", "slots": 2, "activations": "recompute"},
+    {"device": "emulated:2"},
 )
 
 
 def tried(trial: Trial) -> str:
     """Return a row of the table."""
     found = [_tried(trial, way) for way in WAYS]
-    own, blocks, _ = found[0]
-    result = max((result for *_, result in found), key=_severity)
-    return f"| {trial.kind} | {own} | {blocks} | {result} |"
+    *one, two = (result for *_, result in found)
+    return f"| {trial.kind} | {found[0][0]} | {found[0][1]} | {max(one, key=_severity)} | {two} |"
 
 
 def _severity(result: str) -> int:
@@ -182,12 +188,12 @@ def _severity(result: str) -> int:
 
 
 def _tried(trial: Trial, way: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the class of a model, its list of layers, and how near its loss and gradients are, wrapped in one way."""
+    """Return the class of a model, its layers and their share, and how near it is to the plain one in one way."""
     plain = trial.make()
     streamed = outsize.wrap(trial.make(), device_memory="1GiB", home="host", **way)
     if trial.kind == "phimoe":  # draws random numbers in training
         plain, streamed = plain.eval(), streamed.eval()
-    blocks, result = "", "equal"
+    blocks, result = " | ", "equal"
     try:
         want, got = (_loss(model, trial.batch) for model in (plain, streamed))
         want.backward()
@@ -205,20 +211,22 @@ def _tried(trial: Trial, way: Mapping[str, Any]) -> tuple[str, str, str]:
         if wrong or not torch.equal(want, got):
             off = max(most, abs(float(want - got)) / float(want))
             result = "equal to rounding" if off <= ROUNDING else f"differs: loss or gradients by {off:.2g}"
-        kinds = runner_of(streamed).split.spec.units
-        named = [unit.name for unit in kinds if unit.kind == "block"]
-        listed = named[0].rpartition(".")[0] if named else ""
-        blocks = f"`{listed}`" if listed else "its own modules"
+        parts = runner_of(streamed).split
+        blocks = f"{_lists(parts)} | {parts.streamed_share:.0%}"
     except outsize.OutsizeError as error:
-        result = f"no: {str(error).partition(';')[0].partition(chr(10))[0]}"
+        result = f"no: {str(error).partition(chr(10))[0]}"
     outsize.unwrap(streamed)
     return type(plain).__name__, blocks, result
 
 
+def _lists(parts: Split) -> str:
+    """Return the names of lists, those of stages of one kind as one."""
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", f"{name}.")[:-1] for name in parts.layers)
+    return ", ".join(f"`{name}`" for name in names if name) or "its own modules"
+
+
 def _loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    output = model(**batch)
-    loss: torch.Tensor = output.loss if "loss" in output else output.action_preds.square().mean()
-    return loss
+    return zoo_of_lists.loss_of(model(**batch))
 
 
 def main() -> None:
