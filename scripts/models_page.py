@@ -31,7 +31,7 @@ INTRODUCTION = """\
 No architecture is named in the code: layers of any lists can be streamed ([which](wrap.md#which-layers-are-streamed)).
 These were tried, tiny and at random weights, in fp32: loss and every gradient of a batch, wrapped by `outsize.wrap` and
 plain; where all fits, in two slots, where layers are loaded anew and recomputed, and on two workers. *Equal* means bit
-for bit, *to rounding* within 1e-6. *Streamed* is the share of the parameters that lies in layers that are: of models this
+for bit, *to rounding* within 1e-6. *Streamed* is the share of the parameters that lies in such layers: of models this
 small the ends weigh more than of real ones. Layers that are called several times stay on the device. The tests train
 the language models as runs as well, over either home and in several microbatches.
 `outsize train` takes causal and masked language models ([which tokens are hidden](data.md#masked-language-models)), and
