@@ -207,6 +207,15 @@ def test_two_runs_cannot_have_one_directory(world: World) -> None:
     assert world.digest() == world.digest("alone")
 
 
+@pytest.mark.parametrize("key", ["train.run_dir", "memory.store_dir"])
+def test_nothing_is_trained_in_a_checkpoint_that_goes_with_all_in_it(world: World, key: str) -> None:
+    run_well(world)
+    inside = str(world.root / "run/checkpoints/step-00000003/mine")
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=rf"\({key}\) lies among the checkpoints of the run .*/run, which"):
+        train(world.config("other", **{section: {name: inside}}))
+
+
 def test_two_runs_can_share_a_place_for_their_stores(world: World) -> None:
     """Each has the name of its own run, so neither touches the other."""
     memory = {"store_dir": str(world.root / "stores"), "offload": True}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.command_line import status_of
+from outsize import files
 from support import make_model_dir
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +44,9 @@ def test_completions_are_scored_and_a_run_goes_on(model: Path, tmp_path: Path, c
     want = [float(logprobs[place - 1, ids[place]]) for place in range(start, len(ids))]
     assert lines[0]["token_logprobs"] == pytest.approx(want, abs=1e-5)
     assert said["perplexity"] == pytest.approx(math.exp(-said["logprob"] / said["num_scored_tokens"]))
-    out.write_text("".join(line + "\n" for line in whole.splitlines()[:3]) + '{"logpr')
+    # As a loss of power leaves it: a block was never written, one behind it was.
+    first = "".join(line + "\n" for line in whole.splitlines()[:3])
+    out.write_text(first + '{"logpr' + "\0" * 60 + "\n" + whole.splitlines()[5] + "\n")
     assert run(model, "--data", data, "--out", out, *ROOM) == 0
     again = [json.loads(line) for line in out.read_text().splitlines()]
     assert [one["logprob"] for one in again] == pytest.approx([one["logprob"] for one in lines], abs=1e-5)
@@ -57,8 +61,21 @@ def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_p
     assert run(model, "--data", data, "--out", tmp_path / "out", "--context", 16, *ROOM) == 0
     tokens = len(AutoTokenizer.from_pretrained(model)(data.read_text())["input_ids"])
     assert json.loads(capsys.readouterr().out)["num_scored_tokens"] == tokens - 1
+    done: list[str] = []
+
+    class Watched(files.System):
+        def fsync(self, descriptor: int) -> None:
+            done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+        def rename(self, source: Path, target: Path) -> None:
+            done.append(f"rename {source.name}")
+            super().rename(source, target)
+
     for want in ("hidden", "logits"):
         place = tmp_path / want
-        assert run(model, "--data", data, "--out", place, "--context", 16, "--want", want, *ROOM) == 0
+        with files.replaced(Watched()):
+            assert run(model, "--data", data, "--out", place, "--context", 16, "--want", want, *ROOM) == 0
+        named = done.index("rename 00000000.part")
+        assert done[named - 1] == "sync 00000000.part"
         assert load_file(place / "00000000.safetensors")[want].shape[0] == (16 if want == "hidden" else 15)
     assert run(model, "--data", tmp_path / "none.txt", "--out", tmp_path / "x", *ROOM) == 2

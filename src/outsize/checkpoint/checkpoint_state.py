@@ -35,7 +35,7 @@ import torch
 from outsize import files
 from outsize.checkpoint.files.checkpoint_format import FileSum
 from outsize.config import Config
-from outsize.errors import CheckpointError
+from outsize.errors import CheckpointError, ConfigError
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.optimizer_names import factored
 from outsize.optim.optimizer_spec import MASTER, Plane, State, layout_of
@@ -97,6 +97,21 @@ def set_latest(directory: Path) -> None:
         OSError: as the system says.
     """
     files.write_whole(directory.parent / LATEST, directory.name + "\n")
+
+
+def check_outside(path: Path, key: str) -> None:
+    """Check that ``path`` lies among the checkpoints of no run, which removes old ones with all in them.
+
+    Raises:
+        ConfigError: it does; ``key`` says what it was to be.
+    """
+    place = path.resolve()
+    for directory in (place, *place.parents):
+        if directory.name == CHECKPOINTS and (directory / LATEST).exists():
+            raise ConfigError(
+                f"{path} ({key}) lies among the checkpoints of the run {directory.parent}, which removes old ones with "
+                "all in them; choose a directory outside of it"
+            )
 
 
 def set_best(run_dir: Path, name: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import STATE, latest, read_state
+from outsize.checkpoint.checkpoint_state import STATE, check_outside, latest, read_state
 from outsize.checkpoint.files.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -197,11 +197,7 @@ def export(
             f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
         )
     target = Path(out_dir)
-    if target.resolve().is_relative_to(source.parent.resolve()):
-        raise ConfigError(
-            f"{target} lies among the checkpoints of the run, which removes old ones with all in them; export to "
-            "another directory, such as RUN_DIR/export"
-        )
+    check_outside(target, "--out")
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:

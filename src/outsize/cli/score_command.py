@@ -140,7 +140,8 @@ class _Results:
 
             place = self._file(self.num_done)
             save_file({self._want: result.contiguous()}, place.with_suffix(".part"))
-            place.with_suffix(".part").replace(place)
+            files.sync(place.with_suffix(".part"))  # else a loss of power leaves an empty file of that name
+            files.system().rename(place.with_suffix(".part"), place)
         else:
             self._lines.add(self._line(result))
         self.num_done += 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import CHECKPOINTS, LATEST
+from outsize.checkpoint.checkpoint_state import CHECKPOINTS, LATEST, check_outside
 from outsize.config import Config, MemoryConfig, load_config
 from outsize.errors import ConfigError, StorageError
 from outsize.session.job.job_options import products_open
@@ -153,6 +153,9 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
         StorageError: it cannot be written, or another run is using it.
     """
     key = "run_dir" if config is None else "train.run_dir"
+    check_outside(run_dir, key)
+    if config is not None and config.memory.store_dir is not None:
+        check_outside(Path(config.memory.store_dir), "memory.store_dir")
     with needed_directory(run_dir, key):
         try:
             descriptor = files.system().open(run_dir, os.O_RDONLY | os.O_DIRECTORY)

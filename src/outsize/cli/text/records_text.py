@@ -122,8 +122,9 @@ def check_made_with(out: Path, made: Mapping[str, str]) -> None:
         raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
     if not note.exists() and out.exists():
         raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(made), encoding="utf-8")
+    if not note.exists():
+        files.make_directories(out.parent)
+        files.write_whole(note, json.dumps(made))
 
 
 def size_of(data: Path | None) -> str:
@@ -158,14 +159,16 @@ class ResumedLines:
         self.count += 1
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        """Return the lines of a former run; what it wrote of a line that is not whole goes."""
+        """Return the lines of a former run; what it wrote of a line that is not whole goes, and all behind it."""
         if not self._out.exists():
             return
         try:
             content = files.read_bytes(self._out, files.MOST_TEXT)
         except OSError as error:
             raise ConfigError(f"{self._out} cannot be read: {error}; choose another --out") from error
-        whole = content[: content.rfind(b"\n") + 1]
+        # Zeros, which JSON never has, are blocks that a loss of power has left unwritten.
+        written = content.partition(b"\0")[0]
+        whole = written[: written.rfind(b"\n") + 1]
         if len(whole) < len(content):
             self._out.write_bytes(whole)
         for number, text in enumerate(whole.splitlines(), 1):
