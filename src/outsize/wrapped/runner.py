@@ -42,9 +42,10 @@ from outsize.wrapped.calls.autocast import Autocast
 from outsize.wrapped.calls.call_checks import check_call, check_returns
 from outsize.wrapped.calls.input_gradients import InputGradients, inputs_that_train
 from outsize.wrapped.inferring import Inferring
+from outsize.wrapped.model_at_home import flags_of
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
-from outsize.wrapped.planned import Programs, flags_of
+from outsize.wrapped.planned import Programs
 from outsize.wrapped.uncached import without_cache
 
 _log = logging.getLogger(__name__)
