@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outsize.compat.torch_private import will_run
 from outsize.errors import ConfigError
-from outsize.wrapped.calls.input_gradients import InputGradients
+from outsize.wrapped.calls.batching import InputGradients
 from outsize.wrapped.outputs import Joined, Roots
 
 Backward = Callable[[Roots], None]

@@ -38,9 +38,13 @@ from outsize.wrapped import loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autograd_bridge import AutogradBridge
 from outsize.wrapped.calls import batching
-from outsize.wrapped.calls.autocast import Autocast
-from outsize.wrapped.calls.call_checks import check_call, check_returns
-from outsize.wrapped.calls.input_gradients import InputGradients, inputs_that_train
+from outsize.wrapped.calls.batching import (
+    Autocast,
+    InputGradients,
+    check_call,
+    check_returns,
+    inputs_that_train,
+)
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.model_at_home import flags_of
 from outsize.wrapped.outputs import Joined, Roots

@@ -25,10 +25,7 @@ from outsize.runtime.trial.measured import Flops, Measured
 from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_wrapped
-from outsize.wrapped.calls.autocast import Autocast
-from outsize.wrapped.calls.batching import IGNORED, rows_dim
-from outsize.wrapped.calls.call_checks import HIDDEN
-from outsize.wrapped.calls.input_gradients import inputs_that_train
+from outsize.wrapped.calls.batching import HIDDEN, IGNORED, Autocast, inputs_that_train, rows_dim
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.

@@ -1,4 +1,6 @@
-"""A batch cut into microbatches, and the weight of each in the loss of the whole.
+"""A call of a wrapped model: its batch in microbatches, what it may ask for, gradients of its inputs, and autocast.
+
+A batch cut into microbatches, and the weight of each in the loss of the whole.
 
 The batch size is the first dimension of the main input (``model.main_input_name``, else the first tensor). Every tensor
 that begins with a dimension of that size, however deep it is nested, is cut along it; everything else goes to every
@@ -7,16 +9,29 @@ microbatch as it is.
 A loss is taken to be a mean over targets, as Hugging Face models compute it. The losses of microbatches are added after
 a division by ``targets of the batch / targets of the microbatch``, which is the token-weighted mean, and the loss of
 the full batch. Where the caller passes ``num_items_in_batch`` the model divides by that itself, and losses only add up.
+
+What a call of a wrapped model may not ask for, checked before anything is computed.
+
+Gradients of the tensors that a model is called with: vectors in the place of tokens, a prompt that trains.
+
+The caller's graph ends at the call. Each microbatch gets leaves of its own for such tensors, and what arrives there is
+put together for the node behind the outputs, which hands it on to the caller's graph.
+
+The caller's autocast, which belongs to its thread, made again in the thread that computes.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.errors import DataError
+from outsize.errors import ConfigError, DataError
 
 IGNORED = -100
 # Where tokens stand: [B, S], or [3, B, S] in models that take images.
@@ -111,3 +126,152 @@ def _num_targets(part: Mapping[str, Any], num_rows: int, shifted: bool) -> int:
     if shifted and already is None and labels.dim() > 1:
         labels = labels[..., 1:]
     return int((labels != IGNORED).sum())
+
+
+# What models of transformers are asked for with all that goes from unit to unit.
+HIDDEN = "output_hidden_states"
+
+
+def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, keeps: bool) -> None:
+    """Check that a call is given values, and that a backward can follow where one may.
+
+    Raises:
+        ConfigError: neither is so.
+    """
+    _check_inputs(inputs)
+    if keeps:
+        _check_trains(cached=cached)
+
+
+def _check_trains(*, cached: bool) -> None:
+    """Check that a backward can follow a call.
+
+    Raises:
+        ConfigError: it would fill a cache again.
+    """
+    if cached:
+        raise ConfigError(
+            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
+            "with use_cache or past_key_values"
+        )
+
+
+def _check_inputs(inputs: Mapping[str, Any]) -> None:
+    """Check that a call is given values.
+
+    Raises:
+        ConfigError: a tensor is on meta.
+    """
+    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
+    if empty:
+        raise ConfigError(f"{empty[0]} is on meta, a shape without values; call the model with values")
+
+
+def check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:
+    """Check that a call on several workers asks for nothing that they move.
+
+    Raises:
+        ConfigError: it asks for hidden states, or for gradients of its inputs.
+    """
+    if into_inputs:
+        raise ConfigError(
+            "gradients of inputs (a tensor with requires_grad, such as inputs_embeds) are not had from several "
+            "workers; use one device, or detach() the input"
+        )
+    asked = inputs.get(HIDDEN)
+    config = getattr(model, "config", None)
+    if getattr(config, HIDDEN, False) if asked is None else asked:
+        raise ConfigError(
+            "output_hidden_states: what units hand on moves from worker to worker, and is gone when the model returns; "
+            "use one device"
+        )
+
+
+def inputs_that_train(inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors in the inputs of a model whose gradients the caller wants."""
+    return [leaf for leaf in torch_private.leaves_of(dict(inputs)) if _trains(leaf)]
+
+
+class InputGradients:
+    """The inputs of a call whose gradients the caller wants.
+
+    Args:
+        inputs: of the model.
+        parts: the same cut into microbatches.
+
+    Attributes:
+        given: the tensors, as the caller has them.
+        parts: the microbatches, with leaves in the place of these tensors.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> None:
+        positions = [at for at, leaf in enumerate(torch_private.leaves_of(dict(inputs))) if _trains(leaf)]
+        self.given = inputs_that_train(inputs)
+        self.parts: list[dict[str, Any]] = []
+        self._leaves: list[list[Tensor]] = [[] for _ in positions]
+        for part in parts:
+            leaves, structure = torch_private.flatten(dict(part))
+            for made, at in zip(self._leaves, positions, strict=True):
+                leaves[at] = leaves[at].detach().requires_grad_()
+                made.append(leaves[at])
+            self.parts.append(torch_private.unflatten(leaves, structure))
+        self._across = [
+            next((d for d in range(whole.dim()) if whole.shape[d] != made[0].shape[d]), None)
+            for whole, made in zip(self.given, self._leaves, strict=True)
+        ]
+
+    def let_go(self) -> None:
+        """Hold no longer what the caller has given."""
+        self.given = []
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradient of each of them, where one has arrived."""
+        return [_joined(made, across) for made, across in zip(self._leaves, self._across, strict=True)]
+
+
+def _trains(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _joined(leaves: Sequence[Tensor], across: int | None) -> Tensor | None:
+    """The gradient of a tensor from those of its parts: rows one behind the other, else the sum."""
+    arrived = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    if not arrived:
+        return None
+    if across is not None:
+        return torch.cat(
+            [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves], across
+        )
+    total = arrived[0]
+    for gradient in arrived[1:]:
+        total = total + gradient
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """What operations of the caller are cast to.
+
+    Attributes:
+        dtypes: by type of device, those that are cast at all.
+    """
+
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @classmethod
+    def of_now(cls, kinds: set[str]) -> "Autocast":
+        """Return that of the calling thread, for devices of some kinds."""
+        active = sorted(kind for kind in kinds if torch.is_autocast_enabled(kind))
+        return cls(tuple((kind, torch.get_autocast_dtype(kind)) for kind in active))
+
+    def on_cpu(self, kind: str) -> "Autocast":
+        """Return what is the same on a CPU as this is on devices of a kind, for a trial there."""
+        return Autocast(tuple(("cpu", dtype) for of, dtype in self.dtypes if of == kind))
+
+    def enter(self) -> AbstractContextManager[Any]:
+        """Return a context in which it is on."""
+        stack = contextlib.ExitStack()
+        # Without its cache, which would keep casts of weights that have left their slot.
+        for kind, dtype in self.dtypes:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        return stack
