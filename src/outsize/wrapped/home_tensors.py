@@ -24,7 +24,7 @@ from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.storage.ledger import Arena
 from outsize.units import align_up
 from outsize.wrapped.at_home.at_rest import AtRest, Place
-from outsize.wrapped.at_home.handed_out import HandedOut
+from outsize.wrapped.at_home.home_parameter import HandedOut
 
 _log = logging.getLogger(__name__)
 _SECTOR_BYTES = 4096

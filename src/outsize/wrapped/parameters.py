@@ -30,8 +30,14 @@ from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena
 from outsize.wrapped.at_home.at_rest import AtRest, Place
-from outsize.wrapped.at_home.handed_out import HandedGradient, alone
-from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_at_home, weakly
+from outsize.wrapped.at_home.home_parameter import (
+    HandedGradient,
+    HomeParameter,
+    alone,
+    plainly,
+    show_at_home,
+    weakly,
+)
 from outsize.wrapped.home_tensors import HomeTensors, codec_part, follow
 
 Fill = Callable[[TensorSpec, Tensor], None]
