@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from outsize.config import Config
     from outsize.functions import export, plan, probe, report, train, verify
     from outsize.wrapped.api import load, unwrap, wrap
-    from outsize.wrapped.clip_grad import clip_grad_norm_
-    from outsize.wrapped.optimizer import AdamW
+    from outsize.wrapped.optimizer import AdamW, clip_grad_norm_
     from outsize.wrapped.writing.generations import generate
     from outsize.wrapped.writing.scoring import score
 
@@ -72,7 +71,7 @@ _LATER = {
     **dict.fromkeys(("export", "plan", "probe", "report", "train", "verify"), "outsize.functions"),
     "Config": "outsize.config",
     "AdamW": "outsize.wrapped.optimizer",
-    "clip_grad_norm_": "outsize.wrapped.clip_grad",
+    "clip_grad_norm_": "outsize.wrapped.optimizer",
     "load": "outsize.wrapped.api",
     "generate": "outsize.wrapped.writing.generations",
     "score": "outsize.wrapped.writing.scoring",

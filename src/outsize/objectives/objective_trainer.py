@@ -31,10 +31,9 @@ from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.records import StepRecord
-from outsize.wrapped.clip_grad import clip_grad_norm_
 from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.module import is_wrapped, runner_of
-from outsize.wrapped.optimizer import AdamW
+from outsize.wrapped.optimizer import AdamW, clip_grad_norm_
 
 
 def checkpoint_name(step: int) -> str:
