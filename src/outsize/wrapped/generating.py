@@ -1,8 +1,16 @@
-"""`generate` of a wrapped model: transformers' own, with weights that come and go under it."""
+"""What `generate` of transformers takes from a wrapped model, and caches that nobody asked for.
+
+`generate` of a wrapped model: transformers' own, with weights that come and go under it.
+
+No cache of keys and values that nobody asked for: blocks append to it, and what they append stays on the device.
+
+Forwards of transformers take ``use_cache`` as an argument, or make a cache because a config deep inside says so.
+"""
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -101,3 +109,34 @@ def generation_config_as_it_is(model: nn.Module, directory: Any) -> Iterator[Non
 def on_device(inputs: Any, device: torch.device) -> Any:
     """Return inputs with their tensors where the model computes."""
     return torch_private.map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)
+
+
+@contextmanager
+def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Have no config of ``model`` ask for a cache while the context lasts, unless the caller's ``inputs`` do."""
+    asks = inputs.get("use_cache") or inputs.get("past_key_values") is not None
+    asking = [] if asks else [one for one in _configs_of(model) if vars(one).get("use_cache")]
+    former = [one.use_cache for one in asking]
+    for config in asking:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, value in zip(asking, former, strict=True):
+            config.use_cache = value
+
+
+def _configs_of(model: nn.Module) -> list[Any]:
+    """Return the configs of a model of transformers: its own, and those of its parts, which may be copies."""
+    found: dict[int, Any] = {}
+    waiting = [config for module in model.modules() if (config := vars(module).get("config")) is not None]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found and hasattr(config, "__dict__"):
+            found[id(config)] = config
+            waiting += [
+                one
+                for one in vars(config).values()
+                if hasattr(one, "use_cache") or hasattr(one, "to_diff_dict")
+            ]
+    return list(found.values())

@@ -45,12 +45,12 @@ from outsize.wrapped.calls.batching import (
     check_returns,
     inputs_that_train,
 )
+from outsize.wrapped.generating import without_cache
 from outsize.wrapped.inferring import Inferring
 from outsize.wrapped.model_at_home import flags_of
 from outsize.wrapped.outputs import Joined, Roots
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.planned import Programs
-from outsize.wrapped.uncached import without_cache
 
 _log = logging.getLogger(__name__)
 
