@@ -37,7 +37,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from outsize.cli.text_writer import TextWriter
-    from outsize.wrapped.writing.endings import Token
+    from outsize.wrapped.writing.detokenizer import Token
     from outsize.wrapped.writing.text import Written
 
 _log = logging.getLogger(__name__)
