@@ -1,10 +1,7 @@
-"""What `generate` of transformers takes from a wrapped model, and caches that nobody asked for.
+"""`generate` of a wrapped model, transformers' own, with weights that come and go under it; and no cache unasked.
 
-`generate` of a wrapped model: transformers' own, with weights that come and go under it.
-
-No cache of keys and values that nobody asked for: blocks append to it, and what they append stays on the device.
-
-Forwards of transformers take ``use_cache`` as an argument, or make a cache because a config deep inside says so.
+Blocks append to a cache of keys and values, and what they append stays on the device. Forwards of transformers take
+``use_cache`` as an argument, or make a cache because a config deep inside says so.
 """
 
 import contextlib

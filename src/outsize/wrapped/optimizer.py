@@ -1,9 +1,4 @@
-"""The optimizer of a wrapped model, and its clipping.
-
-`outsize.AdamW`: the optimizer of a wrapped model, stepped unit by unit at home while the next forward begins.
-
-Clipping by the global norm, for gradients that rest at home.
-"""
+"""The optimizer of a wrapped model, stepped unit by unit at home beside the next forward, and its clipping."""
 
 import logging
 import math

@@ -1,12 +1,8 @@
-"""Parameters that rest at home, and gradients that are handed out of it.
-
-A parameter whose bytes lie at home, in host memory: torch's own, but that whoever looks at it waits for the step.
+"""Parameters that rest at home, and gradients that are handed out of it: whoever looks at them waits for the step.
 
 An optimizer's step may be under way in other threads when code of the user looks at a parameter, its gradient or its
 data. Every function of torch comes by here first and waits; what asks for the form alone does not. ``parameter.data``
 counts changes as the parameter itself does, and ``parameter.data = value`` puts the value where the home has it.
-
-Tensors over the bytes of a home that a program may hold on to: who holds them, and how they get bytes apart.
 
 What a program holds shows what lies at home. So a step under way is waited for as long as anything is held, and a
 gradient that was let go of, and is still held, gets bytes of its own before the next one comes to where it lies.

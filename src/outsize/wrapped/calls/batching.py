@@ -1,7 +1,5 @@
 """A call of a wrapped model: its batch in microbatches, what it may ask for, gradients of its inputs, and autocast.
 
-A batch cut into microbatches, and the weight of each in the loss of the whole.
-
 The batch size is the first dimension of the main input (``model.main_input_name``, else the first tensor). Every tensor
 that begins with a dimension of that size, however deep it is nested, is cut along it; everything else goes to every
 microbatch as it is.
@@ -10,14 +8,10 @@ A loss is taken to be a mean over targets, as Hugging Face models compute it. Th
 a division by ``targets of the batch / targets of the microbatch``, which is the token-weighted mean, and the loss of
 the full batch. Where the caller passes ``num_items_in_batch`` the model divides by that itself, and losses only add up.
 
-What a call of a wrapped model may not ask for, checked before anything is computed.
-
-Gradients of the tensors that a model is called with: vectors in the place of tokens, a prompt that trains.
-
-The caller's graph ends at the call. Each microbatch gets leaves of its own for such tensors, and what arrives there is
-put together for the node behind the outputs, which hands it on to the caller's graph.
-
-The caller's autocast, which belongs to its thread, made again in the thread that computes.
+What a call may not ask for is refused before anything is computed. The caller's graph ends at the call: each microbatch
+gets leaves of its own for tensors that train (vectors in the place of tokens, a prompt), and what arrives there is put
+together for the node behind the outputs, which hands it on. The caller's autocast belongs to its thread, and is made
+again in the thread that computes.
 """
 
 import contextlib

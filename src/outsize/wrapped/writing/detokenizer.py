@@ -1,7 +1,5 @@
 """Text piece by piece, as tokens come, and where it ends.
 
-Tokens into text as they are written: pieces that, put together, are the text as a whole.
-
 Tokenizers decode a text, not a token: a character may lie in several tokens, a space at the beginning of a text or
 before a full stop may go, a word may continue the one before. So every new token is decoded together with the tokens
 before it, and what the text is longer by is new. Three things keep that exact:
@@ -13,8 +11,7 @@ before it, and what the text is longer by is new. Three things keep that exact:
    that what is special about the beginning of a text is left behind with it.
 
 The whole of a text is put together from the same pieces, so a stream cannot differ from it.
-
-Where a text ends, at a token that marks it or at a string, and what is shown of it until then.
+It ends at a token that marks it or at a string.
 """
 
 import copy
