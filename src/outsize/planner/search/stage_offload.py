@@ -88,7 +88,7 @@ def ways_of(
             f"forward, and a graph stays with the worker that made it; use {Choice.OFFLOAD_PRODUCTS}, or one device"
         )
     if choice.leaves and choice.extent is not None:
-        away = as_asked(choice.extent, units, demand)
+        away = stages_as_asked(choice.extent, units, demand)
         return [Way(ON_DEVICE[choice.extent], away), Way(away=away)]
     ways = [] if choice is Choice.RECOMPUTE else [Way(choice)]
     if activations == "auto" and rates is not None:
@@ -97,7 +97,7 @@ def ways_of(
     return [*ways, Way()]
 
 
-def as_asked(extent: Extent, units: Iterable[int], demand: Demand) -> Away:
+def stages_as_asked(extent: Extent, units: Iterable[int], demand: Demand) -> Away:
     """Return ``extent`` for those of ``units`` whose forwards have something of it."""
     choice = OFFLOADED[extent]
     return {unit: choice for unit in units if bytes_of(choice, unit, demand.kept_bytes)}
