@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outsize.planner.program.stages import HALVES, Choice, Kept, Stages, slots_for, spans_down, spans_up
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.stage_offload import Way, kept_in_stages
+from outsize.planner.search.upgrades import Way, kept_in_stages
 
 
 def make_layout(num_streamed: int = 4, **changes: Any) -> StepLayout:

@@ -13,7 +13,7 @@ from outsize.planner.program.program import Kind, Program, parse, render
 from outsize.planner.program.stages import Choice
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import num_handed_over
-from outsize.planner.search.stage_offload import Way, away_in, kept_in_stages
+from outsize.planner.search.upgrades import Way, away_in, kept_in_stages
 from planner.layouts import first_kept, staged_layouts
 
 LAYOUT = StepLayout(

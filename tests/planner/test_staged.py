@@ -25,7 +25,7 @@ from outsize.planner.program.stages import (
     visits_of,
 )
 from outsize.planner.search.stage_memory import arrival_bytes, num_handed_over
-from outsize.planner.search.stage_offload import ON_THEIR_WAY, Way, kept_in_stages
+from outsize.planner.search.upgrades import ON_THEIR_WAY, Way, kept_in_stages
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel, simulate
 from planner.held_bytes import critical_path, held_bytes

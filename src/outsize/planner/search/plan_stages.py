@@ -28,10 +28,9 @@ from outsize.planner.search.stage_memory import (
     staged_layout,
     state_of,
 )
-from outsize.planner.search.stage_offload import Way, ways_of
 from outsize.planner.search.stage_pipeline import bottom_of, is_large, pipeline_of, round_sizes_of, way_of
 from outsize.planner.search.step_plan import Budgets, Plan
-from outsize.planner.search.upgrades import ENOUGH
+from outsize.planner.search.upgrades import ENOUGH, Way, ways_of
 from outsize.units import format_bytes
 
 # Visits that the search times: enough for an answer in a second or two. A visit of many units takes longer, and gains

@@ -18,7 +18,7 @@ from outsize.planner.program.hazards import SAVE_WINDOW
 from outsize.planner.program.stages import KeptBytes, Span, Stages, slots_for
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.sizing import LEAST_HOST_BUFFERS, NUM_TILE_BUFFERS, PlanOptions, Sizing
-from outsize.planner.search.stage_offload import Away, Way, away_in, kept_in_stages, on_its_way
+from outsize.planner.search.upgrades import Away, Way, away_in, kept_in_stages, on_its_way
 from outsize.units import align_up
 
 ARRIVALS = "arrivals from devices"

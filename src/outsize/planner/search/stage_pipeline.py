@@ -8,8 +8,8 @@ from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.partition import Pipeline, usual_round_sizes
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_memory import StageMemory, spans_that_fit, state_of
-from outsize.planner.search.stage_offload import Way, away_in, spared
 from outsize.planner.search.step_plan import Plan
+from outsize.planner.search.upgrades import Way, away_in, spared
 from outsize.planner.simulate.costs import step_pace
 from outsize.planner.simulate.gpu_times import StageTraffic
 
