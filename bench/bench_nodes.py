@@ -161,7 +161,7 @@ class Rank:
 
     def _phases(self, trainer: Any, outcomes: Iterator[Any], rates: Any) -> dict[str, Any]:
         """Run throttled and unthrottled steps in turn."""
-        from outsize.planner.simulate.timeline import Timeline
+        from outsize.planner.simulate.simulator import Timeline
 
         seen: dict[str, list[Any]] = {"free": [], "slow": []}
         waits: dict[str, Counter[str]] = {"free": Counter(), "slow": Counter()}
@@ -252,8 +252,8 @@ class Phase:
 
     def __init__(self, trainer: Any, outcomes: Iterator[Any]) -> None:
         from outsize.planner.simulate.comparison import Steps
+        from outsize.planner.simulate.simulator import Timeline
         from outsize.planner.simulate.stalls import waits_by_cause
-        from outsize.planner.simulate.timeline import Timeline
 
         trainer.take_timeline()
         before = _sent(trainer)

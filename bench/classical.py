@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from outsize.planner.simulate.discrete import Cost, Work, run_work
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 
 Action = tuple[str, int, int]  # "F" or "B" (with its R), stage, microbatch
 _Key = tuple[str, int, int]

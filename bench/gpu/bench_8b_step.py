@@ -34,7 +34,7 @@ from random_weights import RandomWeights
 from outsize.config import Config, load_config
 from outsize.data.batch import Batch
 from outsize.hardware.cards import known_card
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import Timeline
 from outsize.reporting.html_page import to_chrome
 from outsize.session.job.machine import available_ram_bytes
 from outsize.session.job.prepare import Job, prepare

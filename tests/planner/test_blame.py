@@ -1,8 +1,8 @@
 import pytest
 
 from outsize.planner.program.program import op_or_text
+from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.planner.simulate.stalls import COMPUTE, HANDED_OUT, STEP_BEFORE, waits_by_cause
-from outsize.planner.simulate.timeline import Event, Timeline
 
 
 def event(op, start_s, end_s, lane="compute:w0", waited_for=""):

@@ -4,7 +4,7 @@ import pytest
 
 from outsize.planner.program.program import op_or_text
 from outsize.planner.simulate.comparison import BETWEEN, COMPUTE, Steps, compare, take_apart
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 
 
 def event(lane, op, start_s, end_s, waited_for=""):

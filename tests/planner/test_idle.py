@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.planner.program.program import op_or_text
+from outsize.planner.simulate.simulator import Event
 from outsize.planner.simulate.stalls import Waits, Window
-from outsize.planner.simulate.timeline import Event
 
 
 def event(lane: str, op: str, start_s: float, end_s: float, waited_for: str = "") -> Event:

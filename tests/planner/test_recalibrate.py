@@ -16,7 +16,7 @@ from outsize.planner.simulate.comparison import compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.gpu_times import read_trace
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import Timeline
 from planner.test_plan import make_demand, make_model
 
 FORWARD_S = (1e-4, *[2e-3] * 6, 3e-3)

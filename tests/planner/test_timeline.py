@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.planner.program.program import op_or_text
-from outsize.planner.simulate.timeline import UNKNOWN_OWNER, Event, Timeline
+from outsize.planner.simulate.simulator import UNKNOWN_OWNER, Event, Timeline
 
 
 def event(lane, op, start_s, end_s, waited_for=""):

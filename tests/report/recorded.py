@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from outsize.planner.program.program import op_or_text
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.reporting.html_page import to_chrome
 
 MIB = 2**20

@@ -1,6 +1,6 @@
 import json
 
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.reporting.html_page import to_chrome
 
 TIMELINE = Timeline(

@@ -6,7 +6,7 @@ import pytest
 
 from outsize.errors import ConfigError
 from outsize.planner.program.program import op_or_text
-from outsize.planner.simulate.timeline import Event, Timeline, unit_latencies
+from outsize.planner.simulate.simulator import Event, Timeline, unit_latencies
 from outsize.reporting import collect as collecting
 from outsize.reporting.collect import collect
 from outsize.reporting.html_page import make_page, page_data, to_json

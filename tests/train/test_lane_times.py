@@ -1,7 +1,7 @@
 import pytest
 
 from outsize.planner.program.program import op_or_text
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.training.measures import lane_times
 
 

@@ -18,7 +18,7 @@ from outsize.doctor.examine import examine
 from outsize.doctor.run_record import Facts, RunRecord, record_of
 from outsize.errors import ConfigError
 from outsize.local_server import LocalServer
-from outsize.planner.simulate.timeline import Timeline, round_starts, unit_latencies
+from outsize.planner.simulate.simulator import Timeline, round_starts, unit_latencies
 from outsize.reporting.history import (
     COMPUTE,
     HEARTBEAT,

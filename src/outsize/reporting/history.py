@@ -22,7 +22,7 @@ from typing import Any
 from outsize.doctor.run_record import KEPT_LINES
 from outsize.errors import ConfigError
 from outsize.planner.program.program import op_or_text
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.telemetry.run_reading import lines_of, read_mapping, step_of
 from outsize.telemetry.writers import shares_waited
 

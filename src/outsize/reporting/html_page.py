@@ -16,7 +16,7 @@ from typing import Any
 from outsize import __version__, files
 from outsize.errors import StorageError
 from outsize.planner.program.program import lane_named
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import Timeline
 from outsize.units import without_nan
 
 # In this order: later ones use what earlier ones define.

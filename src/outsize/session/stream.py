@@ -17,7 +17,7 @@ from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.optim.shares import home_granule
 from outsize.planner.memory.step_bytes import net_staging
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import Timeline
 from outsize.runtime.engine.engine import StepHandle
 from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.forward.binding import TORCH_DTYPE

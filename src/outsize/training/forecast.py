@@ -31,9 +31,8 @@ from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
 from outsize.planner.simulate.gpu_times import Trace, crowded, read_trace
-from outsize.planner.simulate.simulator import CostModel
+from outsize.planner.simulate.simulator import CostModel, Timeline
 from outsize.planner.simulate.stalls import Window
-from outsize.planner.simulate.timeline import Timeline
 from outsize.runtime.device.heap import trim
 from outsize.session.decide.decide import plan_run
 from outsize.session.decide.lane_rates import MACHINE_FILE, codec_rates, crossing_rates

@@ -19,8 +19,8 @@ from outsize.data.prefetch import Prefetcher, SharedData
 from outsize.detail import Detail
 from outsize.errors import NonFiniteError, OutsizeError
 from outsize.group.group import Group
+from outsize.planner.simulate.simulator import Timeline
 from outsize.planner.simulate.stalls import Window
-from outsize.planner.simulate.timeline import Timeline
 from outsize.reporting.html_page import to_chrome
 from outsize.session.job.prepare import Job
 from outsize.session.run_state import Position

@@ -20,8 +20,8 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named
 from outsize.planner.program.table import Price
 from outsize.planner.simulate.comparison import compute_lanes
+from outsize.planner.simulate.simulator import Event, Timeline, idle_s
 from outsize.planner.simulate.stalls import Waits, Window
-from outsize.planner.simulate.timeline import Event, Timeline, idle_s
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE

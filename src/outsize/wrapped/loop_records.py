@@ -26,7 +26,7 @@ from outsize.config.train_section import TrainConfig
 from outsize.hardware.gpus import import_nvml
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.search.step_plan import Plan
-from outsize.planner.simulate.timeline import Event, Timeline
+from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.reporting.html_page import to_chrome
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.engine.engine import Engine

@@ -25,8 +25,14 @@ from outsize.planner.search.stage_pipeline import clock_of
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.comparison import Steps
 from outsize.planner.simulate.costs import UnitTimes, cost_model
-from outsize.planner.simulate.simulator import CostModel, OrderedSteps, Simulation, in_order, simulate
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import (
+    CostModel,
+    OrderedSteps,
+    Simulation,
+    Timeline,
+    in_order,
+    simulate,
+)
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8

@@ -14,9 +14,8 @@ from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import ARRIVALS
 from outsize.planner.search.step_plan import Plan, Table
-from outsize.planner.simulate.simulator import Simulation
+from outsize.planner.simulate.simulator import Simulation, Timeline
 from outsize.planner.simulate.stalls import waits_by_cause
-from outsize.planner.simulate.timeline import Timeline
 
 # A resource that is in use for this share of a step ends it: more of anything else gains little.
 FULL_SHARE = 0.85

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from outsize.planner.program.program import Lane, lane_named
+from outsize.planner.simulate.simulator import Timeline
 from outsize.planner.simulate.stalls import waits_by_cause
-from outsize.planner.simulate.timeline import Timeline
 from outsize.units import format_seconds
 
 COMPUTE = "compute"

@@ -29,8 +29,7 @@ from outsize.planner.program.stages import Extent
 from outsize.planner.simulate.costs import EXCHANGE_S, UnitTimes
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.pipeline import sums
-from outsize.planner.simulate.simulator import CostModel
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import CostModel, Timeline
 
 # Of the rate of dense products, what products of tokens with the experts that they visit reach: many small ones, with
 # tokens gathered and scattered around them. RoundPipe (arXiv 2604.27085) trains adapters of Qwen3-235B-A22B at 38 % of

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from outsize.planner.program.program import Op
-from outsize.planner.simulate.timeline import Event, Stall, Timeline, idle_s
+from outsize.planner.simulate.simulator import Event, Stall, Timeline, idle_s
 
 WORKERS, RANKS = "workers", "ranks"
 LOADER, BETWEEN, PYTHON = "loader", "between steps", "python"

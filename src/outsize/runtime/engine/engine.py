@@ -16,7 +16,7 @@ from outsize.planner.passes.step_parts import build_store, forward_alone
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Program, lane_of
 from outsize.planner.search.step_plan import Plan
-from outsize.planner.simulate.timeline import Timeline
+from outsize.planner.simulate.simulator import Timeline
 from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting

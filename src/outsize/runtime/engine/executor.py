@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from outsize.errors import ExecutionError, OutsizeError
 from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import Op
-from outsize.planner.simulate.timeline import Event
+from outsize.planner.simulate.simulator import Event
 from outsize.runtime.device.device import Device
 
 # Of ops that nobody asks about, only the last are remembered: each holds two marks.
