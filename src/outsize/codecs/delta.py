@@ -1,4 +1,4 @@
-"""What an optimizer step changes of 16-bit weights, in few bytes by Huffman codes.
+"""Encode what an optimizer step changes of 16-bit weights, by Huffman codes.
 
 At a fine-tuning rate a step moves a bf16 weight by a fraction of its last place, so that most weights stay and the
 exclusive or of old and new is zero there. An encoding is a bit for each word, whether it changed, and the two bytes of

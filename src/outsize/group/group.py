@@ -1,4 +1,4 @@
-"""What ranks of a run do together, and all of it made of one thing: everyone hands something to everyone.
+"""Sums and gathers between the ranks of a run, all made of one exchange of everyone with everyone.
 
 Ranks are numbered from 0. Every call blocks until this rank has what it came for, may come from any thread, and has
 to be made by all ranks in the same order *on the same channel*. Threads that call at the same time, such as the lanes

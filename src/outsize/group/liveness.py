@@ -1,4 +1,4 @@
-"""Who of the ranks is still there: every rank beats in a store that all can read, and listens to the others.
+"""Detect lost ranks: each beats in a store that all can read, and listens to the others.
 
 How a lost rank is told from a slow one, and named:
 

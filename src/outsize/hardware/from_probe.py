@@ -1,4 +1,4 @@
-"""A probed machine as the planner reads machines: `hardware.machine_spec.Machine`, every rate measured."""
+"""Convert a probed machine to `hardware.machine_spec.Machine`, which the planner reads; every rate measured."""
 
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """State in fewer bytes: masters split into bf16 and the rest, moments in bf16 or 8-bit floats.
 
-An fp32 master beside its bf16 weight: the weight is the upper half, so only the lower half need be kept.
-
 A bf16 weight is the upper 16 bits of its master, plus one where rounding to nearest went up, which the lower half says:
 it does from 0x8000 on. The one case that is not decided so is the tie that was rounded down to an even weight, one
 master in 131,072; those, and whatever else does not come back (the payload of a NaN), are kept one by one. Nothing
@@ -20,7 +18,7 @@ Without ``ties`` the first is stored as ``lo = 32767``: that master, one of 131,
 smaller.
 
 Or ``lo`` has the upper 8 of its bits, an int8, and there are no ties: masters of 24 bits. What is cut off is rounded by
-chance, as moments are (`outsize.optim.split_masters`), and of two bf16 numbers that are as near ``hi`` is the one
+chance, as moments are, and of two bf16 numbers that are as near ``hi`` is the one
 further from zero, so that every number of 24 bits comes back as it is.
 
 `outsize.native` does this in C (``split_body.h`` tells what becomes of NaNs); here are the same bits in torch ops.
@@ -36,8 +34,6 @@ Exponents of codes count from it downwards, 3 bits are fraction: a sign and 16 o
 matter of shifts, and a block whose ``top`` changes is not rounded a second time. The micro-scaling formats (OCP
 Microscaling Formats 1.0) share exponents in this way; 8-bit moments in blocks, with tables of codes, are those of
 Dettmers et al., arXiv:2110.02861.
-
-`outsize.native` does this in C; here are the same bits in torch ops.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""What crosses the links in one step, counted op by op; all exact sums."""
+"""Count the bytes that cross links in one step, op by op; exact sums."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What other ways to train would take on the same machine: bounds, to be held against a prediction of ours.
+"""Bound the step time of other ways to train on the same machine, to compare a prediction with.
 
 A way is a bound and no simulation: products at the same rate as ours, every exchange at the full rate of its link and
 hidden behind compute where the way allows it, nothing lost between kernels. A system that takes the way is no faster

@@ -1,4 +1,4 @@
-"""A change of a question, as it is written: ``vram=+8GB``, ``link=x2`` or ``gpus=+1``."""
+"""Parse a change of machine or settings (``vram=+8GB``, ``link=x2``, ``gpus=+1``), and apply it to a question."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What a change of the machine or of a setting would bring: the step with it, and what that gains."""
+"""Predict what a change of the machine or of a setting gains: the step with it beside the step without."""
 
 from dataclasses import dataclass, replace
 

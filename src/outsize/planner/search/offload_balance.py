@@ -1,4 +1,4 @@
-"""What of forwards a backward finds: kept on the device, offloaded as the link allows, or computed again.
+"""Choose what of forwards stays for their backwards: on the device, offloaded as the link allows, or recomputed.
 
 A step of long sequences computes for seconds on weights that took milliseconds to arrive: the link stands idle. What it
 could carry meanwhile need not be computed again. So units offload what they make, most seconds saved per byte first, as

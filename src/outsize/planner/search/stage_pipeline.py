@@ -1,4 +1,4 @@
-"""What several workers cut: the times of units, and what single stages take on a worker."""
+"""Times of units under several workers, and what single stages take on a worker."""
 
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.memory_table import Demand

@@ -4,11 +4,8 @@ A lane takes its ops in program order, an op waits for what `hazards` says, and 
 the former's loss and gradient norm are known, as the engine does. What differs from a real run is only where
 the durations come from: `CostModel` instead of a clock. The result is the executor's own `Timeline`.
 
-What happened when: the events of lanes, and where the compute lane's time went.
-
-The executor measures a timeline on real lanes; a simulator may compute one for a model of the machine.
-
-What each unit of a step took, lane by lane, from the ops of its timeline.
+A timeline holds the events of lanes. What each unit of a step took, and where the compute lane's time went, is read off
+it, whether the executor measured it on real lanes or the simulator computed it.
 """
 
 from bisect import bisect_left
@@ -60,7 +57,7 @@ class Event:
         return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stall:
     """A gap in a lane.
 
@@ -133,21 +130,11 @@ class Timeline:
         for event in self.lane(lane):
             if event.start_s > end_s:
                 owner = self._lane_that_ran(event.waited_for, before_s=event.end_s)
-                stalls.append(
-                    Stall(
-                        start_s=end_s,
-                        end_s=event.start_s,
-                        op=event.op,
-                        waited_for=event.waited_for,
-                        owner=owner,
-                    )
-                )
+                stalls.append(Stall(end_s, event.start_s, event.op, event.waited_for, owner))
             end_s = max(end_s, event.end_s)
         if self.end_s > end_s:
             last = max(self.events, key=lambda event: event.end_s)
-            stalls.append(
-                Stall(start_s=end_s, end_s=self.end_s, op=None, waited_for=last.op, owner=last.lane)
-            )
+            stalls.append(Stall(end_s, self.end_s, None, last.op, last.lane))
         return tuple(stalls)
 
     def stall_s_by_owner(self, lane: str = "compute:w0") -> dict[str, float]:
@@ -189,13 +176,8 @@ def column_of(row: OpRow) -> str | None:
         computing |= {"norm": "gradient", "update": "optimizer"}
         return computing.get(row.price)
     if row.lane in ("up", "down") and row.carries != "sum":
-        by_content = {
-            "weights": "load",
-            "gradient": "gradient",
-            "input": "activations",
-            "kept": "activations",
-        }
-        return by_content.get(row.carries or "")
+        contents = {"weights": "load", "gradient": "gradient", "input": "activations", "kept": "activations"}
+        return contents.get(row.carries or "")
     return "optimizer" if row.price in ("disk", "step") else None
 
 

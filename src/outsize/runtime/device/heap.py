@@ -1,4 +1,4 @@
-"""The heap of the C library, in which tensors on a CPU lie as everything else does.
+"""Set up the heap of the C library, in which tensors on a CPU lie as everything else does.
 
 What is freed stays there until it is handed back. The heap has one arena, so that what one lane frees another one can
 take. glibc gives the first thread beside the main one an arena of its own, so the number of arenas is set before a run

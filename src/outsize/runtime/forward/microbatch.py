@@ -13,7 +13,6 @@ The story of unit ``u`` for one microbatch:
    outputs of the units before it.
 
 The next unit's arguments come into being only when it is about to run, so glue of one microbatch at a time is alive.
-
 A forward may pass over units: the embedding, where it is given vectors, or layers that it drops. Such a unit has
 nothing to do for this microbatch, neither forward nor backward.
 """
@@ -245,8 +244,7 @@ class MicrobatchRun:
 
     def recompute(self, unit: int, forward: Forward) -> None:
         """Run ``unit`` again, with a graph that its backward will use."""
-        visit = self._visits[unit]
-        visit.roots = self._recompute(unit, visit, forward)
+        self._visits[unit].roots = self._recompute(unit, self._visits[unit], forward)
 
     def backward(self, unit: int, forward: Forward) -> None:
         """Recompute ``unit`` unless its graph was kept, and pull the gradients of its outputs back through it."""
@@ -298,9 +296,7 @@ class MicrobatchRun:
     def stored(self, unit: int) -> list[tuple[Storage, torch.dtype]]:
         """Storages of the differentiable inputs of ``unit``, each once with its dtype: what SAVE and FETCH move."""
         visit = self._visits.get(unit)
-        if visit is None:
-            return []
-        return storages_of(visit.leaves[position] for position in visit.sources)
+        return [] if visit is None else storages_of(visit.leaves[position] for position in visit.sources)
 
     def emptied(self, unit: int) -> list[Storage]:
         """Return the storages that a FETCH fills, since graphs refer to them: those that the SAVE has emptied."""
@@ -332,8 +328,7 @@ class MicrobatchRun:
 
     def _advance(self, unit: int, waiting: list[Tensor]) -> UnitCall | Finished:
         """Run the model's own code up to ``unit``."""
-        box, self._box = self._box, None
-        returned, self._returned = self._returned, None
+        box, returned, self._box, self._returned = self._box, self._returned, None, None
         with torch.set_grad_enabled(self._graph), self._ambient():
             self._reseed(unit, True)
             handed = waiting if box is None else hand_out(waiting, box)

@@ -1,4 +1,4 @@
-"""How lists, dicts, sets, plain objects and generators, into which code may write, are read, written and copied."""
+"""Read, write and copy the lists, dicts, sets, objects and generators that code of a model may write into."""
 
 import copy
 import enum

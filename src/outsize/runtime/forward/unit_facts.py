@@ -1,4 +1,4 @@
-"""What trials find out about units. No torch."""
+"""Facts about units that trials measure: recompute needs, side effects, FLOPs. No torch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

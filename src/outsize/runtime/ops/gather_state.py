@@ -1,4 +1,4 @@
-"""The optimizer's state of a unit from all ranks to the first one, piece by piece, as a checkpoint there asks for it.
+"""Gather the optimizer state of a unit from all ranks to the first, piece by piece, for a checkpoint.
 
 So a checkpoint is that of a single process, and any number of ranks goes on from it. On the lane ``store`` of the first
 rank a plane is asked for, and all ranks send their share of it; masters that are split are joined by the rank that has

@@ -1,4 +1,4 @@
-"""Whether a model keeps documents apart that lie in one sequence, told by positions that begin anew at each border.
+"""Try whether a model keeps documents apart that share a sequence, by positions that restart at each border.
 
 Transformers reads borders off position ids and makes masks of them, in the code of each architecture or not at all. So
 nobody is asked for names: two documents, end to end, go through the model at random weights, and each by itself.

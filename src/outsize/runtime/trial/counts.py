@@ -1,4 +1,4 @@
-"""What a model takes at some lengths of a sequence, and so at any. No torch; it can be kept, see `dump` and `parse`."""
+"""Sizes and FLOPs of a model, counted at some sequence lengths, scaled to any, and kept on disk. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

@@ -260,7 +260,7 @@ def _yield(lengths: Sequence[Yield], at: Callable[[Iterable[Trace]], int]) -> Yi
 
 def _same_counts(kept_by_unit: Sequence[Sequence[Kept]]) -> dict[int, int]:
     counts = enumerate({one.yields.num_products for one in unit} for unit in kept_by_unit)
-    return {unit: found.pop() for unit, found in counts if len(found) == 1}
+    return {unit: counts_of.pop() for unit, counts_of in counts if len(counts_of) == 1}
 
 
 def _same_needs(rows: list[Row]) -> dict[int, Needed]:

@@ -182,11 +182,11 @@ class TrialPass:
 
     def _pass_over(self, unit: int, call: UnitCall | Finished) -> None:
         """Record a unit that this forward skips, with the sizes of units of equal form: a later forward may call it."""
-        forward, backward, kept = self._units.alike(unit)
-        self._row.boundary.append(max(self._row.boundary, default=0) if kept.num_bytes else 0)
+        forward, backward, saved = self._units.alike(unit)
+        self._row.boundary.append(max(self._row.boundary, default=0) if saved.num_bytes else 0)
         self._row.forward.append(forward)
         self._row.backward.append(backward)
-        self._row.kept.append(kept)
+        self._row.kept.append(saved)
         if unit == len(self._units.forwards) - 1 and isinstance(call, Finished):
             self._note_output(call)
 
@@ -265,8 +265,8 @@ class TrialPass:
             return
         live.restart()
         with self._units.unnoticed(effects, unit, call, live):
-            _, kept = self._units.backward(unit, call, live)
-        self._row.kept[-1] = kept
+            _, saved = self._units.backward(unit, call, live)
+        self._row.kept[-1] = saved
         # What the loss adds: logits in fp32, their softmax and their gradient.
         logits = getattr(ending.output, "logits", None)
         loss = 3 * 4 * logits.numel() if isinstance(logits, Tensor) else 0

@@ -59,8 +59,8 @@ class UnitMeasure:
     def alike(self, unit: int) -> tuple[Trace, Trace, Kept]:
         """Return what units of equal form took in a forward and a backward, and what they kept; nothing if none ran."""
         alike = (sizes for form, sizes in self._known.items() if form[:2] == self._kind(unit))
-        forward, backward, kept, *_ = next(alike, ((), (), Kept()))
-        return forward, backward, kept
+        forward, backward, saved, *_ = next(alike, ((), (), Kept()))
+        return forward, backward, saved
 
     def run(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
         """Measure a unit, unless one of its form has been, note its sizes, and return outputs as fresh leaves."""
@@ -72,12 +72,12 @@ class UnitMeasure:
             with live.blind():  # a form to make others by, which takes no memory
                 outputs = torch_private.map_only(Tensor, lambda tensor: tensor.detach().to("meta"), sizes[-1])
             self._known[key] = *sizes[:-1], outputs, passed
-        forward, backward, kept, outputs, passed = self._known[key]
+        forward, backward, saved, outputs, passed = self._known[key]
         self._row.forward.append(forward)
         self._row.backward.append(backward)
         if not self._tracked[unit]:  # it runs no backward
-            kept = kept._replace(flops=kept.flops._replace(gradient=0))
-        self._row.kept.append(kept)
+            saved = saved._replace(flops=saved.flops._replace(gradient=0))
+        self._row.kept.append(saved)
         if effects.state or effects.objects:
             return self.passed_on(unit, call, effects, live)
         given = given_tensors(call)
@@ -149,9 +149,9 @@ class UnitMeasure:
         torch.set_rng_state(state)
         before = live.restart()
         with self.unnoticed(effects, unit, call, live):
-            same, kept = self.backward(unit, call, live, outline_of((outputs,))[0])
+            same, saved = self.backward(unit, call, live, outline_of((outputs,))[0])
         self._row.graph_matters |= not same
-        return forward, live.since(before), kept, outputs
+        return forward, live.since(before), saved, outputs
 
     def _measure_compiled(
         self, unit: int, call: UnitCall, live: LiveBytes
@@ -178,8 +178,8 @@ class UnitMeasure:
         self._row.graph_matters = True
         flops = ran.flops()
         flops = flops._replace(gradient=2 * flops.forward)  # two products for each of the forward's
-        kept = Kept(compiled.saved, num_saved=compiled.num_saved, flops=flops)
-        return compiled.forward, compiled.backward, kept, compiled.outputs
+        saved = Kept(compiled.saved, num_saved=compiled.num_saved, flops=flops)
+        return compiled.forward, compiled.backward, saved, compiled.outputs
 
     def _kind(self, unit: int) -> tuple[Any, Any]:
         spec = self._split.spec.units[unit]
