@@ -244,7 +244,6 @@ class GlooGroup(Group):
         rank: of this process.
         size: how many processes come.
         timeout_s: seconds without a heartbeat after which a rank is lost, and those to wait for all to come.
-        wait_s: seconds that a call waits for a rank that beats but does not come.
 
     Attributes:
         timeout_s: as given.
@@ -254,13 +253,11 @@ class GlooGroup(Group):
         LostRankError: not all ranks came in time; names one that did not.
     """
 
-    def __init__(
-        self, store: c10d.Store, rank: int, size: int, *, timeout_s: float = 60.0, wait_s: float = WAIT_S
-    ) -> None:
+    def __init__(self, store: c10d.Store, rank: int, size: int, *, timeout_s: float = 60.0) -> None:
         super().__init__()
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._tag = 0
-        self._wait = timedelta(seconds=wait_s)
+        self._wait = timedelta(seconds=WAIT_S)
         self._closed = False
         self._ends: list[Callable[[], None]] = []
         session = meet(store, rank, size, timeout_s)

@@ -296,7 +296,7 @@ def pcie_bytes_per_s(generation: int, lanes: int = 16) -> Figure:
     return Figure(value=peak * share.value, source=source)
 
 
-def parse_gpus(text: str, kernels: Kernels = "eager") -> Machine:
+def parse_gpus(text: str) -> Machine:
     """Return a machine of GPUs such as ``8x4090`` or ``H100``, with a host that is usual for so many.
 
     Up to two cards of a desktop sit in one, two of them on half the lanes each; anything else is a server with all
@@ -304,13 +304,12 @@ def parse_gpus(text: str, kernels: Kernels = "eager") -> Machine:
 
     Args:
         text: number and name.
-        kernels: what computes on them.
 
     Raises:
         ConfigError: not of this form, or an unknown name.
     """
     count, name = split_count(text)
-    return machine_of(find_card(name), count, kernels)
+    return machine_of(find_card(name), count)
 
 
 def split_count(text: str) -> tuple[int, str]:

@@ -44,16 +44,16 @@ class UnitOrderError(ModelError):
         self.calls = tuple(calls)
 
 
-def in_turn(make: Callable[[UnitChoice], T], choice: UnitChoice) -> T:
+def in_turn(make: Callable[[UnitChoice], T]) -> T:
     """Return what ``make`` makes of units in the order in which the model calls them, found out by trying.
 
     Args:
         make: given a choice of units, raises `UnitOrderError` where the model calls them in another order.
-        choice: to begin with.
 
     Raises:
         UnitOrderError: it has none that holds.
     """
+    choice = ALL_LISTS
     while True:
         try:
             return make(choice)

@@ -284,7 +284,7 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
         )
         return Counts.of(parts.spec, can_part, config.train.head_chunk_tokens, lengths, rows)
 
-    return in_turn(counted, ALL_LISTS)
+    return in_turn(counted)
 
 
 def describe(hf_config: Mapping[str, Any]) -> Described:

@@ -151,7 +151,7 @@ def demand_of_run(
         demand.trials(own.config.microbatches)
         return demand
 
-    demand = in_turn(demand_of, ALL_LISTS)
+    demand = in_turn(demand_of)
     if len(demand.split.layers) > 1:
         announce(demand.split.said())
     return demand
