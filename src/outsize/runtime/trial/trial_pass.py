@@ -11,7 +11,7 @@ from outsize.compat import torch_private
 from outsize.compat.torch_private import memory_key
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import SECTOR_BYTES
-from outsize.model.split import Split, UnitChoice
+from outsize.model.split import ALL_LISTS, Split, UnitChoice
 from outsize.model.tiled import chunked_head_loss, shift_labels
 from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.microbatch import Ambient

@@ -19,7 +19,7 @@ from outsize.model.adapters import Adapters
 from outsize.model.build import load_hf_config
 from outsize.model.compiled import as_they_are, compile_blocks
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.model.split import ALL_LISTS, Split, UnitChoice
+from outsize.model.split import Split, UnitChoice
 from outsize.model.walk import Boundaries
 from outsize.optim.shares import shares
 from outsize.planner.memory.memory_table import home_bytes
