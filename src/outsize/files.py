@@ -117,12 +117,12 @@ _system = System()
 def replaced(system: System) -> Iterator[None]:
     """Have ``system`` make the calls of all threads while the context lasts."""
     global _system  # noqa: PLW0603
-    former = _system
+    before = _system
     _system = system
     try:
         yield
     finally:
-        _system = former
+        _system = before
 
 
 def system() -> System:

@@ -103,13 +103,13 @@ def servable(model: str) -> str:
     is_run = (path / "heartbeat.jsonl").is_file() and not (path / "config.json").is_file()
     if not is_run and not (path / CHECKPOINTS).is_dir():
         return model
-    found = best(path) or latest(path)
-    if found is None:
+    checkpoint = best(path) or latest(path)
+    if checkpoint is None:
         raise CheckpointError(
             f"{path} is a run that has not saved yet: Ctrl-C ends it after a step and saves, and train.save_every and "
             "save_minutes say when else; name a model, or a run that has saved one"
         )
-    return str(found)
+    return str(checkpoint)
 
 
 # What PEFT notes of adapters that says nothing of what they compute.
@@ -167,15 +167,15 @@ def _find(lora: LoraConfig, path: str, resumed: Path | None) -> StoredAdapters |
 
 def _with_settings_of(stored: StoredAdapters, config: Config) -> Config:
     """Return ``config`` with the section ``lora`` that makes adapters like those stored."""
-    theirs, said = _settings(stored), config.lora.model_fields_set
+    theirs, given = _settings(stored), config.lora.model_fields_set
     ours = config.lora.for_peft()
     for key, value in theirs.items():
-        if key in said and key != "lora_dropout" and _plain(ours[key]) != _plain(value):
+        if key in given and key != "lora_dropout" and _plain(ours[key]) != _plain(value):
             raise ConfigError(
                 f"lora.{key}: the adapters in {stored.directory} have {_shown(value)}, not {_shown(ours[key])}; leave "
                 "it out, or begin with others"
             )
-    if "lora_dropout" in said:
+    if "lora_dropout" in given:
         theirs["lora_dropout"] = ours["lora_dropout"]
     try:
         section = type(config.lora).model_validate({**config.lora.model_dump(), **theirs})
@@ -210,31 +210,31 @@ def _settings(stored: StoredAdapters) -> dict[str, Any]:
     """Return the keys of the section ``lora`` as stored adapters have them."""
     import peft
 
-    found, where = stored.config, stored.directory
-    if not isinstance(found, peft.LoraConfig) or isinstance(found, peft.AdaLoraConfig):
+    stored_config, where = stored.config, stored.directory
+    if not isinstance(stored_config, peft.LoraConfig) or isinstance(stored_config, peft.AdaLoraConfig):
         raise ConfigError(
-            f"{where} holds adapters of the kind {found.peft_type.value}, and train.method=lora trains LoRA; "
+            f"{where} holds adapters of the kind {stored_config.peft_type.value}, and train.method=lora trains LoRA; "
             f"{_WITH_WRAP}"
         )
     keys = LoraConfig.model_fields.keys() - OWN_KEYS
     plain = peft.LoraConfig()
     for key in vars(plain).keys() - keys - _NOTES:
-        if key in type(found).__dataclass_fields__ and getattr(found, key) != getattr(plain, key):
+        if key in type(stored_config).__dataclass_fields__ and getattr(stored_config, key) != getattr(
+            plain, key
+        ):
             raise ConfigError(
                 f"{where} holds adapters with {key}, which train.method=lora does not train; {_WITH_WRAP}"
             )
-    if isinstance(found.init_lora_weights, str) and found.init_lora_weights not in (
-        "gaussian",
-        "eva",
-        "orthogonal",
-        "lora_ga",
-    ):
+    start = stored_config.init_lora_weights
+    if isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "lora_ga"):
         raise ConfigError(
-            f"{where} holds adapters with init_lora_weights={found.init_lora_weights}, which needs other weights of "
+            f"{where} holds adapters with init_lora_weights={start}, which needs other weights of "
             f"the model, or trains a part of them; {_WITH_WRAP}"
         )
-    taken = {key: _as_said(key, getattr(found, key)) for key in sorted(keys) if hasattr(found, key)}
-    return {**taken, "init_lora_weights": True}  # they have begun
+    settings = {
+        key: _as_said(key, getattr(stored_config, key)) for key in sorted(keys) if hasattr(stored_config, key)
+    }
+    return {**settings, "init_lora_weights": True}  # they have begun
 
 
 def _as_said(key: str, value: Any) -> Any:

@@ -176,9 +176,9 @@ def remove_old(checkpoints: Path, newest: Path, limit: int, run: str) -> None:
     others = [p for p in checkpoints.iterdir() if p not in spared and _made_by(run, p)]
     # A later one never became the latest: the process died before it could say so.
     before = sorted((p for p in others if _step(p) < _step(newest)), key=_step)
-    kept = set(before[len(before) - limit + 1 :]) if limit > 1 else set()
+    recent = set(before[len(before) - limit + 1 :]) if limit > 1 else set()
     for path in others:
-        if path not in kept:
+        if path not in recent:
             with contextlib.suppress(OSError):
                 _remove(path)
 
@@ -335,7 +335,7 @@ def _files_in(state: dict[str, Any]) -> bool:
     listed = state.get("files")
     if not isinstance(listed, dict) or not listed or not isinstance(state.get("run"), str):
         return False
-    return all(_is_below(name) and _is_sum(known) for name, known in listed.items())
+    return all(_is_below(name) and _is_sum(file_sum) for name, file_sum in listed.items())
 
 
 def _is_below(name: str) -> bool:
@@ -343,5 +343,5 @@ def _is_below(name: str) -> bool:
     return bool(name) and "\0" not in name and not name.startswith("/") and ".." not in Path(name).parts
 
 
-def _is_sum(known: Any) -> bool:
-    return isinstance(known, dict) and all(type(known.get(key)) is int for key in ("num_bytes", "crc32"))
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(value.get(key)) is int for key in ("num_bytes", "crc32"))

@@ -101,8 +101,10 @@ def _dtype_of(checkpoint: Path, hf_config: Any) -> str:
     """Return in which dtype a run has computed; of adapters without the state of a run that of their model."""
     if (checkpoint / STATE).is_file() and not is_trainers(checkpoint):
         return str(read_state(checkpoint)["dtype"])
-    own = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
-    return next((name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == own), "fp32")
+    config_dtype = str(getattr(hf_config, "dtype", None) or torch.float32).removeprefix("torch.")
+    return next(
+        (name for name, dtype in DTYPES.items() if str(dtype).removeprefix("torch.") == config_dtype), "fp32"
+    )
 
 
 class _Merged:
@@ -113,7 +115,7 @@ class _Merged:
         self._source = source
         # What trains whole, and is saved under its own name.
         prefix = "base_model.model."
-        self._whole = {stored.removeprefix(prefix): own for own, stored in adapters.names.items()}
+        self._whole = {stored.removeprefix(prefix): name for name, stored in adapters.names.items()}
 
     def check(self, name: str, num_places: int) -> None:
         """Refuse what two modules share and only one adapts: merged, they would not share it any more.
@@ -134,7 +136,7 @@ class _Merged:
             return self._read(self._whole.get(name, name), shape, DTYPES[dtype])
         leaf = name.rpartition(".")[2]
         path = name.removesuffix(f".{leaf}")
-        former: dict[tuple[nn.Module, str], Any] = {
+        originals: dict[tuple[nn.Module, str], Any] = {
             (module, n): p for module in layer.modules() for n, p in parameters_of(module).items()
         }
         try:
@@ -154,7 +156,7 @@ class _Merged:
         finally:
             for module in layer.modules():
                 getattr(module, "merged_adapters", []).clear()
-            for (module, attribute), parameter in former.items():
+            for (module, attribute), parameter in originals.items():
                 parameters_of(module)[attribute] = parameter
 
     def _layer(self, name: str) -> nn.Module | None:
@@ -203,8 +205,8 @@ def export(
     if merge:
         return merge_adapters(source, target, trust_remote_code, base, ready)
     shards = sorted(source.glob("model-*.safetensors"))
-    taken = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
-    beside = [path for path in source.iterdir() if path.name not in taken and is_own_file(path, source)]
+    skipped = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
+    beside = [path for path in source.iterdir() if path.name not in skipped and is_own_file(path, source)]
     num_bytes = sum(path.stat().st_size for path in (*shards, *beside))
     with new_directory(target, num_bytes, ready=ready) as partial:
         for path in beside:
@@ -241,8 +243,8 @@ class Hub:
             ConfigError: no name of a repository, or everybody sees it and that was not asked for.
             StorageError: the hub refuses it, or is not reached.
         """
-        made = self._call("create_repo", private=not self._public, exist_ok=True)
-        self._repo, self.url = made.repo_id, str(made)
+        repository = self._call("create_repo", private=not self._public, exist_ok=True)
+        self._repo, self.url = repository.repo_id, str(repository)
         if not self._public and not self._call("repo_info").private:
             raise ConfigError(
                 f"--push {self._repo}: everybody sees that repository; add --public if so meant, or push to another"

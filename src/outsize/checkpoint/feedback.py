@@ -47,10 +47,10 @@ def files_of(prepared: Job, unit: UnitSpec) -> dict[int, str]:
     """The files, within a checkpoint, of what ranks remember of a unit, by rank; none of one that sends nothing."""
     if not unit.trainable or not _num_ranks(prepared):
         return {}
-    own = shares(prepared.split.spec, prepared.group.size)[unit.index]
+    share = shares(prepared.split.spec, prepared.group.size)[unit.index]
     return {
         rank: f"{OPTIMIZER}/{unit.name}.{_NAME}-{rank:03}.safetensors"
-        for rank, part in enumerate(own)
+        for rank, part in enumerate(share)
         if len(part) < unit.numel
     }
 
@@ -67,15 +67,15 @@ def write(prepared: Job, resting: UnitAtRest, directory: Path, moved: Moved) -> 
     Raises:
         OSError: as the system says.
     """
-    unit, found = resting.unit, {}
+    unit, sums = resting.unit, {}
     for rank, name in files_of(prepared, unit).items():
-        own = shares(prepared.split.spec, prepared.group.size)[unit.index][rank]
-        entry = (_NAME, torch.bfloat16, (unit.numel - len(own),))
+        share = shares(prepared.split.spec, prepared.group.size)[unit.index][rank]
+        entry = (_NAME, torch.bfloat16, (unit.numel - len(share),))
         with TensorWriter(directory / name, [entry], moved) as file:
             for piece in resting.residual(rank):
                 file.write(bytes_of(piece))
-            found[name] = file.sync()
-    return found
+            sums[name] = file.sync()
+    return sums
 
 
 def restore(trainer: StreamedTrainer, directory: Path | None, announce: Callable[[str], None]) -> None:
@@ -137,14 +137,14 @@ def _missing(trainer: StreamedTrainer, directory: Path | None) -> tuple[str, Map
     return "", state
 
 
-def _fill(residuals: Residuals, unit: UnitSpec, path: Path, known: Mapping[str, Any] | None) -> None:
+def _fill(residuals: Residuals, unit: UnitSpec, path: Path, expected: Mapping[str, Any] | None) -> None:
     """Read a file into the memory of a unit's residuals."""
     plane = residuals.plane(unit.index)
     assert plane is not None
     stored = read_header(path).get(_NAME)
-    if stored is None or stored.numel != plane.numel() or stored.dtype != plane.dtype or known is None:
+    if stored is None or stored.numel != plane.numel() or stored.dtype != plane.dtype or expected is None:
         raise CheckpointError(f"{path} does not hold {plane.numel()} residuals in {plane.dtype}")
-    if sum_of_file(path) != FileSum(known["num_bytes"], known["crc32"]):
+    if sum_of_file(path) != FileSum(expected["num_bytes"], expected["crc32"]):
         raise CheckpointError(
             f"{path} is damaged (unit {unit.name}); resume from another checkpoint with --resume PATH"
         )

@@ -53,7 +53,7 @@ def newest_home(
     path = home_file(config.memory, run_dir)
     if config.train.resume != "auto":
         return None
-    spec, own, group = prepared.split.spec, prepared.own, prepared.group
+    spec, share, group = prepared.split.spec, prepared.own, prepared.group
     planes = prepared.plan.state.planes
     if group.size > 1:
         record = _common(path, prepared, resumed, announce)
@@ -69,7 +69,7 @@ def newest_home(
         raise StorageError(f"{error}; remove the file to go on without it") from error
     run_state.check_same_method(state, path, config)
     run_state.check_same_run(state, path, config, prepared.dtype)
-    if not is_laid_out(record.layout, spec, planes, own, prepared.whole):
+    if not is_laid_out(record.layout, spec, planes, share, prepared.whole):
         changed = [line.removeprefix("note: ") for line in run_state.changed_settings(state, config)]
         holds = _otherwise(record, prepared) or "; ".join([_ANOTHER, *changed])
         raise StorageError(
@@ -93,8 +93,8 @@ def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce)
     foreign = not records and has_commit(path)
     record = find_record(path, spec, planes, prepared.own, prepared.whole)[0] if foreign else None
     holds = "" if record is None else _otherwise(record, prepared)
-    told = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign, holds])
-    for rank, (_, wrong, _, holds) in enumerate(told):
+    answers = group.gather_objects([[int(record.state["step"]) for record in records], wrong, foreign, holds])
+    for rank, (_, wrong, _, holds) in enumerate(answers):
         if holds:
             raise StorageError(
                 f"{path.name} of rank {rank} holds {holds}; resume with the former settings, or remove the file of all "
@@ -102,15 +102,15 @@ def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce)
             )
         if wrong:
             announce(f"rank {rank}: {wrong}")
-    common = set.intersection(*(set(steps) for steps, *_ in told))
+    common = set.intersection(*(set(steps) for steps, *_ in answers))
     if common:
         return next(record for record in records if record.state["step"] == max(common))
-    if any(foreign for _, _, foreign, _ in told) and resumed is None:
+    if any(foreign for _, _, foreign, _ in answers) and resumed is None:
         raise StorageError(
             "homes on disk here are not those of this run's ranks, and there is no checkpoint to go on from; start as "
             f"many ranks as before, or remove {path.name} of all of them to begin anew"
         )
-    if any(steps or foreign for steps, _, foreign, _ in told):
+    if any(steps or foreign for steps, _, foreign, _ in answers):
         announce(
             "homes on disk have no committed step that all ranks share: going on from the newest checkpoint"
         )
@@ -122,19 +122,21 @@ def _otherwise(record: CommitRecord, prepared: Job) -> str:
     spec, ours = prepared.split.spec, prepared.plan.state
     masters: tuple[Masters, ...] = get_args(Masters) if spec.dtype == "bf16" else ("separate",)
     gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
-    for own, kept, whole in itertools.product(masters, gradients, ((WEIGHTS,), (WEIGHTS, GRADIENT))):
-        other = replace(ours, masters=own, gradients=kept)
-        if is_laid_out(record.layout, spec, other.planes, prepared.own, whole):
-            if prepared.own is not None and whole != prepared.whole:
-                taken = "several rounds" if GRADIENT in whole else "one round"
+    for masters_of, gradients_of, planes in itertools.product(
+        masters, gradients, ((WEIGHTS,), (WEIGHTS, GRADIENT))
+    ):
+        other = replace(ours, masters=masters_of, gradients=gradients_of)
+        if is_laid_out(record.layout, spec, other.planes, prepared.own, planes):
+            if prepared.own is not None and planes != prepared.whole:
+                rounds = "several rounds" if GRADIENT in planes else "one round"
                 return (
-                    f"the state of a rank that takes its microbatches in {taken} (train.round_microbatches)"
+                    f"the state of a rank that takes its microbatches in {rounds} (train.round_microbatches)"
                 )
-            changed = [f"optimizer.masters={own}"] * (own != ours.masters)
+            changed = [f"optimizer.masters={masters_of}"] * (masters_of != ours.masters)
             waits = (
                 "does not keep gradients (optimizer.clip=unit or none)"
-                if kept == "none"
-                else f"keeps {kept} gradients"
+                if gradients_of == "none"
+                else f"keeps {gradients_of} gradients"
             )
             return " and ".join(
                 [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]
@@ -168,15 +170,15 @@ def start(
                 trainer = attempt.enter_context(_from_home(prepared, run_dir, record, data))
             except StorageError as error:
                 failed = error
-            told = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
-            if not told:
+            messages = [text for text in prepared.group.gather_objects(str(failed or "")) if text]
+            if not messages:
                 stack.push(attempt.pop_all())
                 announce(f"resumed from step {trainer.position.step} in {path}")
                 feedback.restore(trainer, resumed, announce)
                 return trainer
             if resumed is None:
-                raise failed or StorageError(told[0])
-            announce(f"{told[0]}; this run goes back to {resumed.name}")
+                raise failed or StorageError(messages[0])
+            announce(f"{messages[0]}; this run goes back to {resumed.name}")
     if resumed is not None:
         run_checkpoint.check_files(resumed)
     trainer = stack.enter_context(StreamedTrainer(prepared, path.parent, home_file=path, data=data))
@@ -193,9 +195,9 @@ def tell_costs(prepared: Job, run_dir: Path, announce: Announce) -> None:
     if prepared.machine.home != "disk":
         return
     with contextlib.suppress(StorageError):  # the kernel does not say; the run does without
-        found = zram_below(home_file(prepared.config.memory, run_dir))
-        if found is not None:
-            announce(f"the home lies in RAM, which no budget counts: {found.costs()}")
+        below = zram_below(home_file(prepared.config.memory, run_dir))
+        if below is not None:
+            announce(f"the home lies in RAM, which no budget counts: {below.costs()}")
 
 
 def remove_home(memory: MemoryConfig, run_dir: Path, saved: Path, announce: Announce) -> None:

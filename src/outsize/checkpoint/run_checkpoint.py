@@ -180,19 +180,23 @@ def check_files(directory: Path) -> None:
     if trainer_checkpoint.is_trainers(directory):
         trainer_checkpoint.check_files(directory)
         return
-    for name, known in read_state(directory)["files"].items():
-        path, size = directory / name, known["num_bytes"]
+    for name, expected in read_state(directory)["files"].items():
+        path, size = directory / name, expected["num_bytes"]
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly{_and_now(known)}")
+            raise CheckpointError(
+                f"{path} is missing, so the run cannot be resumed exactly{_and_now(expected)}"
+            )
         try:
-            found = sum_of_file(path)
+            actual = sum_of_file(path)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}{_and_now(known)}") from error
-        if found.num_bytes != size:
-            wrong = "truncated" if found.num_bytes < size else "longer than it was"
-            raise CheckpointError(f"{path} is {wrong}: {found.num_bytes} bytes, not {size}{_and_now(known)}")
-        if found.crc32 != known["crc32"]:
-            raise CheckpointError(f"{path} is damaged: its bytes are not those written{_and_now(known)}")
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}{_and_now(expected)}") from error
+        if actual.num_bytes != size:
+            wrong = "truncated" if actual.num_bytes < size else "longer than it was"
+            raise CheckpointError(
+                f"{path} is {wrong}: {actual.num_bytes} bytes, not {size}{_and_now(expected)}"
+            )
+        if actual.crc32 != expected["crc32"]:
+            raise CheckpointError(f"{path} is damaged: its bytes are not those written{_and_now(expected)}")
 
 
 def restore(
@@ -209,14 +213,14 @@ def restore(
     for unit in trainer.spec.units:
         layout = trainer.prepared.plan.state
         for plane, dtype in state_planes(layout, unit).items():
-            seen = plane_of(layout, unit, plane)
-            stored = find_plane(directory / file_of(unit, plane), seen, dtype)
+            stored_unit = plane_of(layout, unit, plane)
+            stored = find_plane(directory / file_of(unit, plane), stored_unit, dtype)
             with Arena() as arena:
                 if plane == MASTER_LOW:
                     excepted = _read_excepted(directory / file_of(unit, MASTER_EXCEPTED))
                     _restore_masters(trainer, unit, stored, excepted, arena)
                 else:
-                    _restore_plane(trainer, seen, plane, dtype, stored, arena)
+                    _restore_plane(trainer, stored_unit, plane, dtype, stored, arena)
     trainer.updates.update(state["updates"])
     trainer.loss_scale.restore(state["loss_scale"])
     return checkpoint_state.position_of(directory)
@@ -264,22 +268,22 @@ def _fill_plane(
 
 
 def _restore_plane(
-    trainer: Restorable, seen: UnitSpec, plane: str, dtype: torch.dtype, stored: Stored, arena: Arena
+    trainer: Restorable, unit: UnitSpec, plane: str, dtype: torch.dtype, stored: Stored, arena: Arena
 ) -> None:
-    """Bring a plane back, as far as the home holds it; ``seen`` is the unit as the plane sees it."""
-    made = trainer.prepared.plan.state.planes.get(plane, Plane("fp32"))
-    size = min(FILL_ELEMENTS, align_up(seen.numel, made.sector_items))
+    """Bring a plane back, as far as the home holds it; ``unit`` is the unit as the plane sees it."""
+    target = trainer.prepared.plan.state.planes.get(plane, Plane("fp32"))
+    size = min(FILL_ELEMENTS, align_up(unit.numel, target.sector_items))
     values = arena.take(dtype.itemsize * size, "restore").view(dtype)
-    own = trainer.prepared.own
-    first, last = 0, seen.numel
-    if own is not None:  # shares end with whole items
-        first, last = own[seen.index].start // made.group, own[seen.index].stop // made.group
+    share = trainer.prepared.own
+    first, last = 0, unit.numel
+    if share is not None:  # shares end with whole items
+        first, last = share[unit.index].start // target.group, share[unit.index].stop // target.group
     for start in range(first, last, size):
         length = min(size, last - start)
-        chunk = values[: align_up(length, made.sector_items)].zero_()
-        read_plane(stored, seen, start, chunk[:length])
-        _require_numbers(chunk[:length], plane, f"{plane} of {seen.name}")
-        trainer.home.write(seen.index, plane, start * made.group, chunk)
+        chunk = values[: align_up(length, target.sector_items)].zero_()
+        read_plane(stored, unit, start, chunk[:length])
+        _require_numbers(chunk[:length], plane, f"{plane} of {unit.name}")
+        trainer.home.write(unit.index, plane, start * target.group, chunk)
 
 
 def _require_numbers(values: Tensor, plane: str, what: str) -> None:
@@ -313,8 +317,8 @@ def _restore_masters(
 
 def _held(trainer: Restorable, unit: UnitSpec, size: int) -> Iterator[tuple[int, int]]:
     """Yield ``(first element, elements)`` of pieces of a plane of the optimizer's state that the home holds."""
-    own = trainer.prepared.own
-    held = range(unit.numel) if own is None else own[unit.index]
+    share = trainer.prepared.own
+    held = range(unit.numel) if share is None else share[unit.index]
     return ((start, min(size, held.stop - start)) for start in range(held.start, held.stop, size))
 
 
@@ -326,7 +330,7 @@ def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:
     return read_tensor(stored["positions"]), read_tensor(stored["bits"])
 
 
-def _and_now(known: Mapping[str, Any]) -> str:
+def _and_now(settings: Mapping[str, Any]) -> str:
     """Which unit a damaged file belongs to, and what to try."""
-    whose = f" (unit {known['unit']})" if known.get("unit") else ""
+    whose = f" (unit {settings['unit']})" if settings.get("unit") else ""
     return f"{whose}; resume from another checkpoint with --resume PATH"

@@ -222,10 +222,10 @@ class Saver:
             self._announce(Detail(f"saved {saving.path}"))
         elif saving.error is not None:
             self.num_failed += 1
-            kept = self._saved_step
+            saved = self._saved_step
             stands = (
-                f"the newest checkpoint is still {name_of(kept)}"
-                if kept >= 0
+                f"the newest checkpoint is still {name_of(saved)}"
+                if saved >= 0
                 else "there is no checkpoint yet"
             )
             self._announce(f"warning: {saving.error}; the run goes on, {stands}")
@@ -324,12 +324,12 @@ def check_room(
     """
     saved = checkpoint_bytes(prepared) if saves else 0
     ours = (_Writing.to(run_dir, saved=saved), _Writing.to(home, home=_home_bytes(prepared, home)))
-    told = [_Writing(*each) for rank in gather([astuple(each) for each in ours]) for each in rank]
-    for disk in {(each.host, each.device) for each in told}:
-        _check_disk([each for each in told if (each.host, each.device) == disk])
+    writings = [_Writing(*each) for rank in gather([astuple(each) for each in ours]) for each in rank]
+    for disk in {(each.host, each.device) for each in writings}:
+        _check_disk([each for each in writings if (each.host, each.device) == disk])
     if saves:
         beside = sum(
-            each.home_bytes for each in told if (each.host, each.device) == (ours[0].host, ours[0].device)
+            each.home_bytes for each in writings if (each.host, each.device) == (ours[0].host, ours[0].device)
         )
         _tell_of_second(train, run_dir, saved, ours[0].free_bytes - beside, announce)
 
@@ -345,13 +345,13 @@ def check_saves(saved: int, train: TrainConfig, run_dir: Path, announce: Callabl
     _tell_of_second(train, run_dir, saved, there.free_bytes, announce)
 
 
-def _check_disk(told: list[_Writing]) -> None:
+def _check_disk(writings: list[_Writing]) -> None:
     """Refuse what all processes together write to one file system, where it has no room for it."""
-    saved, homes = sum(each.saved_bytes for each in told), [each for each in told if each.home_bytes]
-    beside, free = sum(each.home_bytes for each in homes), min(each.free_bytes for each in told)
+    saved, homes = sum(each.saved_bytes for each in writings), [each for each in writings if each.home_bytes]
+    beside, free = sum(each.home_bytes for each in homes), min(each.free_bytes for each in writings)
     if saved + beside <= free:
         return
-    path = next((each.path for each in told if each.saved_bytes), told[0].path)
+    path = next((each.path for each in writings if each.saved_bytes), writings[0].path)
     of_homes = (
         "its home and activations" if len(homes) < 2 else f"homes and activations of {len(homes)} ranks"
     )

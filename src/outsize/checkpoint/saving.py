@@ -121,14 +121,14 @@ class Saving:
         """
         if self.error is not None or self.cancelled or not resting.unit.tensors:
             return
-        whole = False
+        complete = False
         try:
             writer = self._writer or self._begin()
             self._write(resting, writer)
             self._num_left -= 1
             if not self._num_left:
                 self._finish(writer)
-            whole = True
+            complete = True
         except OSError as error:
             self.error = explain(error, f"write the checkpoint {self._final}")
         except CheckpointError as error:  # it was written, and does not read as a checkpoint
@@ -136,7 +136,7 @@ class Saving:
         except _CancelledError:
             pass  # given up below, as it was told
         finally:
-            if not whole:
+            if not complete:
                 self._give_up()
 
     def _begin(self) -> CheckpointWriter | AdapterWriter:
@@ -166,8 +166,10 @@ class Saving:
             chunks = (
                 self._low_halves(resting, excepted) if plane == MASTER_LOW else self._chunks(resting, plane)
             )
-            seen = plane_of(self._prepared.plan.state, unit, plane)
-            self._files[name] = write_plane(self._staging / name, seen, dtype, chunks, moved=self._check)
+            stored_unit = plane_of(self._prepared.plan.state, unit, plane)
+            self._files[name] = write_plane(
+                self._staging / name, stored_unit, dtype, chunks, moved=self._check
+            )
             if plane == MASTER_LOW:
                 name = file_of(unit, MASTER_EXCEPTED)
                 self._files[name] = write_file(self._staging / name, _joined(excepted), self._check)
@@ -179,9 +181,9 @@ class Saving:
         if self._former is None:
             return False
         directory, files = self._former
-        known = files.get(writer.shard_of(resting.unit))
+        expected = files.get(writer.shard_of(resting.unit))
         dtype = TORCH_DTYPE[self._prepared.split.spec.dtype]
-        return known is not None and writer.link_unit(resting.unit, dtype, directory, known)
+        return expected is not None and writer.link_unit(resting.unit, dtype, directory, expected)
 
     def _chunks(self, resting: UnitAtRest, plane: str) -> Iterator[Chunk]:
         layout = self._prepared.plan.state
@@ -213,13 +215,13 @@ class Saving:
         """Write everything else; when nothing can be lost any more, point ``latest`` to the checkpoint."""
         prepared, staging = self._prepared, self._staging
         writer.finish(prepared.hf_config, self._beside)
-        found = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
+        listed = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
             of_unit = [file_of(unit, plane) for plane in state_planes(prepared.plan.state, unit)]
             of_unit += feedback.files_of(prepared, unit).values()
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
-                found[name]["unit"] = unit.name
-        state = {**self._state, **feedback.state_of(prepared), "updates": self._updates, "files": found}
+                listed[name]["unit"] = unit.name
+        state = {**self._state, **feedback.state_of(prepared), "updates": self._updates, "files": listed}
         files.write_whole(staging / STATE, render_state(state))
         files.sync(staging / OPTIMIZER)
         files.sync(staging)

@@ -57,8 +57,8 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
-def _said_of(directory: Path, place: Path, said: Any) -> Any:
-    return said.replace(str(place), str(directory)) if isinstance(said, str) else said
+def _said_of(directory: Path, place: Path, value: Any) -> Any:
+    return value.replace(str(place), str(directory)) if isinstance(value, str) else value
 
 
 def _copy_of(directory: Path) -> Path:

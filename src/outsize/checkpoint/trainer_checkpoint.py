@@ -174,16 +174,16 @@ class OptimizerState:
             held = ", ".join(map(str, entry)) if isinstance(entry, dict) else type(entry).__name__
             raise CheckpointError(self._other(f"it keeps {held[:80]} for {name}"))
         for plane in _MOMENTS:
-            found = entry[plane]
+            in_file = entry[plane]
             if (
-                not isinstance(found, Tensor)
-                or not found.dtype.is_floating_point
-                or found.layout != torch.strided
+                not isinstance(in_file, Tensor)
+                or not in_file.dtype.is_floating_point
+                or in_file.layout != torch.strided
             ):
                 raise CheckpointError(self._other(f"{plane} of {name} is no plain tensor"))
-            if tuple(found.shape) != tensor.shape:
+            if tuple(in_file.shape) != tensor.shape:
                 raise CheckpointError(
-                    f"{self._path}: {plane} of {name} is {tuple(found.shape)}, not {tensor.shape}; it is of "
+                    f"{self._path}: {plane} of {name} is {tuple(in_file.shape)}, not {tensor.shape}; it is of "
                     "another model, or other parameters were trained: set model.freeze so that this run trains the same"
                 )
         step = entry[STEP]

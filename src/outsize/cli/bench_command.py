@@ -214,10 +214,10 @@ def _machine(run_dir: Path) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the commit of the checkout that runs, ``+`` where it was changed; None of an installed package."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:
         done = subprocess.run(
-            asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
         )
     except OSError:
         return None
@@ -248,7 +248,7 @@ def _planned(config: "Config", shape: dict[str, int], run_dir: Path) -> dict[str
     )
     model = AskedModel(config.model.path, {"model_type": "llama", **shape, "tie_word_embeddings": False})
     try:
-        found = fastest(ask_what_fits(options, model).question)
+        prediction = fastest(ask_what_fits(options, model).question)
     except OutsizeError as error:
         return {"error": str(error)}
-    return {"card": card.name, "tokens_per_s": found.tokens_per_s, "interval": list(found.interval)}
+    return {"card": card.name, "tokens_per_s": prediction.tokens_per_s, "interval": list(prediction.interval)}

@@ -137,8 +137,8 @@ def generate(options: GenerateOptions, output: Output) -> None:
             **{**how, "seed": options.seed + num_done},
         )
     output.say(_summary(figures))
-    told = {} if options.out is not None else {"written": [asdict(one) for one in written]}
-    output.emit({**told, **asdict(figures)})
+    summary = {} if options.out is not None else {"written": [asdict(one) for one in written]}
+    output.emit({**summary, **asdict(figures)})
 
 
 def _streams(options: GenerateOptions, output: Output, num_prompts: int) -> bool:
@@ -172,8 +172,8 @@ def _lines(options: GenerateOptions) -> ResumedLines:
         *("model", "base", "dtype", "prompt", "prompts", "chat", "system", "max_new_tokens", "batch_size"),
         *("stop", "sample", *_DRAWING, "seed"),
     )
-    made = {name: str(getattr(options, name)) for name in settled}
-    check_made_with(options.out, {**made, "prompts_bytes": size_of(options.prompts)})
+    settings = {name: str(getattr(options, name)) for name in settled}
+    check_made_with(options.out, {**settings, "prompts_bytes": size_of(options.prompts)})
     return ResumedLines(options.out)
 
 

@@ -217,8 +217,8 @@ def make_app(completions: Completions) -> Starlette:
         if isinstance(body, Response):
             return body
         try:
-            asked = read_request(body, ChatRequest if request.url.path == CHAT else PromptRequest)
-            return await _answer(completions, asked, request)
+            text_request = read_request(body, ChatRequest if request.url.path == CHAT else PromptRequest)
+            return await _answer(completions, text_request, request)
         except Exception as error:
             return _failure(error)
 
@@ -239,24 +239,24 @@ async def _no_such_place(request: Request, error: Exception) -> Response:
     return refusal(error.status_code, f"there is nothing at {where}; there are {CHAT}, {PLAIN} and {MODELS}")
 
 
-async def _answer(completions: Completions, asked: TextRequest, request: Request) -> Response:
+async def _answer(completions: Completions, text_request: TextRequest, request: Request) -> Response:
     """Return an answer as a whole, or a stream that has begun; of a client that goes nothing is left to do."""
     async with contextlib.AsyncExitStack() as stack:
-        job = await stack.enter_async_context(completions.running(asked))
+        job = await stack.enter_async_context(completions.running(text_request))
         if job is None:
             wait = {"Retry-After": str(completions.retry_after_s)}
             return refusal(
                 429, "too many requests wait already; try again later", wait, "rate_limit_exceeded"
             )
         gone = asyncio.ensure_future(request.receive())  # the body is read: all that comes is the end
-        first = asyncio.ensure_future(_first(job) if asked.stream else _whole(job))
+        first = asyncio.ensure_future(_first(job) if text_request.stream else _whole(job))
         for task in (gone, first):
             stack.callback(task.cancel)
         await asyncio.wait({gone, first}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             return Response(status_code=499)  # to nobody
         answer = _Answer(completions, job)
-        if not asked.stream:
+        if not text_request.stream:
             return JSONResponse(answer.whole(*first.result()))
         events = answer.events(first.result(), stack.pop_all())
         return StreamingResponse(events, media_type="text/event-stream")
@@ -325,8 +325,8 @@ class _Answer:
             if self._is_chat
             else ("text_completion", types.Completion)
         )
-        whole = form(**self._head, object=kind, choices=choices, usage=self._usage(texts))  # type: ignore[arg-type]
-        return whole.model_dump(exclude_unset=True)
+        body = form(**self._head, object=kind, choices=choices, usage=self._usage(texts))  # type: ignore[arg-type]
+        return body.model_dump(exclude_unset=True)
 
     async def events(self, event: Any, stack: contextlib.AsyncExitStack) -> AsyncIterator[str]:
         """Yield the events of a stream: who speaks, pieces, why each choice ends, the usage, the end."""
@@ -366,14 +366,16 @@ class _Answer:
 
     def _logprobs(self, tokens: "Sequence[Token]") -> dict[str, Any] | None:
         """Return what is told of the logprobs of tokens; None where nobody wants them."""
-        told = [self._completions.logprobs(token) for token in tokens if token.logprob is not None]
-        if self._is_chat or not told:
-            return {"content": told, "refusal": None} if told else None
-        ends = list(itertools.accumulate((len(one["token"]) for one in told), initial=0))
+        entries = [self._completions.logprobs(token) for token in tokens if token.logprob is not None]
+        if self._is_chat or not entries:
+            return {"content": entries, "refusal": None} if entries else None
+        ends = list(itertools.accumulate((len(one["token"]) for one in entries), initial=0))
         return {
-            "tokens": [one["token"] for one in told],
-            "token_logprobs": [one["logprob"] for one in told],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told],
+            "tokens": [one["token"] for one in entries],
+            "token_logprobs": [one["logprob"] for one in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in entries
+            ],
             "text_offset": ends[:-1],
         }
 

@@ -116,12 +116,12 @@ class _Results:
     def __init__(self, options: ScoreOptions) -> None:
         self._out, self._want = options.out, options.want
         self._as_files = options.want in ("logits", "hidden")
-        made = {
+        settings = {
             name: str(getattr(options, name))
             for name in ("model", "base", "dtype", "data", "want", "context")
         }
-        made["data_bytes"] = size_of(options.data)
-        check_made_with(options.out, made)
+        settings["data_bytes"] = size_of(options.data)
+        check_made_with(options.out, settings)
         self._logprob, self._num_scored = 0.0, 0
         self._lines = None if self._as_files else ResumedLines(options.out)
         self.num_done = self._count_files() if self._lines is None else self._lines.count

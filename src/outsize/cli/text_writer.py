@@ -106,9 +106,9 @@ class TextWriter:
         """
         from outsize.wrapped.writing.text import check_text
 
-        asked = self._prompt_of(prompt)
-        check_text(asked.text, "the prompt")
-        return len(self._tokenizer(asked.text, add_special_tokens=not asked.is_templated)["input_ids"])
+        encoded = self._prompt_of(prompt)
+        check_text(encoded.text, "the prompt")
+        return len(self._tokenizer(encoded.text, add_special_tokens=not encoded.is_templated)["input_ids"])
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special ones among them."""
@@ -128,11 +128,11 @@ class TextWriter:
         """Return what the model writes after texts and conversations; see `outsize.wrapped.writing.text.write`."""
         from outsize.wrapped.writing.text import WritingOptions, write
 
-        asked = [self._prompt_of(prompt) for prompt in prompts]
+        encoded = [self._prompt_of(prompt) for prompt in prompts]
         names = [field.name for field in fields(WritingOptions) if field.name in choice]
         options = WritingOptions(**{name: choice.pop(name) for name in names})
         choice = {"on_token": lambda token: on_text(token.text), **choice}
-        return write(self._model, self._tokenizer, asked, options, **choice)
+        return write(self._model, self._tokenizer, encoded, options, **choice)
 
     def scored_text(self, prompt: "str | Conversation", completion: str | None) -> "ScoredText":
         """Return the tokens of a completion behind its prompt, or of a text, all of which but the first count.
@@ -142,15 +142,15 @@ class TextWriter:
         from outsize.wrapped.writing.scoring import ScoredText
         from outsize.wrapped.writing.text import check_text
 
-        asked = self._prompt_of(prompt)
-        before = asked.text if completion is None or asked.is_templated else asked.text.rstrip()
-        whole = asked.text + (completion or "")
-        check_text(whole, "the text")
-        ids = self._tokenizer(whole, add_special_tokens=not asked.is_templated)["input_ids"]
+        encoded = self._prompt_of(prompt)
+        before = encoded.text if completion is None or encoded.is_templated else encoded.text.rstrip()
+        text = encoded.text + (completion or "")
+        check_text(text, "the text")
+        ids = self._tokenizer(text, add_special_tokens=not encoded.is_templated)["input_ids"]
         if completion is None:
             return ScoredText(ids)
         return ScoredText(
-            ids, len(self._tokenizer(before, add_special_tokens=not asked.is_templated)["input_ids"])
+            ids, len(self._tokenizer(before, add_special_tokens=not encoded.is_templated)["input_ids"])
         )
 
     def score(self, texts: "Iterable[ScoredText]", want: "Want", figures: "ScoringFigures") -> Iterator[Any]:
@@ -182,8 +182,8 @@ def _tokenizer(places: Sequence[str | Path], trust_remote_code: bool) -> Any:
     from outsize.checkpoint.tokenizer_files import load_tokenizer
 
     *before, last = places
-    own = (Path(each) for each in before if has_tokenizer(Path(each)))
-    directory = next(own, None) or locate_checkpoint(last)
+    directories = (Path(each) for each in before if has_tokenizer(Path(each)))
+    directory = next(directories, None) or locate_checkpoint(last)
     try:
         tokenizer = load_tokenizer(directory, trust_remote_code=trust_remote_code)
     except StorageError:

@@ -95,10 +95,10 @@ def _objective(config: "Config") -> list[str]:
     objective = config.train.objective
     if objective == "sft":
         return []
-    found = refused_by_trainers(config, f"with train.objective={objective}")
+    refusals = refused_by_trainers(config, f"with train.objective={objective}")
     if objective == "distill" and config.train.teacher is None:
-        found.append("train.teacher: train.objective=distill learns from another model; name it")
-    return found
+        refusals.append("train.teacher: train.objective=distill learns from another model; name it")
+    return refusals
 
 
 def refused_by_trainers(config: "Config", where: str) -> list[str]:
@@ -108,24 +108,24 @@ def refused_by_trainers(config: "Config", where: str) -> list[str]:
         config: of the run.
         where: when that is, for the lines.
     """
-    found = []
+    refusals = []
     for key in _DEFAULT_ALONE:
         section, _, name = key.partition(".")
         values = getattr(config, section)
         if getattr(values, name) != type(values).model_fields[name].default:
-            found.append(f"{key}: {where} it has no other value than by default; leave it out")
+            refusals.append(f"{key}: {where} it has no other value than by default; leave it out")
     if config.lora.begins_with is not None:
-        found.append(
+        refusals.append(
             f"lora.from: {where} adapters begin anew; merge those that exist into the model (outsize export --merge, "
             "or PEFT's merge_and_unload), and name that as model.path"
         )
     if config.optimizer.clip == "unit":
-        found.append(f"optimizer.clip: {where} it is global or none")
+        refusals.append(f"optimizer.clip: {where} it is global or none")
     if config.model.compile == "auto":
-        found.append(f"model.compile: {where} nothing is timed before the first step; use off or blocks")
+        refusals.append(f"model.compile: {where} nothing is timed before the first step; use off or blocks")
     if config.model.dtype == "fp16":
-        found.append(f"model.dtype: {where} losses are not scaled, as fp16 needs; use bf16 or fp32")
-    return found
+        refusals.append(f"model.dtype: {where} losses are not scaled, as fp16 needs; use bf16 or fp32")
+    return refusals
 
 
 def _compile(config: "Config") -> list[str]:
@@ -195,7 +195,7 @@ def _settings(config: "Config") -> list[str]:
     state = () if optimizer.name in OWN else ("state",)
     ways = "leave it out, {}set optimizer.name={}{}"
     between = ("or ", "") if optimizer.name in OWN else ("", ", or say what a class takes in optimizer.args")
-    found = [
+    refusals = [
         f"optimizer.{key}: {optimizer.name} has none; "
         + ways.format(between[0], " or ".join(users), between[1])
         for key, users in {**users_of_keys(), **dict.fromkeys(state, tuple(OWN))}.items()
@@ -203,17 +203,17 @@ def _settings(config: "Config") -> list[str]:
     ]
     for key in optimizer.args if optimizer.name in OWN else ():
         if key not in OWN[optimizer.name].args:
-            found.append(
+            refusals.append(
                 f"optimizer.args: {optimizer.name} takes no {key}; say its settings as keys of optimizer, or name a "
                 "class, e.g. torch.optim.AdamW"
             )
     if not (optimizer.name in OWN and OWN[optimizer.name].products) and not all(
         group.muon for group in optimizer.groups
     ):
-        found.append(
+        refusals.append(
             f"optimizer.groups: muon: {optimizer.name} is another; leave it out, or set optimizer.name=muon"
         )
-    return found
+    return refusals
 
 
 def _clip(config: "Config") -> list[str]:
@@ -255,7 +255,7 @@ def _packing(config: "Config") -> list[str]:
 
 def _window(config: "Config") -> list[str]:
     """An order within windows knows no end of the data, and is of one source."""
-    data, whole = config.data, "needs all data tokenised before the run begins; leave data.window out"
+    data, needs = config.data, "needs all data tokenised before the run begins; leave data.window out"
     if data.window is None:
         return []
     refused = {
@@ -265,7 +265,7 @@ def _window(config: "Config") -> list[str]:
         "train.epochs": config.train.epochs is not None,
         "eval.split": bool(config.eval.split),
     }
-    return [f"data.window: {key} {whole}" for key, is_set in refused.items() if is_set]
+    return [f"data.window: {key} {needs}" for key, is_set in refused.items() if is_set]
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -288,13 +288,13 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {"<": [(_MERGE, re.compile(r"^(?:<<)$"))]}  # noqa: RUF012 - as in the base
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
-            if key.value in seen:
+            if key.value in keys:
                 raise ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
@@ -354,20 +354,20 @@ def _check_size(node: yaml.Node, sizes: dict[int, int]) -> int:
     Raises:
         ConstructorError: there are too many, or one stands for itself.
     """
-    known = sizes.get(id(node))
-    if known == 0:
+    size_before = sizes.get(id(node))
+    if size_before == 0:
         raise ConstructorError(None, None, "an alias stands for what it is a part of", node.start_mark)
-    if known is None:
+    if size_before is None:
         sizes[id(node)] = 0  # not known yet
         below = [node.value] if isinstance(node, yaml.ScalarNode) else list(node.value)
         members = [each for entry in below for each in (entry if isinstance(entry, tuple) else (entry,))]
-        known = 1 + sum(_check_size(each, sizes) for each in members if isinstance(each, yaml.Node))
-        if known > _MOST_NODES:
+        size_before = 1 + sum(_check_size(each, sizes) for each in members if isinstance(each, yaml.Node))
+        if size_before > _MOST_NODES:
             raise ConstructorError(
                 None, None, f"more than {_MOST_NODES:,} values, with aliases written out", node.start_mark
             )
-        sizes[id(node)] = known
-    return known
+        sizes[id(node)] = size_before
+    return size_before
 
 
 def _leave_as_written(node: yaml.Node, takes_text: TakesText, at: tuple[str, ...]) -> None:

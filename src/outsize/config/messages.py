@@ -45,9 +45,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        found = contradictions(self)
-        if found:
-            raise ValueError("\n".join(found))
+        mistakes = contradictions(self)
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
         return self
 
     @property
@@ -89,13 +89,13 @@ class Config(Section):
         if self.train.epochs is None:
             return self
         steps = max(1, math.ceil(self.train.epochs * num_sequences / self.sequences_per_step))
-        found = self.model_copy(update={"train": self.train.model_copy(update={"steps": steps})})
-        if found.warmup_steps >= steps:
+        config = self.model_copy(update={"train": self.train.model_copy(update={"steps": steps})})
+        if config.warmup_steps >= steps:
             raise ConfigError(
-                f"optimizer.warmup_steps: {found.warmup_steps} steps of warm-up do not fit before the end of the "
+                f"optimizer.warmup_steps: {config.warmup_steps} steps of warm-up do not fit before the end of the "
                 f"{steps} steps that train.epochs={self.train.epochs:g} comes to; lower it, or train for more epochs"
             )
-        return found
+        return config
 
     @property
     def sequences_per_step(self) -> int:
@@ -231,7 +231,7 @@ def _lines(detail: ErrorDetails, origins: Mapping[str, str]) -> list[str]:
 
 
 def _what(path: str, detail: ErrorDetails) -> str:
-    kind, found = detail["type"], detail["input"]
+    kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = detail.get("ctx") or {}
     if kind == "missing" and path.count(".") > 1:
         return "is missing: the list is too short"
@@ -240,42 +240,42 @@ def _what(path: str, detail: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "model_type":
-        return f"is a section: write its keys below it, not {_shown(found)}"
+        return f"is a section: write its keys below it, not {_shown(value)}"
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
         expected = re.sub("True|False", lambda word: word[0].lower(), context["expected"]).replace("'", "")
         other = f"; {EXACT_WEIGHTS}" if path == "transport.weights" else ""
-        if "zstd" in str(found):
+        if "zstd" in str(value):
             other += "; `outsize probe --tensors F` tells what zstd makes of yours (of others: bench_packed_claims.py)"
-        return f"must be {expected}, not {_shown(found)}{other}"
+        return f"must be {expected}, not {_shown(value)}{other}"
     phrase = _PHRASES.get(kind)
-    return phrase(context, found) if phrase else f"{detail['msg'].lower()}: {_shown(found)}"
+    return phrase(context, value) if phrase else f"{detail['msg'].lower()}: {_shown(value)}"
 
 
-def _shown(found: Any) -> str:
+def _shown(value: Any) -> str:
     """Return a value as it is written in YAML."""
-    if found is None or isinstance(found, bool):
-        return {None: "null", True: "true", False: "false"}[found]
-    return repr(found)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
 
 
 _PHRASES: dict[str, Callable[[dict[str, Any], Any], str]] = {
-    "int_type": lambda _, found: f"must be a whole number, not {_shown(found)}",
-    "int_from_float": lambda _, found: f"must be a whole number, not {_shown(found)}",
-    "float_type": lambda _, found: f"must be a number, not {_shown(found)}",
-    "finite_number": lambda _, found: f"must be a finite number, not {_shown(found)}",
-    "bool_type": lambda _, found: f"must be true or false, not {_shown(found)}",
-    "string_type": lambda _, found: f"must be text, not {_shown(found)}",
-    "tuple_type": lambda _, found: f"must be a list, not {_shown(found)}",
-    "string_too_short": lambda _, _found: "must not be empty",
+    "int_type": lambda _, value: f"must be a whole number, not {_shown(value)}",
+    "int_from_float": lambda _, value: f"must be a whole number, not {_shown(value)}",
+    "float_type": lambda _, value: f"must be a number, not {_shown(value)}",
+    "finite_number": lambda _, value: f"must be a finite number, not {_shown(value)}",
+    "bool_type": lambda _, value: f"must be true or false, not {_shown(value)}",
+    "string_type": lambda _, value: f"must be text, not {_shown(value)}",
+    "tuple_type": lambda _, value: f"must be a list, not {_shown(value)}",
+    "string_too_short": lambda _, _value: "must not be empty",
     "too_long": lambda context, _: (
         f"must hold {context['max_length']} values, not {context['actual_length']}"
     ),
-    "greater_than": lambda context, found: f"must be above {context['gt']:g}, not {_shown(found)}",
-    "greater_than_equal": lambda context, found: f"must be at least {context['ge']:g}, not {_shown(found)}",
-    "less_than": lambda context, found: f"must be below {context['lt']:g}, not {_shown(found)}",
-    "multiple_of": lambda context, found: (
-        f"must be a multiple of {context['multiple_of']}, not {_shown(found)}"
+    "greater_than": lambda context, value: f"must be above {context['gt']:g}, not {_shown(value)}",
+    "greater_than_equal": lambda context, value: f"must be at least {context['ge']:g}, not {_shown(value)}",
+    "less_than": lambda context, value: f"must be below {context['lt']:g}, not {_shown(value)}",
+    "multiple_of": lambda context, value: (
+        f"must be a multiple of {context['multiple_of']}, not {_shown(value)}"
     ),
 }

@@ -189,13 +189,13 @@ def idle_rows(config: type["BaseModel"]) -> Iterator[tuple[str, Row]]:
 def settings_without_effect(config: "Config", around: Surroundings) -> list[str]:
     """Return one sentence per setting that differs from its default and changes nothing in this run."""
     case = Case(config, around)
-    found = []
+    notes = []
     for key, row in idle_rows(type(config)):
         why = next((reason for reason, holds in row if holds(case)), None)
         section, _, name = key.partition(".")
         if why is not None and _is_set(getattr(config, section), name):
-            found.append(f"{key} has no effect: {why}")
-    return found
+            notes.append(f"{key} has no effect: {why}")
+    return notes
 
 
 def _is_set(section: "Section", key: str) -> bool:

@@ -56,9 +56,9 @@ def find_experts(split: Split) -> list[Experts]:
     places = {
         (id(module), attribute): name for name, owners in split.owners.items() for module, attribute in owners
     }
-    found = []
+    layers = []
     for unit, root in zip(split.spec.units, split.modules, strict=False):
-        own = {tensor.name: tensor for tensor in unit.tensors}
+        tensor_of = {tensor.name: tensor for tensor in unit.tensors}
         for module in root.modules() if chosen and not unit.frozen else ():
             count, parameters = getattr(module, "num_experts", None), dict(module.named_parameters())
             choice = next(
@@ -70,11 +70,11 @@ def find_experts(split: Split) -> list[Experts]:
                 and count >= LEAST_SPARSITY * chosen
                 and parameters
                 and all("." not in name and len(value) == count for name, value in parameters.items())
-                and all(places[id(module), name] in own for name in parameters)
+                and all(places[id(module), name] in tensor_of for name in parameters)
             ):
-                tensors = {name: own[places[id(module), name]] for name in parameters}
-                found.append(Experts(unit.index, module, choice, tensors))
-    return found
+                tensors = {name: tensor_of[places[id(module), name]] for name in parameters}
+                layers.append(Experts(unit.index, module, choice, tensors))
+    return layers
 
 
 def without(split: Split, experts: list[Experts]) -> Split:
@@ -124,8 +124,8 @@ class ExpertCache:
         try:
             yield
         finally:
-            for one, real, own in zip(self._experts, reals, had_own, strict=True):
-                if own:
+            for one, real, had_forward in zip(self._experts, reals, had_own, strict=True):
+                if had_forward:
                     one.module.forward = real
                 else:
                     del one.module.forward
@@ -144,14 +144,14 @@ class ExpertCache:
             called.arguments[experts.choice] = places
             rows = self._fetch(number, experts, needed.tolist())
             module: Any = experts.module
-            former, count = dict(parameters_of(module)), module.num_experts
+            parameters, count = dict(parameters_of(module)), module.num_experts
             try:
                 for name in experts.tensors:
                     parameters_of(module)[name] = no_grad_parameter(torch.cat([row[name] for row in rows]))
                 module.num_experts = len(rows)
                 return real(*called.args, **called.kwargs)
             finally:
-                parameters_of(module).update(former)
+                parameters_of(module).update(parameters)
                 module.num_experts = count
                 del rows
                 self._drop()
@@ -160,7 +160,7 @@ class ExpertCache:
 
     def _fetch(self, number: int, experts: Experts, needed: list[int]) -> list[dict[str, Tensor]]:
         self._calls += 1
-        found = []
+        fetched = []
         for expert in needed:
             key = (number, expert)
             if key not in self._rows:
@@ -172,8 +172,8 @@ class ExpertCache:
                 self.held_bytes += sum(row.nbytes for row in self._rows[key].values())
             self._count[key] = self._worth(key) + 1.0
             self._last[key] = self._calls
-            found.append(self._rows[key])
-        return found
+            fetched.append(self._rows[key])
+        return fetched
 
     def _worth(self, key: tuple[int, int]) -> float:
         return self._count.get(key, 0.0) * float(self._decay ** (self._calls - self._last.get(key, 0)))

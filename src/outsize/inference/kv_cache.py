@@ -92,8 +92,8 @@ class Workspace:
             live.forget()
         most = inputs + live.peak
         if last:
-            made = sum(x.nbytes for x in torch_private.leaves_of(output) if isinstance(x, Tensor))
-            most = max(most, inputs + OUTPUT_COPIES * made)
+            output_bytes = sum(x.nbytes for x in torch_private.leaves_of(output) if isinstance(x, Tensor))
+            most = max(most, inputs + OUTPUT_COPIES * output_bytes)
         self._bytes = max(self._bytes, int(most * (1 + self._share)))
         return output
 
@@ -101,9 +101,9 @@ class Workspace:
         """The forward has come to its last unit: what was measured counts from here on."""
         if self._measuring is None:
             return
-        known = self._largest or self._measuring
+        largest = self._largest or self._measuring
         self._largest = ForwardExtent(
-            max(known.rows, self._measuring.rows), max(known.length, self._measuring.length)
+            max(largest.rows, self._measuring.rows), max(largest.length, self._measuring.length)
         )
         self._known_bytes = max(self._known_bytes, self._bytes)
         self._measuring = None
@@ -229,19 +229,19 @@ class HostedCache:
 
     def _down(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
         """Return the host copy of ``tensor``; what it begins with is there already where it has grown at its end."""
-        former, room = self._shown.get(key), self._room.get(key)
+        shown, room = self._shown.get(key), self._room.get(key)
         start = 0
         appended = (
-            former is not None
+            shown is not None
             and room is not None
-            and tensor.dim() == former.dim() >= 2
-            and tensor.shape[:-2] == former.shape[:-2]
-            and tensor.shape[-1] == former.shape[-1]
-            and former.shape[-2] < tensor.shape[-2] <= room.shape[-2]
+            and tensor.dim() == shown.dim() >= 2
+            and tensor.shape[:-2] == shown.shape[:-2]
+            and tensor.shape[-1] == shown.shape[-1]
+            and shown.shape[-2] < tensor.shape[-2] <= room.shape[-2]
             and key[1] in GROWING
         )
-        if appended and former is not None:
-            start = former.shape[-2]
+        if appended and shown is not None:
+            start = shown.shape[-2]
         elif tensor.dim() >= 2:
             shape = (*tensor.shape[:-2], tensor.shape[-2] + GROWTH, tensor.shape[-1])
             self._room[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=self._device.asynchronous)
@@ -258,8 +258,8 @@ class HostedCache:
 
 def _numbers(unit: nn.Module) -> list[int]:
     """Which layers of a cache a unit uses, as its attention has been told."""
-    found = (getattr(module, "layer_idx", None) for module in unit.modules())
-    return sorted({number for number in found if isinstance(number, int)})
+    indices = (getattr(module, "layer_idx", None) for module in unit.modules())
+    return sorted({number for number in indices if isinstance(number, int)})
 
 
 def _tensors(layer: Any) -> list[tuple[str, Tensor]]:

@@ -144,7 +144,7 @@ class Loader:
         Raises:
             BudgetExceededError: the tier has too little left; nothing is loaded until another scan fits.
         """
-        former = self._scan
+        before = self._scan
         with self._state:
             self._paused = True
             self._state.wait_for(lambda: self._loading is None)
@@ -153,7 +153,7 @@ class Loader:
         for unit in [unit for unit in self._kept if unit not in scan.kept]:
             self._there.pop(unit, None)
             self._kept.pop(unit).room.close()
-        same = former is not None and (former.num_slots, former.slot_bytes) == (
+        same = before is not None and (before.num_slots, before.slot_bytes) == (
             scan.num_slots,
             scan.slot_bytes,
         )

@@ -95,14 +95,14 @@ class Source:
         self._weights.load(Op(kind=Kind.LOAD, unit=unit, worker=0, slot=0, buffer=buffer), self._nothing)
         self._marks[buffer] = self._device.record("up")
 
-    def _load_partly(self, whole: UnitSpec, part: UnitSpec, memory: Tensor) -> None:
-        """Bring the tensors of ``part`` from where they lie in the plane of ``whole``."""
+    def _load_partly(self, unit: UnitSpec, part: UnitSpec, memory: Tensor) -> None:
+        """Bring the tensors of ``part`` from where they lie in the plane of ``unit``."""
         (plane,) = weight_planes(part, self._spec.dtype, memory)
-        places = {tensor.name: tensor for tensor in whole.tensors}
+        places = {tensor.name: tensor for tensor in unit.tensors}
         for tensor in part.tensors:
             place = places[tensor.name]
             flat = TensorSpec(name=place.name, shape=(1, place.numel), offset=place.offset)
-            row = self.rows(whole.index, flat, torch.tensor([0]))
+            row = self.rows(unit.index, flat, torch.tensor([0]))
             plane[tensor.offset : tensor.offset + tensor.numel].copy_(row[0])
 
     def table(self, unit: int, tensor: TensorSpec) -> Tensor | None:
@@ -128,25 +128,25 @@ class Source:
         """
         width = tensor.numel // tensor.shape[0]
         dtype = TORCH_DTYPE[self._spec.dtype]
-        found = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
+        rows = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
         table = self.table(unit, tensor)
         if table is not None:
             if (
                 width * dtype.itemsize >= LARGE_ROW_BYTES
             ):  # from where they lie pinned: an expert, not a token
                 for row, number in enumerate(numbers.tolist()):
-                    self._device.copy(found[row], table[number])
+                    self._device.copy(rows[row], table[number])
             else:
-                self._device.copy(found, table.index_select(0, numbers))
-            self._count(found.nbytes)
-            return found
+                self._device.copy(rows, table.index_select(0, numbers))
+            self._count(rows.nbytes)
+            return rows
         done = 0
         count = max(READ_BYTES // max(width * dtype.itemsize, 2 * 4096), 1)
         for part in numbers.tensor_split(tuple(range(count, len(numbers), count))):
             read = self._read_rows(unit, tensor, part.tolist(), width, dtype)
-            self._device.copy(found[done : done + len(part)], read.view(len(part), *tensor.shape[1:]))
+            self._device.copy(rows[done : done + len(part)], read.view(len(part), *tensor.shape[1:]))
             done += len(part)
-        return found
+        return rows
 
     def _read_rows(
         self, unit: int, tensor: TensorSpec, numbers: Sequence[int], width: int, dtype: torch.dtype
@@ -222,18 +222,18 @@ class Table:
         name, ids = next(
             ((name, kwargs[name]) for name in ("input", "input_ids") if name in kwargs), ("", None)
         )
-        asked: Tensor = args[0] if ids is None else ids
-        numbers, places = torch.unique(asked, return_inverse=True)
+        token_ids: Tensor = args[0] if ids is None else ids
+        numbers, places = torch.unique(token_ids, return_inverse=True)
         _check(numbers, self._tensor)
         table = self._source.rows(self._unit, self._tensor, numbers.cpu())
         args, kwargs = ((places, *args[1:]), kwargs) if ids is None else (args, {**kwargs, name: places})
         module = self._module
-        former, padding = parameters_of(module)["weight"], module.padding_idx
+        weight, padding = parameters_of(module)["weight"], module.padding_idx
         parameters_of(module)["weight"], module.padding_idx = no_grad_parameter(table), None  # type: ignore[assignment]
         try:
             return real(*args, **kwargs)
         finally:
-            parameters_of(module)["weight"], module.padding_idx = former, padding
+            parameters_of(module)["weight"], module.padding_idx = weight, padding
 
 
 def _check(numbers: Tensor, tensor: TensorSpec) -> None:

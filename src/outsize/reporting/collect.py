@@ -274,14 +274,14 @@ class LiveRun:
             if self._history.was_replaced():
                 self._history = History(self._directory)
             self._history.advance()
-            found = page_data([collect(self._directory, self._history)], refresh_s=self.every_s)
+            page = page_data([collect(self._directory, self._history)], refresh_s=self.every_s)
         except ConfigError as error:
             waiting = (
                 str(error) if (self._directory / HEARTBEAT).exists() else f"{self._directory}: {_NOT_BEGUN}"
             )
-            found = page_data([], refresh_s=self.every_s, waiting=waiting)
-        digest = hashlib.sha256(to_json(found).encode()).hexdigest()[:16]
-        return {**found, "version_of_data": digest}
+            page = page_data([], refresh_s=self.every_s, waiting=waiting)
+        digest = hashlib.sha256(to_json(page).encode()).hexdigest()[:16]
+        return {**page, "version_of_data": digest}
 
 
 class LiveServer(LocalServer):
@@ -301,10 +301,10 @@ class LiveServer(LocalServer):
             return HTMLResponse(make_page(run.data(), live=True))
 
         def data(request: Any) -> Response:
-            found = run.data()
-            tag = {"ETag": f'"{found["version_of_data"]}"'}
+            page = run.data()
+            tag = {"ETag": f'"{page["version_of_data"]}"'}
             if request.headers.get("if-none-match") == tag["ETag"]:
                 return Response(status_code=304, headers=tag)
-            return Response(to_json(found), headers=tag, media_type="application/json")
+            return Response(to_json(page), headers=tag, media_type="application/json")
 
         super().__init__(Starlette(routes=[Route("/", page), Route("/data.json", data)]), port)

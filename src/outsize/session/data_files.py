@@ -35,32 +35,32 @@ def list_files(sources: Iterable[tuple[str, str | None]]) -> dict[str, list[int]
     return listed
 
 
-def changed_files(former: Any, given: Mapping[str, list[int]]) -> str:
-    """Return in words which files of data have changed; empty where none has, or ``former`` does not say.
+def changed_files(recorded: Any, given: Mapping[str, list[int]]) -> str:
+    """Return in words which files of data have changed; empty where none has, or ``recorded`` does not say.
 
     Args:
-        former: what `list_files` returned for the run before, as read from a file.
+        recorded: what `list_files` returned for the run before, as read from a file.
         given: what it returns now.
     """
-    if not isinstance(former, Mapping) or dict(former) == dict(given):
+    if not isinstance(recorded, Mapping) or dict(recorded) == dict(given):
         return ""
     changes = [
         f"{name} {change}"
-        for name in dict.fromkeys([*given, *former])
-        if (change := _change(former.get(name), given.get(name)))
+        for name in dict.fromkeys([*given, *recorded])
+        if (change := _change(recorded.get(name), given.get(name)))
     ]
     more = len(changes) - _MOST_NAMED
     return ", ".join([*changes[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
 
 
-def _change(former: Any, given: list[int] | None) -> str:
-    if former == given:
+def _change(recorded: Any, given: list[int] | None) -> str:
+    if recorded == given:
         return ""
     if given is None:
         return "is no longer there"
-    if former is None:
+    if recorded is None:
         return "is new"
-    if not isinstance(former, list) or len(former) != 2 or former[0] != given[0]:
-        size = former[0] if isinstance(former, list) and former else "other"
+    if not isinstance(recorded, list) or len(recorded) != 2 or recorded[0] != given[0]:
+        size = recorded[0] if isinstance(recorded, list) and recorded else "other"
         return f"has {given[0]} bytes, and had {size}"
     return "was written again, with as many bytes"

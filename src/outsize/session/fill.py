@@ -40,10 +40,10 @@ class MasterWriter:
         state: StateLayout,
         arena: Arena,
         size: int,
-        own: Sequence[range] | None = None,
+        share: Sequence[range] | None = None,
     ) -> None:
         self._home = home
-        self._own = own
+        self._own = share
         self._made = {name: plane for name, plane in state.planes.items() if name in _KEPT}
         self._room = {
             name: arena.take(plane.num_bytes(size), name).view(ITEM_DTYPE[plane.item])
@@ -104,14 +104,14 @@ def fill_encoded(
 
 def errors_of(part: FrozenPart, values: Tensor, decoded: Tensor) -> dict[str, float]:
     """Return, by name, the root mean square of each tensor's error by that of its weights; 0 for zeros."""
-    found = {}
+    errors = {}
     for tensor in part.tensors:
         stretch = slice(tensor.offset, tensor.offset + tensor.numel)
         one = values[stretch].float()
         size = float(torch.linalg.vector_norm(one))
         error = float(torch.linalg.vector_norm(decoded[stretch].float().sub_(one)))
-        found[tensor.name] = error / size if size else 0.0
-    return found
+        errors[tensor.name] = error / size if size else 0.0
+    return errors
 
 
 def summary(errors: Mapping[str, float]) -> str:
@@ -168,7 +168,7 @@ def fill(
     source: WeightSource,
     progress: Callable[[int, int], None] | None = None,
     state: StateLayout | None = None,
-    own: Sequence[range] | None = None,
+    share: Sequence[range] | None = None,
 ) -> dict[str, float]:
     """Copy weights into ``home``, piece by piece of at most `FILL_ELEMENTS` elements.
 
@@ -180,7 +180,7 @@ def fill(
         source: of its weights, by name.
         progress: called with ``(elements done, elements in all)``.
         state: how a trained unit lies in ``home``; None for the plain layout of the model's dtype.
-        own: elements of each unit whose masters ``home`` holds; None for all.
+        share: elements of each unit whose masters ``home`` holds; None for all.
 
     Returns:
         The error of each tensor that a codec has written, by name: root mean square by that of its weights.
@@ -198,9 +198,9 @@ def fill(
         size = min(FILL_ELEMENTS, max((plane.numel for plane in planes), default=0))
         values = arena.take(size * 4, "fill").view(torch.float32)
         rounded = arena.take(size * 2, "fill, rounded") if spec.dtypes != {"fp32"} else None
-        masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size, own)
+        masters = MasterWriter(home, state or StateLayout(dtype=spec.dtype), arena, size, share)
         for plane in planes:
-            for start, stop in _ranges(plane, size, own):
+            for start, stop in _ranges(plane, size, share):
                 _fill_range(home, plane, source, start, values[: stop - start], rounded, masters)
                 done += stop - start
                 if progress is not None:
@@ -242,9 +242,9 @@ def _planes(unit: UnitSpec, dtype: str) -> Iterator[_Plane]:
             yield _Plane(unit.index, part.plane, part.dtype, part.tensors, part.numel)
 
 
-def _ranges(plane: _Plane, size: int, own: Sequence[range] | None) -> Iterator[tuple[int, int]]:
+def _ranges(plane: _Plane, size: int, share: Sequence[range] | None) -> Iterator[tuple[int, int]]:
     """Yield ranges of at most ``size`` elements, none of them across an end of the own share."""
-    held = own[plane.unit] if own is not None and plane.trains else range(0)
+    held = share[plane.unit] if share is not None and plane.trains else range(0)
     for first, last in pairwise(sorted({0, held.start, held.stop, plane.numel})):
         for start in range(first, last, size):
             yield start, min(start + size, last)

@@ -99,13 +99,13 @@ def bound(placement: Placement) -> Iterator[None]:
     if placement.node is None:
         yield
         return
-    former = _affinities()
-    own = os.sched_getaffinity(0)
+    before = _affinities()
+    processors = os.sched_getaffinity(0)
     try:
-        _bind({task: set(placement.cpus) for task in former})
+        _bind({task: set(placement.cpus) for task in before})
         yield
     finally:
-        _bind({task: former.get(task, own) for task in _tasks()})
+        _bind({task: before.get(task, processors) for task in _tasks()})
 
 
 def _tasks() -> list[int]:
@@ -114,11 +114,11 @@ def _tasks() -> list[int]:
 
 def _affinities() -> dict[int, set[int]]:
     """Where each thread may run; not of one that ends meanwhile."""
-    found = {}
+    affinities = {}
     for task in _tasks():
         with contextlib.suppress(OSError):
-            found[task] = os.sched_getaffinity(task)
-    return found
+            affinities[task] = os.sched_getaffinity(task)
+    return affinities
 
 
 def _bind(wanted: dict[int, set[int]]) -> None:

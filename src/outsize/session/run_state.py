@@ -93,8 +93,8 @@ def checked(state: Any, where: object) -> Mapping[str, Any]:
         check_kinds(state)
     except ValueError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error
-    found: Mapping[str, Any] = state
-    return found
+    values: Mapping[str, Any] = state
+    return values
 
 
 def position_in(state: Mapping[str, Any]) -> Position:
@@ -139,10 +139,10 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
             "that run with the version that began it, or start a run from its weights: model.path with a checkpoint of "
             "the run, and another train.run_dir"
         )
-    for key, former, given in settings:
-        if former != given:
+    for key, recorded, given in settings:
+        if recorded != given:
             raise ConfigError(
-                f"{where} belongs to a run with {key}={former}, not {given}; resume with the former, or choose "
+                f"{where} belongs to a run with {key}={recorded}, not {given}; resume with the former, or choose "
                 "another train.run_dir to start a new run"
             )
 
@@ -161,12 +161,12 @@ def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, 
     Raises:
         ConfigError: they are others; ``where`` and the files that have changed are named.
     """
-    former = state["data"]
-    changed = changed_files(former.get("files"), data.get("files", {}))
-    if all(former.get(key, value) == value for key, value in data.items() if key != "files"):
+    recorded = state["data"]
+    changed = changed_files(recorded.get("files"), data.get("files", {}))
+    if all(recorded.get(key, value) == value for key, value in data.items() if key != "files"):
         return changed
     raise ConfigError(
-        f"{where} belongs to a run over other data: {_extent(former)}, and here {_extent(data)}, or others in them "
+        f"{where} belongs to a run over other data: {_extent(recorded)}, and here {_extent(data)}, or others in them "
         f"(data.*{f'; {changed}' if changed else ''}); resume with the former data.*, or start a run from these "
         "weights: model.path with a checkpoint of the run, and another train.run_dir"
     )
@@ -179,15 +179,15 @@ def _extent(data: Mapping[str, Any]) -> str:
 
 def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:
     """Return a line for each setting that a run goes on with otherwise than the run that wrote ``state`` had it."""
-    former, given = state.get("settings"), settings_of(config)
-    if not isinstance(former, Mapping):
+    recorded, given = state.get("settings"), settings_of(config)
+    if not isinstance(recorded, Mapping):
         return []
-    if _NEWER[0] not in former:
+    if _NEWER[0] not in recorded:
         given = {key: value for key, value in given.items() if not key.startswith(_NEWER)}
     return [
-        f"note: the run goes on with {key}={given.get(key, _default(key))}, and had {former.get(key, _default(key))}"
-        for key in sorted(former.keys() | given.keys())
-        if former.get(key) != given.get(key)
+        f"note: the run goes on with {key}={given.get(key, _default(key))}, and had {recorded.get(key, _default(key))}"
+        for key in sorted(recorded.keys() | given.keys())
+        if recorded.get(key) != given.get(key)
     ]
 
 
@@ -216,24 +216,24 @@ def settings_of(config: Config) -> dict[str, Any]:
 def _default(key: str) -> Any:
     name, _, entry = key.partition(".")
     section: Any = Config.model_fields[name].annotation
-    found = section.model_fields[entry].default if entry in section.model_fields else None
-    return "nothing" if found in (None, ()) else found
+    default = section.model_fields[entry].default if entry in section.model_fields else None
+    return "nothing" if default in (None, ()) else default
 
 
 def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
     """What a state says of an optimizer, where that is not AdamW with moments and masters in fp32."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if named(optimizer.name) is None:
         about = torch_class(optimizer.name, optimizer.args)
-        found["optimizer"] = about.path
-        found["kept"] = [entry.key for entry in about.entries]
+        settings["optimizer"] = about.path
+        settings["kept"] = [entry.key for entry in about.entries]
     elif optimizer.name != ADAMW:
-        found["optimizer"] = optimizer.name
+        settings["optimizer"] = optimizer.name
     if optimizer.state != "fp32":
-        found["moments"] = optimizer.state
+        settings["moments"] = optimizer.state
     if optimizer.masters == "split24":
-        found["masters"] = optimizer.masters
-    return found
+        settings["masters"] = optimizer.masters
+    return settings
 
 
 def _rounded_masters(state: Mapping[str, Any], given: str) -> tuple[str, str]:
@@ -252,10 +252,10 @@ def check_same_method(state: Mapping[str, Any], where: object, config: Config) -
     Raises:
         ConfigError: it trains adapters or the model where the run did not, or other adapters; ``where`` is named.
     """
-    former, given = state.get("lora"), _lora(config)
-    keys = ["train.method"] if (former is None) != (given is None) else []
-    if former is not None and given is not None:
-        keys = [f"lora.{key}" for key in given if former.get(key) != given[key]]
+    recorded, given = state.get("lora"), _lora(config)
+    keys = ["train.method"] if (recorded is None) != (given is None) else []
+    if recorded is not None and given is not None:
+        keys = [f"lora.{key}" for key in given if recorded.get(key) != given[key]]
     if keys:
         raise ConfigError(
             f"{where} belongs to a run with another {keys[0]}; resume with the former, or choose another "
@@ -273,9 +273,9 @@ def name_of(model: str) -> str:
     return str(path.resolve()) if path.exists() else model
 
 
-def _has_moved(former: str, model: str) -> bool:
+def _has_moved(recorded: str, model: str) -> bool:
     """Whether the model's directory may have been moved since."""
-    return Path(former).is_absolute() and not Path(former).exists() and Path(model).exists()
+    return Path(recorded).is_absolute() and not Path(recorded).exists() and Path(model).exists()
 
 
 class Standing:
@@ -303,9 +303,9 @@ class Standing:
 
     def after(self, context: StepContext) -> Mapping[str, Any]:
         """Return the state after the step of ``context``, which is the next one."""
-        former = self._position
+        before = self._position
         self._position = Position(
-            former.step + 1, former.tokens + context.tokens, former.skipped + context.skipped, context.loss()
+            before.step + 1, before.tokens + context.tokens, before.skipped + context.skipped, context.loss()
         )
         self._loss_scale.update(context.skipped)
         return self._state_at(self._position, self._updates, self._loss_scale)

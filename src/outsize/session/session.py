@@ -227,10 +227,10 @@ class Session:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
         arenas = (self.host, self._home_buffers, *(() if self._buffers is None else (self._buffers,)))
         pageable = sum(arena.statistics().num_pageable_fallbacks for arena in arenas)
-        found = {"pageable": pageable, **self.home.fallbacks()}
+        counts = {"pageable": pageable, **self.home.fallbacks()}
         if retries := self.machine.devices.num_allocator_retries():
-            found["allocator_retries"] = retries
-        return found if self._engine is None else {**found, "recomputed": self._engine.num_let_go}
+            counts["allocator_retries"] = retries
+        return counts if self._engine is None else {**counts, "recomputed": self._engine.num_let_go}
 
     def close(self) -> None:
         """Give everything back; idempotent."""
@@ -284,9 +284,16 @@ class Session:
         store, planes = self._store, self._store.state.planes
         if self.machine.home == "host":
             codec = packed_codec(store.transport)
-            take, whole = self._take_on_device if store.resident else None, store.whole
+            take, whole_planes = self._take_on_device if store.resident else None, store.whole
             return HostHome(
-                spec, planes, self.host, codec, store.own, whole, resident=store.resident, on_device=take
+                spec,
+                planes,
+                self.host,
+                codec,
+                store.own,
+                whole_planes,
+                resident=store.resident,
+                on_device=take,
             )
         temporary = store.path("temporary.bin")  # its name goes at once
         if store.granule_elements is None:

@@ -95,8 +95,8 @@ class StreamedTrainer:
 
     def fill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Copy the weights of the model's checkpoint into the home; see `outsize.session.fill.fill`."""
-        state, own = self.prepared.plan.state, self.prepared.own
-        self.errors = fill(self.home, self.spec, self.prepared.source, progress, state, own)
+        state, share = self.prepared.plan.state, self.prepared.own
+        self.errors = fill(self.home, self.spec, self.prepared.source, progress, state, share)
 
     def steps(
         self, batches: Iterable[Batch], first: int = 0, done: Callable[[], None] = lambda: None
@@ -118,17 +118,17 @@ class StreamedTrainer:
         updates, dtype = self.engine.optimizer.updates, self.prepared.dtype
         state_at = partial(state_of, config=self.prepared.config, dtype=dtype, data=self._data)
         self._standing[:] = [Standing(self.position, self.loss_scale, updates, state_at)]
-        began = asked = time.perf_counter()
+        began = requested = time.perf_counter()
         left = iter(batches)
         for number in itertools.count(first):
             batch = next(left, None)  # not zip, which would hold on to it
             if batch is None:
                 return
-            data_s = time.perf_counter() - asked
+            data_s = time.perf_counter() - requested
             context = self._context_of(number, batch, schedule.learning_rate(number))
-            former, self._last = self._last, self.engine.begin(context)
-            if former is not None:
-                self.engine.finish(former)
+            previous, self._last = self._last, self.engine.begin(context)
+            if previous is not None:
+                self.engine.finish(previous)
                 done()
             self.engine.forward_backward_done(self._last)
             self.loss_scale.update(context.skipped)
@@ -144,12 +144,12 @@ class StreamedTrainer:
                 tokens=context.tokens,
                 seconds=ended - began,
                 data_s=data_s,
-                between_s=asked - began,
+                between_s=requested - began,
                 ended_s=ended,
                 skipped=context.skipped,
                 moved=context.bytes_moved,
             )
-            began, asked = ended, time.perf_counter()
+            began, requested = ended, time.perf_counter()
 
     def _context_of(self, number: int, batch: Batch, learning_rate: float) -> StepContext:
         """Return what the ops of a step share."""
@@ -178,7 +178,7 @@ class StreamedTrainer:
         Raises:
             StorageError: it is damaged; says where.
         """
-        planes, own, whole = self.prepared.plan.state.planes, self.prepared.own, self.prepared.whole
+        planes, share, whole_planes = self.prepared.plan.state.planes, self.prepared.own, self.prepared.whole
         with (
             Arena() as arena,
             CommittedHome(
@@ -188,12 +188,12 @@ class StreamedTrainer:
                 self.session.pool,
                 arena=arena,
                 record=record,
-                shares=own,
-                full_planes=whole,
-            ) as former,
+                shares=share,
+                full_planes=whole_planes,
+            ) as source,
         ):
             piece = arena.take(FILL_ELEMENTS * 4, "a part of a plane")
-            former.copy_to(self.home, piece)
+            source.copy_to(self.home, piece)
         return self._stand(record)
 
     def evaluate(self, sequences: Iterable[Batch]) -> Measure:
@@ -342,6 +342,6 @@ def _shared(prepared: Job) -> Shared | None:
     return Shared(group, wire, net_staging(prepared.split.spec, group.size, wire, home, state))
 
 
-def _describe(standing: list[Standing], context: StepContext) -> Mapping[str, Any]:
+def _describe(states: list[Standing], context: StepContext) -> Mapping[str, Any]:
     """What a commit says of the run. Not a method: engine and trainer would hold each other, and the slots."""
-    return standing[0].after(context)
+    return states[0].after(context)

@@ -166,9 +166,9 @@ class GroupContract:
                 good = True
                 for ranges in cuts:
                     flat, expected = parts[group.rank].clone(), parts[group.rank].clone()
-                    own = slice(ranges[group.rank].start, ranges[group.rank].stop)
-                    expected[own] = total[own]
-                    good &= same_bits(group.reduce_scatter(flat, ranges), total[own])
+                    share = slice(ranges[group.rank].start, ranges[group.rank].stop)
+                    expected[share] = total[share]
+                    good &= same_bits(group.reduce_scatter(flat, ranges), total[share])
                     good &= same_bits(flat, expected)
                 return good
 
@@ -233,11 +233,11 @@ class GroupContract:
 
         def work(group: Group) -> bool:
             flat = torch.zeros(8)
-            whole = [range(8), *[range(8, 8)] * (group.size - 1)]
+            uncut = [range(8), *[range(8, 8)] * (group.size - 1)]
             return (
-                raises(ValueError, lambda: group.all_gather(flat, whole[:-1]))
-                and raises(ValueError, lambda: group.reduce_scatter(flat[:4], whole))
-                and raises(ValueError, lambda: group.all_gather(flat.view(2, 4), whole))
+                raises(ValueError, lambda: group.all_gather(flat, uncut[:-1]))
+                and raises(ValueError, lambda: group.reduce_scatter(flat[:4], uncut))
+                and raises(ValueError, lambda: group.all_gather(flat.view(2, 4), uncut))
             )
 
         for size in self.sizes:

@@ -58,12 +58,12 @@ def check_home_moves_ranges(make: MakeHome) -> None:
     home = make(model)
     numel = model.units[0].numel
     with Arena() as arena:
-        whole = pattern(numel, torch.float32, 5, arena)
+        values = pattern(numel, torch.float32, 5, arena)
         for start in reversed(range(0, numel, PLANE_ELEMENTS)):
-            home.write(0, "exp_avg", start, whole[start : start + PLANE_ELEMENTS])
+            home.write(0, "exp_avg", start, values[start : start + PLANE_ELEMENTS])
         into = pattern(numel - PLANE_ELEMENTS, torch.float32, 6, arena)
         home.read(0, "exp_avg", PLANE_ELEMENTS, into)
-        assert same_bits(into, whole[PLANE_ELEMENTS:])
+        assert same_bits(into, values[PLANE_ELEMENTS:])
     home.close()
 
 

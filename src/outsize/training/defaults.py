@@ -98,8 +98,8 @@ def settle(
     if objective is None and config.train.objective != "sft":
         return Settled(config)  # which its own command trains
     if config.train.resume != "none":
-        found = (before for _, before in runs_so_far(config, run_dir, resumed))
-        if (before := next((each for each in found if each is not None), None)) is not None:
+        earlier = (before for _, before in runs_so_far(config, run_dir, resumed))
+        if (before := next((each for each in earlier if each is not None), None)) is not None:
             return Settled(_as_it_was(config, before))
     settled = _of_data(Settled(config), tokens_in or run_dir, announce, num_ranks, objective)
     if config.train.method == "lora" and not _given(config.optimizer, "lr") and named(config.optimizer.name):
@@ -110,14 +110,14 @@ def settle(
 
 
 def _as_it_was(config: Config, before: Config) -> Config:
-    kept: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for section, groups in _KEPT.items():
         for keys in groups:
             if section == "optimizer" and config.optimizer.name != before.optimizer.name:
                 continue
             if not any(_given(getattr(config, section), key) for key in keys):
-                kept |= {f"{section}.{key}": getattr(getattr(before, section), key) for key in keys}
-    return _with(Settled(config), kept).config
+                settings |= {f"{section}.{key}": getattr(getattr(before, section), key) for key in keys}
+    return _with(Settled(config), settings).config
 
 
 def _of_data(

@@ -104,8 +104,8 @@ class Evaluations:
     @property
     def best(self) -> EvaluationRecord | None:
         """The one with the least loss; None before there is one that is finite."""
-        known = [record for record in self.records if record.loss is not None]
-        return min(known, key=lambda record: record.loss or 0.0, default=None)
+        measured = [record for record in self.records if record.loss is not None]
+        return min(measured, key=lambda record: record.loss or 0.0, default=None)
 
     @property
     def stops(self) -> bool:
@@ -128,12 +128,12 @@ class Evaluations:
             OutsizeError: an op failed. A line that cannot be written is counted, and written with the next one.
         """
         began = time.monotonic()
-        found: Measure = self._trainer.evaluate(self._batches())
+        measure: Measure = self._trainer.evaluate(self._batches())
         record = EvaluationRecord(
             step=step,
-            loss=_finite(found.loss),
-            perplexity=_finite(found.perplexity),
-            tokens=found.tokens,
+            loss=_finite(measure.loss),
+            perplexity=_finite(measure.perplexity),
+            tokens=measure.tokens,
             seconds=time.monotonic() - began,
         )
         self.records.append(record)
@@ -192,11 +192,11 @@ class Aftermath:
         spec: ModelSpec,
         announce: Callable[[str], None],
         planes: Mapping[str, Plane],
-        own: Sequence[range] | None = None,
-        whole: Collection[str] = (WEIGHTS,),
+        share: Sequence[range] | None = None,
+        whole_planes: Collection[str] = (WEIGHTS,),
     ) -> None:
         self._planes = planes
-        self._own, self._whole = own, whole
+        self._own, self._whole = share, whole_planes
         self.begun = False
         self._memory = memory
         self._run_dir = run_dir
@@ -218,14 +218,14 @@ class Aftermath:
             OutsizeError: it cannot be read.
         """
         saved = latest(self._run_dir)
-        found = [(position_of(saved).step, saved.name)] if saved is not None else []
+        starts = [(position_of(saved).step, saved.name)] if saved is not None else []
         home = home_file(self._memory, self._run_dir)
         record, _ = find_record(home, self._spec, self._planes, self._own, self._whole)
         if record is not None:
-            found.append((record.state["step"], str(home)))
-        if not found:
+            starts.append((record.state["step"], str(home)))
+        if not starts:
             return "nothing is saved yet, --resume auto starts with step 1 again"
-        step, where = max(found)
+        step, where = max(starts)
         return f"--resume auto goes on after step {step}, from {where}"
 
 

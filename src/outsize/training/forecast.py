@@ -155,22 +155,22 @@ def forecast(prepared: Job, run_dir: Path, announce: Announce, rates: Rates | No
     net = measure_exchange(prepared.group)  # first of all: what fails below may fail on one rank only
     try:
         measured = _measured_here(prepared, run_dir) if rates is None else rates
-        found = Forecast(prepared, of_slowest(prepared.group, measured, net))
+        prediction = Forecast(prepared, of_slowest(prepared.group, measured, net))
     except (OutsizeError, RuntimeError) as error:
         announce(f"no prediction of step times: {error}")
         return None
     finally:
         trim()
-    announce(Detail(f"a step is predicted to take {format_seconds(found.step_s)}"))
-    return found
+    announce(Detail(f"a step is predicted to take {format_seconds(prediction.step_s)}"))
+    return prediction
 
 
 def with_rates(machine: Machine, trace: Trace) -> Machine:
     """Return ``machine`` with the rates that its lanes had in ``trace``; others stay."""
 
-    def rate(name: str, former: Figure, unit: float = 1.0) -> Figure:
+    def rate(name: str, before: Figure, unit: float = 1.0) -> Figure:
         value = trace.rates.get(name)
-        return former if value is None else _traced(value / unit)
+        return before if value is None else _traced(value / unit)
 
     def computed(peak: Figure) -> Figure:
         return _traced(peak.value / trace.compute_share)
@@ -270,7 +270,7 @@ def foresee(config: Config, *, predict: bool = True, announce: Announce = lambda
         config = as_before(settled.config, run_dir, resumed, announce=announce)
         config, begun = with_begun_adapters(config, resumed, announce)
         run = replace(run, config=config, may_unpack=settled.may_unpack)
-        prepared, rates = plan_run(run, announce, adapters_from=begun, said=lambda _: None)
+        prepared, rates = plan_run(run, announce, adapters_from=begun, announce_choice=lambda _: None)
         for note in notes_of(config, prepared):
             announce(note)
         num_sequences = None
@@ -305,16 +305,16 @@ def preview(config: Config, announce: Announce) -> dict[str, Any]:
         directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
         config = settle(config, directory, announce).config
         dataset = stack.enter_context(open_dataset(config, files, directory, announce))
-        kept, per_step = dataset.kept(), config.sequences_per_step
+        left, per_step = dataset.kept(), config.sequences_per_step
         steps = config.over(dataset.num_sequences).train.steps
         rates = sweep_loader(dataset, per_step, dataset.seq_len, steps, config.data.prefetch)
         return {
-            "sources": [found.to_json() for found in dataset.found],
+            "sources": [source.to_json() for source in dataset.found],
             "seq_len": dataset.seq_len,
             "num_sequences": dataset.num_sequences,
             "steps_per_epoch": dataset.num_sequences / per_step,
             "epochs": steps * per_step / dataset.num_sequences,
-            "kept": asdict(kept),
+            "kept": asdict(left),
             "lengths": [bucket._asdict() for bucket in dataset.lengths()],
             "loader": [rate.to_dict() for rate in rates],
             "enough_workers": enough_workers(rates),

@@ -140,11 +140,11 @@ class Run:
             record = self.evaluations.measure(self.position.step)
         self.trainer.take_timeline()  # of the evaluation, which is no part of the next step
         if self._unwritten is not None:
-            known, outcome = self._unwritten
-            known = replace(
-                known, eval_loss=record.loss, eval_perplexity=record.perplexity, eval_tokens=record.tokens
+            unwritten, outcome = self._unwritten
+            unwritten = replace(
+                unwritten, eval_loss=record.loss, eval_perplexity=record.perplexity, eval_tokens=record.tokens
             )
-            self._unwritten = known, outcome
+            self._unwritten = unwritten, outcome
             self._write_line()
         is_best = self.evaluations.best is record
         loss = (
@@ -200,8 +200,8 @@ class Run:
         """Tell the heartbeat of the step that was known last, now that all of its bytes have moved."""
         if self._unwritten is None:
             return
-        (known, outcome), self._unwritten = self._unwritten, None
-        record = self.accounts.counted(known, outcome)
+        (unwritten, outcome), self._unwritten = self._unwritten, None
+        record = self.accounts.counted(unwritten, outcome)
         self.bytes_read += record.bytes_read
         self.bytes_written += record.bytes_written
         self.heartbeat.beat(record)
@@ -209,9 +209,9 @@ class Run:
 
     def _note(self, outcome: StepOutcome) -> None:
         """Keep count of one step, and tell whoever watches."""
-        former = self.position
+        before = self.position
         self.position = Position(
-            former.step + 1, former.tokens + outcome.tokens, former.skipped + outcome.skipped, outcome.loss
+            before.step + 1, before.tokens + outcome.tokens, before.skipped + outcome.skipped, outcome.loss
         )
         self.watchdog.step_ended(outcome.seconds)
         self._known_s = time.monotonic()
@@ -224,10 +224,10 @@ class Run:
             "failed_writers": self.writers.num_failed,
             "failed_writes": self.heartbeat.telling.num_failed,
         }
-        known = self.accounts.record(outcome, timeline, self.position.skipped, failed)
+        step_record = self.accounts.record(outcome, timeline, self.position.skipped, failed)
         record = replace(
-            known,
-            slowed_s=None if self.forecast is None else self.forecast.slowed_s(known.busy_s),
+            step_record,
+            slowed_s=None if self.forecast is None else self.forecast.slowed_s(step_record.busy_s),
             num_steps=self.config.train.steps,
             epoch=self.epoch_after(self.position.step),
         )
@@ -279,6 +279,6 @@ def _told(forecast: Forecast | None) -> dict[str, float]:
     """What a result says of predictions."""
     if forecast is None:
         return {}
-    told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
-    found = forecast.comparison
-    return told if found is None else {**told, "measured_step_s": found.measured_s}
+    fields_told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    comparison = forecast.comparison
+    return fields_told if comparison is None else {**fields_told, "measured_step_s": comparison.measured_s}

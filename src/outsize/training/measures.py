@@ -98,10 +98,10 @@ def promised(names: Sequence[str], dtype: str) -> Peak:
     """Return what the data sheets of GPUs, called as the driver calls them, promise together."""
     gpus = [preset_of(name) for name in names]
     figures = [gpu.peak_flops_per_s.get(dtype) for gpu in gpus if gpu is not None]
-    known = [figure for figure in figures if figure is not None]
-    if len(known) < len(names):
+    figures_known = [figure for figure in figures if figure is not None]
+    if len(figures_known) < len(names):
         return Peak(flops_per_s=None, source=f"no figure for {dtype} on {', '.join(dict.fromkeys(names))}")
-    return Peak(flops_per_s=sum(figure.value for figure in known), source=known[0].source)
+    return Peak(flops_per_s=sum(figure.value for figure in figures_known), source=figures_known[0].source)
 
 
 @cache
@@ -280,8 +280,8 @@ class Accounts:
 
     def _fallbacks(self, failed: Mapping[str, int]) -> dict[str, int]:
         """What did not go as asked; names of zero are left out."""
-        found = {**self._fallen_back(), **failed}
-        return {name: count for name, count in found.items() if count}
+        counts = {**self._fallen_back(), **failed}
+        return {name: count for name, count in counts.items() if count}
 
 
 def peak_rss_bytes() -> int:

@@ -202,14 +202,14 @@ def check_same_start(
     Raises:
         ConfigError: ranks differ in what has to be the same, or share a device.
     """
-    told = group.gather_objects(
+    answers = group.gather_objects(
         {
             **{f"config: {key}": value for key, value in _settings(config).items()},
             **{f"version of {name}": _version(name) for name in _PACKAGES},
             "version of Python": platform.python_version(),
         }
     )
-    _compare(told, "use the same configuration and the same packages on all machines")
+    _compare(answers, "use the same configuration and the same packages on all machines")
     _check_devices(group.gather_objects(_known_as(devices)), devices.kind)
     wrong = wrong_interfaces(variables, psutil.net_if_addrs())
     problems = [line for lines in group.gather_objects(wrong) for line in lines]
@@ -224,7 +224,7 @@ def check_same_run(prepared: Job, batch: Batch, resumed: Path | None, group: Gro
     Raises:
         ConfigError: they differ; says in what.
     """
-    told = group.gather_objects(
+    answers = group.gather_objects(
         {
             "model": layout_digest(prepared.split.spec),
             "weights": _sampled(prepared.directory),
@@ -233,7 +233,8 @@ def check_same_run(prepared: Job, batch: Batch, resumed: Path | None, group: Gro
         }
     )
     _compare(
-        told, "model, data and run directory have to be the same on all machines: copy them, or share a disk"
+        answers,
+        "model, data and run directory have to be the same on all machines: copy them, or share a disk",
     )
 
 
@@ -247,11 +248,11 @@ def _settings(config: Config) -> dict[str, str]:
     }
 
 
-def _compare(told: Sequence[Mapping[str, str]], remedy: str) -> None:
+def _compare(answers: Sequence[Mapping[str, str]], remedy: str) -> None:
     """Raise where ranks were told differently."""
     lines = []
-    for key in told[0]:
-        values = [facts.get(key, "none") for facts in told]
+    for key in answers[0]:
+        values = [facts.get(key, "none") for facts in answers]
         if len(set(values)) > 1:
             kinds = (f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))
             lines.append(f"{key} is {', '.join(kinds)}")
@@ -285,9 +286,11 @@ def _known_as(devices: Devices) -> str | None:
 def _differing(group: Group, variables: Mapping[str, str]) -> list[str]:
     """Return a note for each variable of the transports that not all ranks have alike."""
     wanted = {name: value for name, value in variables.items() if name.startswith(("NCCL_", "GLOO_"))}
-    told: list[dict[str, Any]] = group.gather_objects(wanted)
-    names = sorted({name for values in told for name in values})
-    return [f"{name} is not the same on all ranks" for name in names if len({v.get(name) for v in told}) > 1]
+    answers: list[dict[str, Any]] = group.gather_objects(wanted)
+    names = sorted({name for values in answers for name in values})
+    return [
+        f"{name} is not the same on all ranks" for name in names if len({v.get(name) for v in answers}) > 1
+    ]
 
 
 def _sampled(directory: Path) -> str:

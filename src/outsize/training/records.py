@@ -90,8 +90,8 @@ class StepRecord:
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes and ``tokens_per_s``, ready for JSON."""
         # Not asdict, which copies every mapping: this is asked for in every step.
-        told = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {**told, "tokens_per_s": self.tokens_per_s}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**values, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,8 +173,8 @@ class ResidentTrainer:
             norm = nn.utils.get_total_norm(of_group)
             coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
             for name, gradient in zip(group, of_group, strict=True):
-                kept = self._as_kept(gradient)
-                self.masters[name].grad = kept.mul_(coefficient).to(self.masters[name].device)
+                rounded = self._as_kept(gradient)
+                self.masters[name].grad = rounded.mul_(coefficient).to(self.masters[name].device)
             finite &= bool(torch.isfinite(norm))
         if finite:
             for optimizer in self._optimizers:
@@ -197,9 +197,9 @@ class ResidentTrainer:
             return
 
         def there(update: Tensor, *settings: Any) -> Tensor:
-            return own(update.to(self._device), *settings).to(update.device)
+            return products(update.to(self._device), *settings).to(update.device)
 
-        with muon_products(there) as own:
+        with muon_products(there) as products:
             yield
 
     @torch.no_grad()
@@ -263,7 +263,9 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
     on_device = {t.name for unit in prepared.plan.layout.resident for t in spec.units[unit].tensors}
     weights_of = Decoded(prepared.source, spec)
     masters: dict[str, Tensor] = {}
-    former = {(id(m), a): (m, parameters_of(m)[a]) for places in split.owners.values() for m, a in places}
+    meta_parameters = {
+        (id(m), a): (m, parameters_of(m)[a]) for places in split.owners.values() for m, a in places
+    }
     try:
         for tensor in (tensor for unit in spec.units for tensor in unit.all_tensors):
             master = torch.empty(tensor.shape, dtype=torch.float32)
@@ -279,7 +281,7 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
         with buffers_on(split.model, device):
             yield masters
     finally:
-        for (_, attribute), (module, meta) in former.items():
+        for (_, attribute), (module, meta) in meta_parameters.items():
             parameters_of(module)[attribute] = meta
 
 

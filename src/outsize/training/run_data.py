@@ -99,13 +99,13 @@ def _field_of(record: Mapping[str, Any]) -> str:
     return next((name for name in _MESSAGES if record.get(name) not in (None, "", [], {})), "")
 
 
-def chat_text(tokenizer: Any, asked: Conversation) -> str:
+def chat_text(tokenizer: Any, conversation: Conversation) -> str:
     """Return a conversation as text, by the template of its tokenizer, up to where the reply begins.
 
     Raises:
         DataError: the template refuses the conversation.
     """
-    return ChatTemplate(tokenizer).open(asked.messages, asked.tools, asked.options)
+    return ChatTemplate(tokenizer).open(conversation.messages, conversation.tools, conversation.options)
 
 
 # Between two lines that tell how much is tokenised.
@@ -147,13 +147,13 @@ def open_dataset(
     """
     with contextlib.ExitStack() as unless_used:
         dataset = unless_used.enter_context(_open(config, model, run_dir, measured, announce))
-        kept = dataset.kept()
+        tokens = dataset.kept()
         if measured and config.eval.split:
             announce(f"held out for evaluation: {dataset.num_sequences:,} sequences")
         else:
-            announce(dataset.describe(kept))
+            announce(dataset.describe(tokens))
             announce(Detail(dataset.shown()))
-        kept.check(config.data.seq_len)
+        tokens.check(config.data.seq_len)
         unless_used.pop_all()
     return dataset
 
@@ -313,5 +313,5 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
     is_one = (
         config.train.microbatches is None and prepared.config.microbatches == 1 < config.sequences_per_step
     )
-    whole = [f"steps are not cut into microbatches: {reason}"] if reason and is_one else []
-    return [f"note: {note}" for note in (*config.notes(around), *rounded, *whole)]
+    uncut = [f"steps are not cut into microbatches: {reason}"] if reason and is_one else []
+    return [f"note: {note}" for note in (*config.notes(around), *rounded, *uncut)]

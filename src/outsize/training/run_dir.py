@@ -121,11 +121,11 @@ def _tell_of_renaming(config: Config, run: Path, before: Config, announce: Calla
     """Say where the home of a run stays whose directory has been renamed: in a directory of homes it has its name."""
     if before.train.run_dir is None or config.memory.store_dir is None:
         return
-    former = home_file(config.memory, Path(before.train.run_dir))
+    previous = home_file(config.memory, Path(before.train.run_dir))
     ours = home_file(config.memory, run)
-    if former != ours and former.is_file() and not ours.is_file():
+    if previous != ours and previous.is_file() and not ours.is_file():
         announce(
-            f"note: {run} was {before.train.run_dir} before, and its home is still {former}; give that file the name "
+            f"note: {run} was {before.train.run_dir} before, and its home is still {previous}; give that file the name "
             f"{ours} to go on from it"
         )
 

@@ -259,14 +259,14 @@ class Watchdog:
         if not hung:
             return _NOTHING
         (lane, op), *others = hung.items()
-        told = f"Lane {lane} hangs in {op}"
+        line = f"Lane {lane} hangs in {op}"
         if others:
-            told += f", and so {'does' if len(others) == 1 else 'do'} {_listed([name for name, _ in others])}"
+            line += f", and so {'does' if len(others) == 1 else 'do'} {_listed([name for name, _ in others])}"
         behind = [name for name in waiting if name not in hung]
         if behind:
-            told += f"; {_listed(behind)} {'waits' if len(behind) == 1 else 'wait'} for it"
+            line += f"; {_listed(behind)} {'waits' if len(behind) == 1 else 'wait'} for it"
         kind = lane_named(lane).family
-        return f"{told}. {_DISK if self._links_are_disk and kind in ('up', 'down') else _ADVICE[kind]}"
+        return f"{line}. {_DISK if self._links_are_disk and kind in ('up', 'down') else _ADVICE[kind]}"
 
     def _report(self, path: Path, parts: list[str], announced: str) -> None:
         # Where nothing can be written any more, the report is what stderr shows of it.
@@ -287,10 +287,10 @@ def _stacks() -> str:
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        found = file.read()
+        text = file.read()
     for thread in threading.enumerate():
-        found = found.replace(f"Thread 0x{thread.ident or 0:016x}", f"Thread {thread.name}")
-    return found
+        text = text.replace(f"Thread 0x{thread.ident or 0:016x}", f"Thread {thread.name}")
+    return text
 
 
 PROFILE = "profile.json"

@@ -43,7 +43,7 @@ def is_own_file(path: Path, directory: Path) -> bool:
         return False
     place = directory.resolve()
     places = [place, place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [place]
-    if not path.is_symlink() or any(path.resolve().is_relative_to(own) for own in places):
+    if not path.is_symlink() or any(path.resolve().is_relative_to(each) for each in places):
         return True
     _log.warning("%s links to a file outside of the model's directory, and is not copied", path)
     return False

@@ -269,16 +269,16 @@ def sum_of_file(path: Path) -> FileSum:
     return FileSum(size, crc32)
 
 
-def sum_the_rest(directory: Path, known: dict[str, FileSum]) -> None:
-    """Sync the files of ``directory`` that are not among ``known`` yet, and add them.
+def sum_the_rest(directory: Path, sums: dict[str, FileSum]) -> None:
+    """Sync the files of ``directory`` that are not among ``sums`` yet, and add them.
 
     Raises:
         OSError: as the system says.
     """
     for path in sorted(directory.iterdir()):
-        if path.is_file() and path.name not in known:
+        if path.is_file() and path.name not in sums:
             files.sync(path)
-            known[path.name] = sum_of_file(path)
+            sums[path.name] = sum_of_file(path)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

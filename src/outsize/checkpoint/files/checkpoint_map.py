@@ -76,14 +76,14 @@ class Conversion:
         for pattern, stored in sources:
             converter.add_tensor(self.target, stored.name, pattern, tensors.pop(0))
         try:
-            made = converter.convert(self.target, model=self.model, config=cast(Any, self.model).config)
+            converted = converter.convert(self.target, model=self.model, config=cast(Any, self.model).config)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
             _, first = sources[0]
             raise CheckpointError(
                 f"{first.path}: {len(sources)} tensors such as {first.name} {first.shape} cannot be made "
                 f"into {self.target}: {error}; weights and config.json do not belong together"
             ) from error
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +221,12 @@ def find_plane(path: Path, unit: UnitSpec, dtype: torch.dtype) -> dict[str, Stor
         raise CheckpointError(f"{path} is missing, so the run cannot be resumed exactly")
     stored = read_header(path)
     for tensor in unit.tensors:
-        found = stored.get(tensor.name)
-        if found is None or tuple(found.shape) != tensor.shape or found.dtype != dtype:
+        tensor_stored = stored.get(tensor.name)
+        if (
+            tensor_stored is None
+            or tuple(tensor_stored.shape) != tensor.shape
+            or tensor_stored.dtype != dtype
+        ):
             raise CheckpointError(f"{path} does not hold {tensor.name} of shape {tensor.shape} in {dtype}")
     return stored
 

@@ -130,8 +130,8 @@ class CheckpointReader:
         for first in range(start // piece * piece, stop, piece):
             row = first // piece if conversion.num_rows else None
             begin, end = max(start, first), min(stop, first + piece)
-            made = self._convert(conversion, row)[name].reshape(-1)
-            flat[begin - start : end - start].copy_(made[begin - first : end - first])
+            converted = self._convert(conversion, row)[name].reshape(-1)
+            flat[begin - start : end - start].copy_(converted[begin - first : end - first])
 
     def _convert(self, conversion: Conversion, row: int | None) -> dict[str, Tensor]:
         """Return what ``conversion`` makes (of ``row``), from the last time or anew."""

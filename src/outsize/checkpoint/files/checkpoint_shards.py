@@ -90,17 +90,17 @@ class CheckpointWriter:
         written = write_plane(self._directory / shard, unit, dtype, chunks, names, self._moved)
         self._note_plain(unit, dtype, written, names.values())
 
-    def link_unit(self, unit: UnitSpec, dtype: torch.dtype, former: Path, known: FileSum) -> bool:
+    def link_unit(self, unit: UnitSpec, dtype: torch.dtype, previous: Path, expected: FileSum) -> bool:
         """Take the shard of a unit that has not changed from another checkpoint; whether that went."""
         names = _plain_names(self._model, unit, dtype)
         shard = self.shard_of(unit)
         if names is None:
             return False
         try:
-            files.system().link(former / shard, self._directory / shard)
+            files.system().link(previous / shard, self._directory / shard)
         except OSError:  # a file system without links, or a checkpoint that somebody changed
             return False
-        self._note_plain(unit, dtype, known, names.values())
+        self._note_plain(unit, dtype, expected, names.values())
         return True
 
     def shard_of(self, unit: UnitSpec) -> str:
@@ -167,8 +167,8 @@ def _plain_names(model: nn.Module, unit: UnitSpec, dtype: torch.dtype) -> dict[s
     tensors = {t.name: torch.empty(t.shape, dtype=dtype, device="meta") for t in unit.tensors}
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = _in_original_layout(model, dict(tensors))
-    found = {names[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in names}
-    return found if len(found) == len(tensors) == len(stored) else None
+    matched = {names[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in names}
+    return matched if len(matched) == len(tensors) == len(stored) else None
 
 
 def _whole_plane(unit: UnitSpec, dtype: torch.dtype, chunks: Iterable[Chunk], raw: Path) -> Tensor:

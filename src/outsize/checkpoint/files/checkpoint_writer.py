@@ -112,24 +112,24 @@ def _becoming(final: Path) -> Iterator[Path]:
     files.make_directories(final.parent)
     token = uuid.uuid4().hex[:8]
     partial = final.parent / f".{final.name}.partial-{token}"
-    former = final.parent / f".{final.name}.former-{token}"
+    previous = final.parent / f".{final.name}.former-{token}"
     files.system().mkdir(partial)
     try:
         yield partial
         files.sync(partial)
         if final.exists():
-            files.system().rename(final, former)
+            files.system().rename(final, previous)
         files.system().rename(partial, final)
         files.sync(final.parent)
     except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
         files.system().remove_tree(partial)
-        if former.exists() and not final.exists():
-            files.system().rename(former, final)
+        if previous.exists() and not final.exists():
+            files.system().rename(previous, final)
         raise
-    if former.is_dir():
-        files.system().remove_tree(former)
-    elif former.exists():
-        files.system().unlink(former)
+    if previous.is_dir():
+        files.system().remove_tree(previous)
+    elif previous.exists():
+        files.system().unlink(previous)
 
 
 @contextmanager

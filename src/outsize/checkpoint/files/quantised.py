@@ -43,11 +43,11 @@ _PIECE_ELEMENTS = 2**20
 
 def quantisation_of(config: Any) -> Quantisation | None:
     """Return what the config of a model says of its weights; None where they are as they are."""
-    found = config.get("quantization_config") if isinstance(config, Mapping) else None
-    found = getattr(config, "quantization_config", None) if found is None else found
-    if found is None:
+    settings = config.get("quantization_config") if isinstance(config, Mapping) else None
+    settings = getattr(config, "quantization_config", None) if settings is None else settings
+    if settings is None:
         return None
-    return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return dict(settings) if isinstance(settings, Mapping) else dict(settings.to_dict())
 
 
 def require_readable(quantisation: Quantisation, *, trains: bool) -> None:
@@ -81,11 +81,11 @@ def decoded(stored: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
     Raises:
         CheckpointError: parts are missing or do not belong together.
     """
-    found = dict(stored)
+    tensors = dict(stored)
     states = [name for name in stored if _STATE in name]
     packed = [name for name in stored if name.endswith(_PACKED)]
     for name in states:
-        _take_bitsandbytes(found, name)
+        _take_bitsandbytes(tensors, name)
     if packed:
         quantisation = _read_quantisation(directory)
         scaled = next((name for name in stored if name.endswith(_SCALED)), None)
@@ -96,8 +96,8 @@ def decoded(stored: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
             )
         take = _take_awq if quantisation.get("quant_method") == "awq" else _take_gptq
         for name in packed:
-            take(found, name.removesuffix(_PACKED), quantisation)
-    return found
+            take(tensors, name.removesuffix(_PACKED), quantisation)
+    return tensors
 
 
 def _name(quantisation: Quantisation) -> str:
@@ -119,27 +119,29 @@ def _is_known(quantisation: Quantisation) -> bool:
 
 
 def _read_quantisation(directory: Path) -> Quantisation:
-    found = quantisation_of(files.read_json(directory / "config.json", CheckpointError, "download it again"))
-    if found is None:
+    settings = quantisation_of(
+        files.read_json(directory / "config.json", CheckpointError, "download it again")
+    )
+    if settings is None:
         raise CheckpointError(
             f"{directory} holds quantised matrices, and its config.json has no quantization_config; download it again"
         )
-    return found
+    return settings
 
 
-def _part(found: dict[str, StoredTensor], name: str) -> StoredTensor:
+def _part(tensors: dict[str, StoredTensor], name: str) -> StoredTensor:
     """Take one of the tensors that a matrix is made of."""
     try:
-        return found.pop(name)
+        return tensors.pop(name)
     except KeyError:
         raise CheckpointError(
             f"{name} is missing beside the tensors that belong to it; download it again"
         ) from None
 
 
-def _take_bitsandbytes(found: dict[str, StoredTensor], state_name: str) -> None:
+def _take_bitsandbytes(tensors: dict[str, StoredTensor], state_name: str) -> None:
     name = state_name.partition(_STATE)[0]
-    state_tensor = _part(found, state_name)
+    state_tensor = _part(tensors, state_name)
     try:
         state = json.loads(bytes(read_tensor(state_tensor).tolist()))
         shape = tuple(int(size) for size in state["shape"])
@@ -152,11 +154,13 @@ def _take_bitsandbytes(found: dict[str, StoredTensor], state_name: str) -> None:
         raise CheckpointError(
             f"{state_tensor.path}: {state_name} is not what bitsandbytes writes: {error}"
         ) from error
-    codes, absmax, levels = (_part(found, name + end) for end in ("", ".absmax", ".quant_map"))
+    codes, absmax, levels = (_part(tensors, name + end) for end in ("", ".absmax", ".quant_map"))
     # The codes are bytes whatever dtype they are stored as (bnb_4bit_quant_storage).
     codes = replace(codes, dtype=torch.uint8, shape=(codes.numel * codes.dtype.itemsize,))
     is_nested = absmax.dtype is torch.uint8
-    outer = [_part(found, name + end) for end in (".nested_absmax", ".nested_quant_map")] if is_nested else []
+    outer = (
+        [_part(tensors, name + end) for end in (".nested_absmax", ".nested_quant_map")] if is_nested else []
+    )
     numel = torch.Size(shape).numel()
     if 2 * codes.numel < numel or absmax.numel * block < numel or levels.numel != 16:
         raise CheckpointError(f"{codes.path}: the parts of {name} do not make {shape}; download it again")
@@ -180,12 +184,12 @@ def _take_bitsandbytes(found: dict[str, StoredTensor], state_name: str) -> None:
             values.mul_(magnitudes(first // block, (last - 1) // block + 1)[of - first // block])
             into[first - start : last - start].copy_(values)
 
-    found[name] = replace(codes, name=name, dtype=dtype, shape=shape, decode=decode)
+    tensors[name] = replace(codes, name=name, dtype=dtype, shape=shape, decode=decode)
 
 
-def _take_gptq(found: dict[str, StoredTensor], prefix: str, quantisation: Quantisation) -> None:
-    packed, zeros, scales = (_part(found, prefix + end) for end in (_PACKED, ".qzeros", ".scales"))
-    groups = found.pop(prefix + ".g_idx", None)
+def _take_gptq(tensors: dict[str, StoredTensor], prefix: str, quantisation: Quantisation) -> None:
+    packed, zeros, scales = (_part(tensors, prefix + end) for end in (_PACKED, ".qzeros", ".scales"))
+    groups = tensors.pop(prefix + ".g_idx", None)
     bits = int(quantisation.get("bits", 4))
     more = 0 if quantisation.get("checkpoint_format") == "gptq_v2" else 1
     rows, columns = packed.shape[0] * (32 // bits), packed.shape[1]
@@ -199,11 +203,11 @@ def _take_gptq(found: dict[str, StoredTensor], prefix: str, quantisation: Quanti
         of = read_tensor(groups).long() if groups is not None else _consecutive(rows, scales.shape[0])
         return ((integers - zero[of]).float() * read_tensor(scales).float()[of]).T
 
-    _put_matrix(found, prefix, packed, scales.dtype, (columns, rows), matrix)
+    _put_matrix(tensors, prefix, packed, scales.dtype, (columns, rows), matrix)
 
 
-def _take_awq(found: dict[str, StoredTensor], prefix: str, _: Quantisation) -> None:
-    packed, zeros, scales = (_part(found, prefix + end) for end in (_PACKED, ".qzeros", ".scales"))
+def _take_awq(tensors: dict[str, StoredTensor], prefix: str, _: Quantisation) -> None:
+    packed, zeros, scales = (_part(tensors, prefix + end) for end in (_PACKED, ".qzeros", ".scales"))
     rows, columns = packed.shape[0], packed.shape[1] * 8
     _check_groups(prefix, packed, scales, zeros.numel * 8, columns)
     order = torch.tensor([_AWQ_COLUMNS.index(column) for column in range(8)])
@@ -216,7 +220,7 @@ def _take_awq(found: dict[str, StoredTensor], prefix: str, _: Quantisation) -> N
         of = _consecutive(rows, scales.shape[0])
         return ((unpacked(packed) - unpacked(zeros)[of]).float() * read_tensor(scales).float()[of]).T
 
-    _put_matrix(found, prefix, packed, scales.dtype, (columns, rows), matrix)
+    _put_matrix(tensors, prefix, packed, scales.dtype, (columns, rows), matrix)
 
 
 def _check_groups(
@@ -230,7 +234,7 @@ def _check_groups(
 
 
 def _put_matrix(
-    found: dict[str, StoredTensor],
+    tensors: dict[str, StoredTensor],
     prefix: str,
     packed: StoredTensor,
     dtype: torch.dtype,
@@ -250,7 +254,7 @@ def _put_matrix(
             last.clear()
 
     name = prefix + ".weight"
-    found[name] = replace(packed, name=name, dtype=dtype, shape=shape, decode=decode)
+    tensors[name] = replace(packed, name=name, dtype=dtype, shape=shape, decode=decode)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

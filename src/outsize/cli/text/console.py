@@ -57,8 +57,12 @@ def width_of(stream: IO[str]) -> int | None:
     try:
         if not stream.isatty():
             return None
-        said = os.environ.get("COLUMNS", "")
-        width = int(said) if said.isdigit() and int(said) else os.get_terminal_size(stream.fileno()).columns
+        setting = os.environ.get("COLUMNS", "")
+        width = (
+            int(setting)
+            if setting.isdigit() and int(setting)
+            else os.get_terminal_size(stream.fileno()).columns
+        )
     except (OSError, ValueError):
         return None
     return min(max(width or 80, NARROWEST), WIDEST)

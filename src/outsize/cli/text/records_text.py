@@ -107,24 +107,24 @@ def _counted(number: int) -> str:
 SAY_S = 10.0  # between two lines of progress
 
 
-def check_made_with(out: Path, made: Mapping[str, str]) -> None:
+def check_made_with(out: Path, settings: Mapping[str, str]) -> None:
     """Note beside results what they are made with, and refuse to go on with those made with something else.
 
     Args:
         out: the results, or where they are to be.
-        made: settings.
+        settings: settings.
 
     Raises:
         ConfigError: they were made with others, or by something else.
     """
     note = out.with_name(out.name + ".made-with.json")
-    if note.exists() and files.read_json(note, ConfigError, "choose another --out") != made:
+    if note.exists() and files.read_json(note, ConfigError, "choose another --out") != settings:
         raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
     if not note.exists() and out.exists():
         raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
     if not note.exists():
         files.make_directories(out.parent)
-        files.write_whole(note, json.dumps(made))
+        files.write_whole(note, json.dumps(settings))
 
 
 def size_of(data: Path | None) -> str:
@@ -149,8 +149,8 @@ class ResumedLines:
 
     def former(self) -> Iterator[dict[str, Any]]:
         """Return the lines of a former run, once."""
-        former, self._former = self._former, []
-        return iter(former)
+        lines, self._former = self._former, []
+        return iter(lines)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Write a line."""
@@ -168,10 +168,10 @@ class ResumedLines:
             raise ConfigError(f"{self._out} cannot be read: {error}; choose another --out") from error
         # Zeros, which JSON never has, are blocks that a loss of power has left unwritten.
         written = content.partition(b"\0")[0]
-        whole = written[: written.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            self._out.write_bytes(whole)
-        for number, text in enumerate(whole.splitlines(), 1):
+        complete = written[: written.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            self._out.write_bytes(complete)
+        for number, text in enumerate(complete.splitlines(), 1):
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ def plan_run(
     announce: Announce,
     *,
     adapters_from: Path | None = None,
-    said: Announce | None = None,
+    announce_choice: Announce | None = None,
 ) -> tuple[Job, Rates | None]:
     """Prepare a run, and return it with the plan that it follows, and the rates that the plan was found with.
 
@@ -55,12 +55,12 @@ def plan_run(
         run: what it is.
         announce: told what was chosen and why.
         adapters_from: see `prepare`.
-        said: told of the model while it is prepared; None for ``announce``.
+        announce_choice: told of the model while it is prepared; None for ``announce``.
 
     Raises:
         OutsizeError: anything that a run could not be started with.
     """
-    return choose_plan(prepare(run, said or announce, adapters_from=adapters_from), announce)
+    return choose_plan(prepare(run, announce_choice or announce, adapters_from=adapters_from), announce)
 
 
 def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
@@ -98,7 +98,7 @@ def _compiled_or_not(eager: Job, rates: Rates | None, announce: Announce) -> tup
             fused, _ = _decided(compiled(eager, announce), announce)
             timed = rates_by_turns(eager, fused, eager.run_dir)
             eager_s, compiled_s = (
-                _step_s(job, found) for job, found in zip((eager, fused), timed, strict=True)
+                _step_s(job, each) for job, each in zip((eager, fused), timed, strict=True)
             )
         except (OutsizeError, RuntimeError) as error:
             reason = f": nothing could be compared: {error}"
@@ -227,7 +227,7 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
     """Return what was chosen and why, line by line."""
     lines = []
     for key in open_keys:
-        crossing, former = key.partition(".")[2], decision.former.get(key)
+        crossing, previous = key.partition(".")[2], decision.former.get(key)
         if key == PRODUCTS_KEY:
             chosen, reason = "auto is device", "since the device multiplies faster"
             if not decision.plan.state.products_on_device:
@@ -245,13 +245,13 @@ def _told(decision: Decision, open_keys: list[str]) -> list[str]:
         else:
             name = getattr(decision.plan.transport, crossing)
             chosen, reason = f"auto is {name}", "since it waits for the link"
-            if former is None:
+            if previous is None:
                 reason = "since nothing fits otherwise"
             if decision.plan.transport.is_raw(crossing):
                 lines.append(f"{key}: auto is raw: a step does not wait for the link")
                 continue
         if chosen:
-            found = f": a step is predicted to take {format_seconds(decision.step_s)}"
-            before = "" if former is None else f" instead of {format_seconds(former.step_s)}"
-            lines.append(f"{key}: {chosen}{found}{before}, {reason}")
+            prediction = f": a step is predicted to take {format_seconds(decision.step_s)}"
+            before = "" if previous is None else f" instead of {format_seconds(previous.step_s)}"
+            lines.append(f"{key}: {chosen}{prediction}{before}, {reason}")
     return lines

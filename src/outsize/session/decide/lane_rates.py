@@ -124,10 +124,10 @@ def _pairs(prepared: Job) -> Pairs:
 
 def _adamw(effort: Effort, state: StateLayout, units: Sequence[UnitSpec]) -> Figure:
     """Return the rate of AdamW over plain fp32, told by the bytes that a step moves from that over this run's state."""
-    kept = replace(state, num_moments=2, state_of=(), temporaries=0, newton_schulz=0)
-    found = _figure(measure_adamw(effort, kept, units), "AdamW")
-    moved = kept.step_bytes / STEP_PACE[kept.moments]
-    return replace(found, value=found.value * moved / ADAMW_BYTES)
+    layout = replace(state, num_moments=2, state_of=(), temporaries=0, newton_schulz=0)
+    figure = _figure(measure_adamw(effort, layout, units), "AdamW")
+    moved = layout.step_bytes / STEP_PACE[layout.moments]
+    return replace(figure, value=figure.value * moved / ADAMW_BYTES)
 
 
 def kept_rates(run_dir: Path, prepared: Job) -> Machine | None:
@@ -136,17 +136,17 @@ def kept_rates(run_dir: Path, prepared: Job) -> Machine | None:
     if not path.is_file():
         return None
     with contextlib.suppress(ConfigError):
-        found = read_machine(path)
+        machine = read_machine(path)
         same = (
-            found.name == str(prepared.machine.devices)
-            and found.host.memory_bytes == psutil.virtual_memory().total
+            machine.name == str(prepared.machine.devices)
+            and machine.host.memory_bytes == psutil.virtual_memory().total
         )
-        disk = found.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
+        disk = machine.disk is not None or "disk" not in (prepared.machine.home, prepared.machine.below)
         memory = prepared.config.memory
         limited = memory.link_gb_per_s is not None or memory.peer_gb_per_s is not None
-        peers = all(found.peer(*pair) is not None for pair in _pairs(prepared))
+        peers = all(machine.peer(*pair) is not None for pair in _pairs(prepared))
         if same and disk and peers and not limited:
-            return found
+            return machine
     return None
 
 
@@ -160,16 +160,16 @@ def reached_flops_per_s(times: UnitTimes, flops: tuple[float, ...]) -> Figure:
 
 
 def _gpu(device: Devices, dtype: str, peak: Figure, triad: Figure, effort: Effort, total: int) -> Gpu:
-    own = device.accelerated
-    memory = _figure(measure_device_memory(device, effort), "device memory") if own else triad
+    accelerated = device.accelerated
+    memory = _figure(measure_device_memory(device, effort), "device memory") if accelerated else triad
     return Gpu(
         name=str(device),
-        memory_bytes=device.properties[0].total_memory if own else total,
+        memory_bytes=device.properties[0].total_memory if accelerated else total,
         peak_flops_per_s={dtype: peak},
         efficiency=_REACHED,
         memory_bytes_per_s=memory,
         pcie_generation=0,
-        is_host=not own,
+        is_host=not accelerated,
     )
 
 
@@ -179,8 +179,8 @@ def _multiplying(
     """Return ``gpu`` with what it reaches of products of Muon, where it has a processor of its own and they matter."""
     if not state.newton_schulz or not device.accelerated:
         return gpu
-    found = measure_products(effort, units, state.newton_schulz, device)
-    return replace(gpu, products_per_s=_figure(found, "products"))
+    rate = measure_products(effort, units, state.newton_schulz, device)
+    return replace(gpu, products_per_s=_figure(rate, "products"))
 
 
 def _link(prepared: Job, device: Devices, copy: Figure, effort: Effort) -> Link:

@@ -87,10 +87,12 @@ def measure_rates(prepared: Job, run_dir: Path) -> Rates:
     cores = cores_of(prepared)  # before anything that may fail on one rank only
     with _memory_of_the_run(prepared), Pace(prepared.group) as pace:
         times, flops = _times(prepared, pace)
-        kept = kept_rates(run_dir, prepared)
-        if pace.most("lanes", float(kept is None)) or kept is None:
-            kept = lane_rates(prepared, home_file(prepared.config.memory, run_dir).parent, times, flops, pace)
-    return Rates(kept, times, microbatches=prepared.config.microbatches, cores=cores)
+        recorded = kept_rates(run_dir, prepared)
+        if pace.most("lanes", float(recorded is None)) or recorded is None:
+            recorded = lane_rates(
+                prepared, home_file(prepared.config.memory, run_dir).parent, times, flops, pace
+            )
+    return Rates(recorded, times, microbatches=prepared.config.microbatches, cores=cores)
 
 
 def rates_by_turns(eager: Job, compiled: Job, run_dir: Path) -> tuple[Rates, Rates]:
@@ -121,8 +123,8 @@ def rates_by_turns(eager: Job, compiled: Job, run_dir: Path) -> tuple[Rates, Rat
 def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:
     """Return ``rates`` with what all ranks wait for: the compute of the slowest, and the network of the slowest."""
     own_s = rates.microbatches * sum((*rates.times.forward_s, *rates.times.backward_s))
-    told = [found for found in group.gather_objects([own_s, net.bytes_per_s]) if found is not None]
-    compute_s, slowest_net = max(s for s, _ in told), min(rate for _, rate in told)
+    answers = [answer for answer in group.gather_objects([own_s, net.bytes_per_s]) if answer is not None]
+    compute_s, slowest_net = max(s for s, _ in answers), min(rate for _, rate in answers)
     times = scaled(rates.times, compute_s / own_s) if own_s else rates.times
     return replace(rates, times=times, net_bytes_per_s=slowest_net, core_s_per_byte=net.core_s_per_byte)
 
@@ -203,25 +205,25 @@ def _times(prepared: Job, pace: Pace) -> tuple[UnitTimes, tuple[float, ...]]:
     )
     tokens = rows * length / (few_rows * short)
     shares = [work / fewer if fewer else tokens for work, fewer in zip(flops, timed, strict=True)]
-    found = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
-    return replace(found, spared_s=_spared_s(prepared, found.forward_s, flops)), flops
+    unit_times = _less_recompute(_scaled(times, shares), recompute_shares(prepared.split, prepared.measured))
+    return replace(unit_times, spared_s=_spared_s(prepared, unit_times.forward_s, flops)), flops
 
 
 def _num_kept(prepared: Job, pace: Pace) -> tuple[int, ...]:
     """Return how many forwards of each unit fit where the plan keeps some whole; none where no rank keeps any."""
-    kept, saved = prepared.plan.layout.kept, prepared.measured.saved_bytes
-    keeps = any(choice.extent is Extent.WHOLE for choices in kept for choice in choices)
+    kept_blocks, saved = prepared.plan.layout.kept, prepared.measured.saved_bytes
+    keeps = any(choice.extent is Extent.WHOLE for choices in kept_blocks for choice in choices)
     if not pace.most("kept", float(keeps)):
         return ()
-    room = sum(saved[unit] * choices.count(Choice.KEEP) for unit, choices in enumerate(kept))
+    room = sum(saved[unit] * choices.count(Choice.KEEP) for unit, choices in enumerate(kept_blocks))
     return tuple(max(1, room // max(1, size)) for size in saved)  # one has the memory of a recompute
 
 
 def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
     """Return ``times`` of microbatches with ``shares`` as many operations, by unit."""
     forward_s, backward_s, kept_forward_s, kept_backward_s = (
-        tuple(s * share for s, share in zip(found, shares, strict=bool(found)))
-        for found in (times.forward_s, times.backward_s, times.kept_forward_s, times.kept_backward_s)
+        tuple(s * share for s, share in zip(seconds, shares, strict=bool(seconds)))
+        for seconds in (times.forward_s, times.backward_s, times.kept_forward_s, times.kept_backward_s)
     )
     return UnitTimes(
         forward_s=forward_s,
@@ -234,7 +236,7 @@ def _scaled(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
 def _less_recompute(times: UnitTimes, shares: Sequence[float]) -> UnitTimes:
     """Return ``times``, taken with whole recomputes, of a run whose recomputes are ``shares`` of a forward."""
     recompute_s = tuple(s * share for s, share in zip(times.forward_s, shares, strict=True))
-    spared_s = (whole - part for whole, part in zip(times.forward_s, recompute_s, strict=True))
+    spared_s = (forward_s - part for forward_s, part in zip(times.forward_s, recompute_s, strict=True))
     backward_s = (max(0.0, s - spared) for s, spared in zip(times.backward_s, spared_s, strict=True))
     return replace(times, backward_s=tuple(backward_s), recompute_s=recompute_s)
 

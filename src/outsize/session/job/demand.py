@@ -113,9 +113,9 @@ class RunDemand:
 
 def forward_flops(parts: Split, measured: Measured, rows: int, length: int) -> tuple[float, ...]:
     """Return the operations of units' forwards: as a trial saw them, else two for each parameter and token."""
-    known = measured.flops.forward(rows, length)
-    if any(known):
-        return known
+    counted = measured.flops.forward(rows, length)
+    if any(counted):
+        return counted
     sizes = [
         0 if unit.kind == "embedding" else sum(tensor.numel for tensor in unit.all_tensors)
         for unit in parts.spec.units[: parts.spec.num_streamed]
@@ -127,7 +127,7 @@ def recompute_flops(parts: Split, measured: Measured, rows: int, length: int) ->
     """Return the same of recomputes, of which some end early."""
     forward = forward_flops(parts, measured, rows, length)
     needed = measured.flops.needed(rows, length) or forward
-    return tuple(needed[u] if u in measured.needed else whole for u, whole in enumerate(forward))
+    return tuple(needed[u] if u in measured.needed else all_of_it for u, all_of_it in enumerate(forward))
 
 
 def recompute_shares(parts: Split, measured: Measured) -> tuple[float, ...]:
@@ -172,8 +172,8 @@ def spared_flops(measured: Measured) -> dict[Extent, tuple[float, ...]]:
     if not measured.products:
         return {}
     between = [
-        FLOPS_PER_BYTE * max(0, whole - products.num_bytes)
-        for whole, products in zip(measured.saved_bytes, measured.products, strict=True)
+        FLOPS_PER_BYTE * max(0, saved - products.num_bytes)
+        for saved, products in zip(measured.saved_bytes, measured.products, strict=True)
     ]
     spared = [max(0.0, y.flops - rest) for y, rest in zip(measured.products, between, strict=True)]
     return {

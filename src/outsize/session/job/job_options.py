@@ -140,8 +140,8 @@ def open_crossings(transport: TransportConfig) -> tuple[str, ...]:
 
 def products_open(optimizer: OptimizerConfig) -> bool:
     """Return whether a configuration leaves open where products of Muon run."""
-    known = named(optimizer.name)
-    return known is not None and known.products and optimizer.ns_on == AUTO
+    optimizer_named = named(optimizer.name)
+    return optimizer_named is not None and optimizer_named.products and optimizer.ns_on == AUTO
 
 
 def clip_of(optimizer: OptimizerConfig, num_ranks: int = 1, *, may_skip: bool) -> Clip:
@@ -192,11 +192,11 @@ def state_layout(
             f"optimizer.masters: only those of bf16 weights can be split, and weights that train are {spec.dtype} "
             "here; leave it auto, or set model.dtype=bf16"
         )
-    own = named(optimizer.name)
-    about = None if own else _class_of(optimizer)
-    num_moments = own.num_moments if own else 0
+    row = named(optimizer.name)
+    about = None if row else _class_of(optimizer)
+    num_moments = row.num_moments if row else 0
     moments = optimizer.state if num_moments else "fp32"
-    kernels = kernels and num_ranks == 1 and own is not None and own.kernel
+    kernels = kernels and num_ranks == 1 and row is not None and row.kernel
     masters = masters_for(optimizer.masters, spec.dtype, moments, kernels=kernels)
 
     def layout(masters: Masters) -> StateLayout:
@@ -208,22 +208,22 @@ def state_layout(
             num_moments=num_moments,
             state_of=about.state_of if about else (),
             temporaries=0 if about is None or about.by_element else about.temporaries,
-            newton_schulz=optimizer.ns_steps if own and own.products else 0,
+            newton_schulz=optimizer.ns_steps if row and row.products else 0,
             products_on_device=optimizer.ns_on == "device",
         )
 
-    found = layout(masters)
-    if found.whole:
+    state = layout(masters)
+    if state.whole:
         _check_whole(optimizer.name, spec, tile_elements, num_ranks)
-    if optimizer.masters == "auto" and found.exact and (tile_elements or 0) % found.quantum:
-        found = layout("separate")  # whose tiles may be smaller
-    if num_ranks > 1 and found.gradients != "fp32":
+    if optimizer.masters == "auto" and state.exact and (tile_elements or 0) % state.quantum:
+        state = layout("separate")  # whose tiles may be smaller
+    if num_ranks > 1 and state.gradients != "fp32":
         raise ConfigError("optimizer.gradients: ranks sum gradients at home, in fp32; leave it fp32")
-    if num_workers > 1 and found.gradients != "fp32":
+    if num_workers > 1 and state.gradients != "fp32":
         raise ConfigError(
             "optimizer.gradients: several workers sum gradients at home, in fp32; leave it fp32"
         )
-    return found
+    return state
 
 
 def _class_of(optimizer: OptimizerConfig) -> "TorchClass":
@@ -253,8 +253,8 @@ def _check_whole(name: str, spec: ModelSpec, tile: int | None, num_ranks: int) -
     Raises:
         ConfigError: something does.
     """
-    known = named(name)
-    if known and known.products and not any(True for unit in spec.units for _ in muon_matrices(unit)):
+    row = named(name)
+    if row and row.products and not any(True for unit in spec.units for _ in muon_matrices(unit)):
         raise ConfigError(
             f"optimizer.name: {name} steps matrices of blocks, and none of those trains here; use adamw"
         )

@@ -51,9 +51,9 @@ def described(hf_config: Mapping[str, Any]) -> Described:
             pass  # broken: asked again
     from outsize.session.job.model_setup import describe  # torch and transformers take seconds to import
 
-    found = describe(hf_config)
-    user_cache.store(_KIND, name, json.dumps(asdict(found)).encode())
-    return found
+    description = describe(hf_config)
+    user_cache.store(_KIND, name, json.dumps(asdict(description)).encode())
+    return description
 
 
 def counted(hf_config: Mapping[str, Any], config: Config) -> Counts:
@@ -72,9 +72,9 @@ def counted(hf_config: Mapping[str, Any], config: Config) -> Counts:
             pass  # broken: counted again
     from outsize.session.job.model_setup import count_model
 
-    found = count_model(hf_config, config)
-    user_cache.store(_KIND, name, dump(found))
-    return found
+    counts = count_model(hf_config, config)
+    user_cache.store(_KIND, name, dump(counts))
+    return counts
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -78,9 +78,9 @@ def change_blocks(parts: Split, run: RunSpec, source: WeightSource, announce: An
     model = run.config.model
     take_in_parts(parts, run.config.train.mlp_parts)
     if model.products != "native":
-        told = take_products(parts, model.products, run.devices)
+        note = take_products(parts, model.products, run.devices)
         error = error_of(parts, lambda name, into: source.read(name, 0, into.numel(), into))
-        announce(f"products: {told}; {error}")
+        announce(f"products: {note}; {error}")
     if model.compile == "blocks":
         compile_blocks(parts, announce)
 
@@ -223,8 +223,8 @@ def check_loss(model: nn.Module) -> None:
     Raises:
         ModelError: it takes its loss otherwise.
     """
-    found = getattr(model, "loss_function", None)
-    if isinstance(found, NamedLoss) and not found.was_called:
+    function = getattr(model, "loss_function", None)
+    if isinstance(function, NamedLoss) and not function.was_called:
         raise ModelError(
             f"train.loss_function: {type(model).__name__} takes its loss otherwise; leave it out, or write a loop with "
             "outsize.wrap"
@@ -239,10 +239,10 @@ def _function(name: str) -> Callable[..., Tensor]:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # whatever the user's own code raises
         raise ConfigError(f"train.loss_function: {place} cannot be loaded: {error}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         raise ConfigError(f"train.loss_function: {place} has no function {attribute!r}")
-    return cast(Callable[..., Tensor], found)
+    return cast(Callable[..., Tensor], function)
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -50,8 +50,8 @@ def layout_for(config: Config, spec: ModelSpec, num_ranks: int = 1, *, num_worke
 
 def has_kernel(optimizer: OptimizerConfig) -> bool:
     """Return whether a kernel in C steps exact state, to the bit as the torch at hand does."""
-    own = named(optimizer.name)
-    return own is not None and own.kernel and library.available() and agrees_with_torch(library.level())
+    row = named(optimizer.name)
+    return row is not None and row.kernel and library.available() and agrees_with_torch(library.level())
 
 
 _WAYS: tuple[Literal["split", "separate"], ...] = ("split", "separate")
@@ -90,15 +90,15 @@ def rule_of(optimizer: OptimizerConfig) -> UpdateRule | WholeRule:
     Raises:
         ConfigError: the optimizer does not take its arguments.
     """
-    own = named(optimizer.name)
-    if own is None:
+    row = named(optimizer.name)
+    if row is None:
         return rule_of_class(torch_class(optimizer.name, optimizer.args), optimizer.weight_decay)
-    module, _, name = own.rule.rpartition(".")
-    made = getattr(importlib.import_module(module), name)
-    settings = {key: getattr(optimizer, key) for key in own.keys if key not in _OF_THE_RUN}
+    module, _, name = row.rule.rpartition(".")
+    maker = getattr(importlib.import_module(module), name)
+    settings = {key: getattr(optimizer, key) for key in row.keys if key not in _OF_THE_RUN}
     rule: UpdateRule | WholeRule
     try:
-        rule = getattr(made, "of", made)(weight_decay=optimizer.weight_decay, **settings, **optimizer.args)
+        rule = getattr(maker, "of", maker)(weight_decay=optimizer.weight_decay, **settings, **optimizer.args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.args: {optimizer.name} refuses them: {error}") from error
     return rule

@@ -252,8 +252,8 @@ def _check(activations: str, measured: Measured) -> None:
         ConfigError: it cannot.
     """
     extent = None if activations == "auto" else Choice(activations).extent
-    kept = {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
-    if extent is not None and not any(kept.get(extent, ())):
+    bytes_by_extent = {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
+    if extent is not None and not any(bytes_by_extent.get(extent, ())):
         if extent is Extent.WHOLE:
             raise ConfigError(
                 f"memory.activations={activations}: units of this model leave nothing for their backward that could be "

@@ -136,19 +136,19 @@ def demand_of_run(
     def demand_of(choice: UnitChoice) -> RunDemand:
         parts = split_model(model, run.dtype, run.config, adapters, choice)
         home = home_file(run.config.memory, run.run_dir)
-        own = with_masters_of(home, run, parts.spec)
+        own_run = with_masters_of(home, run, parts.spec)
         demand = RunDemand(
-            run=own,
-            machine=describe_machine(run.memory, run.devices, _state_bytes(own, parts.spec), home),
+            run=own_run,
+            machine=describe_machine(run.memory, run.devices, _state_bytes(own_run, parts.spec), home),
             directory=directory,
             hf_config=hf_config,
             split=parts,
             source=source,
-            trials=_trials(own, hf_config, parts, announce),
+            trials=_trials(own_run, hf_config, parts, announce),
             before_bytes=before_bytes,
             adapters=adapters,
         )
-        demand.trials(own.config.microbatches)
+        demand.trials(own_run.config.microbatches)
         return demand
 
     demand = in_turn(demand_of)
