@@ -234,3 +234,25 @@ def test_an_optimizer_made_before_adapters_have_gone_home_steps_them(own: bool, 
     want = train(plain)
     with wrapped(zoo.build("llama"), home=home) as model:
         assert_equal(train(model), want)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_an_adapter_that_no_optimizer_has_comes_and_goes(home: str):
+    def train(model: nn.Module) -> list[Tensor]:
+        adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(adapters, fused=True)
+        losses = []
+        for _ in range(2):
+            losses.append(model(**BATCH).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.manual_seed(3)
+            model.add_adapter("other", CONFIG)
+            losses.append(logits_with(model, "other"))
+            model.delete_adapter("other")
+        return losses
+
+    want = train(adapted())
+    with wrapped(adapted(), home=home) as model:
+        assert all(torch.equal(one, other) for one, other in zip(train(model), want, strict=True))

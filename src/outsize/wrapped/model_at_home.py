@@ -233,7 +233,8 @@ class ModelAtHome(ABC):
         with plainly():
             gradients = {id(one) for one in self.parameters.named.values() if one.grad is not None}
         stepped = {id(self.parameters.named[name]) for name, count in self.updates.items() if count}
-        return bool(gone) and (self.optimizer is not None or bool(gone & (gradients | stepped)))
+        owned = {key for key, name in self.parameters.names.items() if name in self.owners}
+        return bool(gone & (gradients | stepped | owned))
 
     def _keep_head(self, model: nn.Module) -> None:
         """From now on the forward takes the weight of the head itself: the head is part of the rest."""
