@@ -219,6 +219,13 @@ class OuterForward:
         """Return what ``piece`` returns, run in the glue's thread for the worker of the thread that asks."""
         return self._thread.submit(self._piece, run, self.worker, piece).result()
 
+    def wait_for_loads(self, worker: int) -> None:
+        """Have what computes on the device of ``worker`` from now on wait for loads: the rest may come once more."""
+        device = self._workers.devices[worker]
+        mark = device.record(f"up:w{worker}")
+        if mark is not None:
+            device.wait(f"compute:w{worker}", mark)
+
     def let_go(self) -> None:
         """Give the modules their own parameters back until the next piece runs; between programs only."""
         for (_, name), (module, parameter) in self._former.items():

@@ -74,6 +74,7 @@ class StagedRun(MicrobatchRun):
         self._outer = OuterBackward(leaves_wait=False)
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
         self.pulled_by = 0
+        self._ran_on: dict[int, int] = {}
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
         self._copies: dict[tuple[torch.device, int, Form], tuple[Tensor, Tensor]] = {}
@@ -184,6 +185,7 @@ class StagedRun(MicrobatchRun):
                 visit.leaves[i] = self._copies[key][1]
 
     def _advance(self, unit: int, waiting: list[Tensor]) -> UnitCall | Finished:
+        self._ran_on[unit] = self._glue.worker
         present = _StillThere(self._glue.device())
 
         def piece() -> UnitCall | Finished:
@@ -203,12 +205,19 @@ class StagedRun(MicrobatchRun):
         super()._descend(unit, roots)
 
     def _enter_last(self) -> None:
-        self.pulled_by = self._glue.worker
+        self._pull(max(self._ran_on, default=0))
         super()._enter_last()
+
+    def _pull(self, unit: int) -> None:
+        """Note who goes backward through the code on the way to ``unit``, which reads weights where it ran."""
+        self.pulled_by = self._glue.worker
+        where = self._ran_on.get(unit, self.pulled_by)
+        if where != self.pulled_by:
+            self._glue.wait_for_loads(where)
 
     def _enter(self, unit: int) -> None:
         """Go backward through the code on the way to ``unit``, on the worker where it ran."""
-        self.pulled_by = self._glue.worker
+        self._pull(unit)
         super()._enter(unit)
 
     def backward(self, unit: int, forward: Forward) -> None:
