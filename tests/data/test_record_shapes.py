@@ -6,6 +6,7 @@ import pytest
 
 from outsize.data.encode import Encoder
 from outsize.data.reading.corpus_files import Corpus, find_sources
+from outsize.data.reading.conversations import read_messages
 from outsize.data.reading.documents import DocumentReader
 from outsize.errors import DataError
 
@@ -215,6 +216,12 @@ def test_calls_and_functions_as_openai_had_them_before_tools_are_calls_and_tools
         f"{CALLED}.",
         [],
     )
+
+
+def test_a_call_as_openai_had_it_before_tools_stands_once_in_its_message():
+    turns = [{"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}]
+    (message,) = read_messages({"messages": turns}, "messages", "f:1", {})
+    assert sorted(message) == ["content", "role", "tool_calls"]
 
 
 def test_a_text_file_that_holds_records_says_so(tmp_path):

@@ -179,7 +179,7 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
     if isinstance(name, str) and name.lower() in _CALLS and name not in roles:
         return {"role": "assistant", "content": "", **rest, "tool_calls": _calls(value, where)}
     if isinstance(rest.get("function_call"), dict) and not rest.get("tool_calls"):  # OpenAI's, before tools
-        rest = {**rest, "tool_calls": _calls(rest.pop("function_call"), where)}
+        rest["tool_calls"] = _calls(rest.pop("function_call"), where)
     if calls := _listed_calls(rest.pop("tool_calls", None), where):
         rest["tool_calls"] = calls
     role = _role(name, speaker, where, roles)
