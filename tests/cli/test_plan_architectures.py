@@ -17,6 +17,15 @@ PUBLISHED = {
     "gpt_oss": ({}, 116.8),
     "deepseek_v3": ({}, 671.0),
 }
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 500,
+}
 OPTIONS = (
     "--gpus",
     "h200",
@@ -53,6 +62,34 @@ def test_a_model_of_several_parts_is_planned_by_the_text_part_which_is_named(tmp
     assert any("its text part alone, gemma3_text, is planned" in line for line in found["assumptions"])
     found = answer(capsys, written(tmp_path, "llava"), *OPTIONS)
     assert any("its text part alone, llama, is planned" in line for line in found["assumptions"])
+
+
+def test_a_text_part_that_cannot_be_built_alone_is_planned_with_the_others(tmp_path, capsys):
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 256}
+    heads = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    parts = {"text_config": SMALL | heads | {"bos_token_id": 1, "eos_token_id": 2}, "vision_config": vision}
+    found = answer(capsys, written(tmp_path, "qwen2_5_vl", **parts), *OPTIONS)
+    assert found["tokens_per_s"] > 0
+    assert any("planned whole, and its batches as text alone" in line for line in found["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (
+            {"quant_method": "fp8"},
+            "stored as fp8, which outsize does not read; the answer is for them in bf16",
+        ),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "stored as awq, 4 bits, which trains adapters alone; the answer",
+        ),
+    ],
+)
+def test_how_weights_are_stored_changes_no_answer_and_is_said(tmp_path, capsys, stored, words):
+    found = answer(capsys, written(tmp_path, "qwen3", **SMALL, quantization_config=stored), *OPTIONS)
+    assert found["num_parameters"] == 125_824
+    assert any(words in line for line in found["assumptions"])
 
 
 @pytest.mark.parametrize(

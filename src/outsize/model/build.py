@@ -219,24 +219,26 @@ def _require_config(path: Path) -> Any:
 def _factory(config: "PretrainedConfig") -> Callable[..., nn.Module]:
     """Return what builds a language model of ``config``: causal, or masked for an encoder."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-    from transformers.models.auto import modeling_auto
 
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
             f"{config.model_type} is an encoder-decoder, which outsize train takes for sft alone"
         )
-    remote = getattr(config, "auto_map", None) or {}
-    tables = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
-    own_code = {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(remote)
-    if not own_code and not any(config.model_type in table for table in tables):
+    if not is_built_alone(config):
         raise ModelError(
             f"{config.model_type} is not a language model that transformers can build as AutoModelForCausalLM"
         )
     auto = AutoModelForMaskedLM if is_masked(config) else AutoModelForCausalLM
     return cast(Callable[..., nn.Module], auto.from_config)
+
+
+def is_built_alone(config: "PretrainedConfig") -> bool:
+    """Return whether transformers builds a language model of a config."""
+    from transformers.models.auto import modeling_auto
+
+    tables = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    own_code = {"AutoModelForCausalLM", "AutoModelForMaskedLM"} & set(getattr(config, "auto_map", None) or {})
+    return bool(own_code) or any(config.model_type in table for table in tables)
 
 
 def is_masked(config: "PretrainedConfig") -> bool:

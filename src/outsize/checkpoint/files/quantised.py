@@ -39,12 +39,13 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _GPTQ_BITS = (2, 4, 8)
 # Codes are decoded in pieces of so many elements.
 _PIECE_ELEMENTS = 2**20
+KEY = "quantization_config"
 
 
 def quantisation_of(config: Any) -> Quantisation | None:
     """Return what the config of a model says of its weights; None where they are as they are."""
-    settings = config.get("quantization_config") if isinstance(config, Mapping) else None
-    settings = getattr(config, "quantization_config", None) if settings is None else settings
+    settings = config.get(KEY) if isinstance(config, Mapping) else None
+    settings = getattr(config, KEY, None) if settings is None else settings
     if settings is None:
         return None
     return dict(settings) if isinstance(settings, Mapping) else dict(settings.to_dict())
@@ -73,6 +74,16 @@ def require_readable(quantisation: Quantisation, *, trains: bool) -> None:
             "(--method lora), load them frozen (outsize.load(..., trainable=False)), or use the checkpoint that they "
             "were made from"
         )
+
+
+def stored_as(config: Mapping[str, Any]) -> str | None:
+    """Return in what format a ``config.json`` or a part of it says that weights are stored, and what that allows."""
+    for part in (config, *config.values()):
+        settings = quantisation_of(part) if isinstance(part, Mapping) else None
+        if settings is not None:
+            allows = "which trains adapters alone" if _is_known(settings) else "which outsize does not read"
+            return f"{_name(settings)}, {allows}"
+    return None
 
 
 def decoded(stored: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:

@@ -145,6 +145,13 @@ class AskedModel:
         kind, part = self._described.kind, self._described.part
         counts = counted(self._hf_config, config)
         notes = () if part is None else (f"of this model its text part alone, {part}, is planned",)
+        if self._described.has_more:
+            notes = (*notes, "it is planned whole, and its batches as text alone: images and sound take more")
+        if stored := self._described.stored:
+            notes = (
+                *notes,
+                f"its weights are stored as {stored}; the answer is for them in {config.model.dtype}",
+            )
         as_they_are = config.model.compile == "off" and config.model.kernels == "none"
         return ModelFigures(
             spec=counts.spec,

@@ -29,11 +29,15 @@ class Described:
         kind: its model type, or that of its text part.
         positions: tokens of the longest sequence; None for no limit.
         part: the model type of its text part, where that is what is meant; None where it is the whole model.
+        has_more: whether it has parts beside a text part, which a batch of text leaves out, that cannot be built alone.
+        stored: the format of its weights and what that allows, where they are quantised.
     """
 
     kind: str
     positions: int | None
     part: str | None
+    has_more: bool = False
+    stored: str | None = None
 
 
 def described(hf_config: Mapping[str, Any]) -> Described:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
+from outsize.checkpoint.files.quantised import KEY, stored_as
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
-from outsize.model.build import build_skeleton, unquantised
+from outsize.model.build import build_skeleton, is_built_alone
 from outsize.model.compiled import compile_blocks, take_kernels
 from outsize.model.liger import save_as_liger
 from outsize.model.products import error_of, take_products
@@ -35,6 +36,8 @@ from outsize.session.job.known_models import Described
 from outsize.streamed.spec import RunSpec
 
 Announce = Callable[[str], None]
+# Builds models whose text part transformers does not build alone.
+_WHOLE = "AutoModelForImageTextToText"
 
 
 def skeleton_of(run: RunSpec, hf_config: Any, announce: Announce) -> nn.Module:
@@ -265,7 +268,9 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
     """
     described, _ = _text_part(hf_config)
     dtype, frozen = config.model.dtype, config.train.method == "lora"
-    model = build_skeleton(described, dtype, config.model.attention, frozen=frozen)
+    text = described.get_text_config()
+    auto = None if text is described or getattr(described, "is_encoder_decoder", False) else _WHOLE
+    model = build_skeleton(described, dtype, config.model.attention, auto=auto, frozen=frozen)
     adapters = put_in(model, lora_of(config, model), config.train.seed) if frozen else None
     parts = split_model(model, dtype, config, adapters)
     can_part = config.train.mlp_parts == 1 and can_take_in_parts(parts)
@@ -277,7 +282,7 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
         parts = split_model(model, dtype, config, adapters, choice)
         lengths, rows = count(
             parts,
-            partial(made_up_inputs, config.data.pack, described),
+            partial(made_up_inputs, config.data.pack, text),
             seq_len=config.data.seq_len,
             chunk_tokens=config.train.head_chunk_tokens,
             shifted=not type(model).__name__.endswith("ForMaskedLM"),
@@ -294,7 +299,10 @@ def describe(hf_config: Mapping[str, Any]) -> Described:
         ModelError: transformers does not know the architecture, or not with such values.
     """
     config, part = _text_part(hf_config)
-    return Described(str(config.model_type), num_positions(config.to_dict()), part)
+    text = config.get_text_config()
+    has_more = text is not config and not getattr(config, "is_encoder_decoder", False)
+    positions = num_positions(text.to_dict())
+    return Described(str(config.model_type), positions, part, has_more, stored_as(hf_config))
 
 
 def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
@@ -310,7 +318,7 @@ def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
             "newer transformers, or the config of a model that it knows"
         )
     try:
-        config = unquantised(CONFIG_MAPPING[kind].from_dict(dict(hf_config)))
+        config = CONFIG_MAPPING[kind].from_dict(_unquantised(hf_config))
     except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelError(
             f"the config of this {kind} model cannot be read: {error}; take the one that lies beside its weights"
@@ -324,6 +332,15 @@ def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
                 "weights"
             )
     text = config.get_text_config()
-    if text is config or encodes:
+    if text is config or encodes or not is_built_alone(text):
         return config, None
     return text, str(text.model_type)
+
+
+def _unquantised(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, and what it says of its parts, without how weights are stored, which no plan depends on."""
+    return {
+        name: _unquantised(value) if isinstance(value, Mapping) else value
+        for name, value in hf_config.items()
+        if name != KEY
+    }
