@@ -5,8 +5,8 @@ import json
 import pytest
 
 from outsize.data.encode import Encoder
-from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.conversations import read_messages
+from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.errors import DataError
 
