@@ -241,7 +241,10 @@ def coarser(plan: Plan, largest: int) -> tuple[StepLayout, int]:
     if not any(plan.layout.tiles) or elements == plan.tile_elements:
         return plan.layout, plan.tile_elements
     numels = plan.layout.own_elements or tuple(size // 4 for size in plan.layout.gradient_bytes)
-    return replace(plan.layout, tiles=tuple(-(-numel // elements) for numel in numels)), elements
+    tiles = tuple(
+        0 if unit in plan.layout.resident else -(-numel // elements) for unit, numel in enumerate(numels)
+    )
+    return replace(plan.layout, tiles=tiles), elements
 
 
 # Steps that are simulated: the first starts from rest, the second tells the time. A third takes as long as the second.
