@@ -83,9 +83,10 @@ class Backend:
             differing=[] if self.equal else ["model.norm.weight"],
         )
 
-    def export(self, run_dir, out_dir, *, merge=False, trust_remote_code=False, base=None):
+    def export(self, run_dir, out_dir, *, merge=False, trust_remote_code=False, base=None, ready=None):
         assert not merge
         assert base is None
+        assert ready is None
         assert not trust_remote_code
         self.calls.append((run_dir, out_dir))
         return out_dir

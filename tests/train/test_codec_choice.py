@@ -92,7 +92,8 @@ def test_every_crossing_is_searched_by_itself(device, tmp_path: Path, monkeypatc
 def test_what_gpus_and_rings_do_not_encode(tmp_path: Path):
     def refused(crossing, **sections):
         said: list[str] = []
-        config = make_run(tmp_path, memory=EMULATED, transport={crossing: "auto"}, **sections)
+        memory = {**EMULATED, "resident": "none"}
+        config = make_run(tmp_path, memory=memory, transport={crossing: "auto"}, **sections)
         prepared = prepare(RunSpec.of(config, tmp_path), lambda _: None)
         if crossing == "activations":
             prepared = replace(prepared, machine=replace(prepared.machine, devices=Devices.parse("cuda:0")))
