@@ -141,8 +141,6 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("session/decide/lane_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(source)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(target)"): CLOCK,
-    ("training/replica_engine.py", "event.record()"): CLOCK,
-    ("training/replica_engine.py", "mark.query()"): CLOCK,
 }
 
 
