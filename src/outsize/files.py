@@ -280,7 +280,14 @@ def write_whole(path: Path, text: str, *, shared: bool = False) -> None:
     """Write a file of text that is there whole or not at all, after a loss of power too.
 
     What was there before still is, where it cannot be written. With ``shared`` several processes may write it at once.
+
+    Raises:
+        OSError: as the system says; or ``path`` is a device, a pipe or a socket, which a file would take the place of.
     """
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}" if shared else path.name + PARTIAL)
     try:
         write_text(partial, text, sync=True)

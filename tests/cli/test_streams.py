@@ -1,6 +1,7 @@
 """Commands whose words do not arrive: a reader that goes away, a disk that is full."""
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,14 @@ from outsize.cli import main
 from outsize.cli.text.console import Told, told
 from outsize.training.run import train
 from tiny import tiny_run
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place with a run that has ended."""
+    root = tmp_path_factory.mktemp("ended")
+    train(tiny_run(root, train={"steps": 1}))
+    return root
 
 
 def full() -> TextIO:
@@ -90,3 +99,30 @@ def test_no_file_of_a_run_takes_the_number_of_a_closed_stream(tmp_path: Path):
         "os._exit(0 if min(numbers) > 2 else 3)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("place", ["file/out", "loop", "loop/out", "n" * 300, "/proc/none/out", "pipe"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "score RUN --data DATA --context 16 --out",
+        "generate RUN --prompts DATA --max-new-tokens 1 --out",
+        "export RUN --out",
+        "report RUN -o",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_by_name(
+    command: str, place: str, tmp_path: Path, ended: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    words = command.replace("RUN", str(ended / "run")).replace("DATA", str(ended / "data.txt")).split()
+    if place == "loop" and command.startswith("report"):
+        return  # a page takes the place of a link that leads nowhere
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, str(tmp_path / place)])
+    told = "".join(capsys.readouterr().err.split())
+    assert "outsize:" in told
+    assert place[:4] in told
+    assert stat.S_ISFIFO((tmp_path / "pipe").lstat().st_mode)  # nothing has taken its place

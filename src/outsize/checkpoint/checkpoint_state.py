@@ -22,6 +22,7 @@ removed only after that, and by renaming it first, so that what has a checkpoint
 
 import contextlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -105,7 +106,7 @@ def check_outside(path: Path, key: str) -> None:
     Raises:
         ConfigError: it does; ``key`` says what it was to be.
     """
-    place = path.resolve()
+    place = Path(os.path.realpath(path))  # `resolve` raises of a link to itself
     for directory in (place, *place.parents):
         if directory.name == CHECKPOINTS and (directory / LATEST).exists():
             raise ConfigError(

@@ -3,6 +3,8 @@
 import errno
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,8 +32,9 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         _write_any_text()
-        from outsize.storage.prealloc import storage_errors
+        from outsize.storage.prealloc import explain, storage_errors
 
+        given = [str(part) for part in (*ctx._protected_args, *ctx.args)]
         try:
             with storage_errors():
                 return super().invoke(ctx)
@@ -39,13 +42,23 @@ class _Commands(TyperGroup):
             _complain(f"{type(error).__name__}: {error}")
             sys.exit(2)
         except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:
+            if error.filename is not None and _is_below(str(error.filename), given):
+                _complain(f"StorageError: {explain(error, f'use {error.filename}')}")
+            elif error.errno == errno.ENOSPC and error.filename is None:
+                _complain(f"{error}: what a command writes has no room where it goes")
+            else:
                 raise
-            _complain(f"{error}: what a command writes has no room where it goes")
             sys.exit(2)
         except KeyboardInterrupt as interrupt:
             _complain(str(interrupt) or "interrupted")
             sys.exit(130)
+
+
+def _is_below(name: str, given: Sequence[str]) -> bool:
+    """Whether a file is one that the command line names, below or around it: then its user can mend it."""
+    places = [Path(os.path.abspath(part.rpartition("=")[2])) for part in given if not part.startswith("-")]
+    path = Path(os.path.abspath(name))
+    return any(str(path).startswith(str(place)) or path in place.parents for place in places)
 
 
 def _complain(text: str) -> None:

@@ -102,7 +102,7 @@ def new_directory(
             )
         if ready is not None:
             ready()
-        with _becoming(final.resolve() if final.is_symlink() else final) as partial:
+        with _becoming(Path(os.path.realpath(final)) if final.is_symlink() else final) as partial:
             yield partial
 
 
