@@ -34,7 +34,7 @@ class _Commands(TyperGroup):
         _write_any_text()
         from outsize.storage.prealloc import explain, storage_errors
 
-        given = [str(part) for part in (*ctx._protected_args, *ctx.args)]
+        given = [str(part) for part in ctx.args]
         try:
             with storage_errors():
                 return super().invoke(ctx)
