@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from accelerator import late
 from devices import IS_MADE_UP
 from wrapped.loops import assert_equal, gradients, wrapped
 from wrapped.test_several_lists import INPUTS, Flux, Model, Towers, UNet
