@@ -21,7 +21,6 @@ from outsize.checkpoint.home_file import newest_home, start, tell_costs
 from outsize.checkpoint.saver import Saver, check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
-from outsize.detail import Detail
 from outsize.group.gloo import launched
 from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
@@ -55,7 +54,7 @@ from outsize.training.measures import (
 )
 from outsize.training.ranks import Ranks, check_same_run, together
 from outsize.training.records import Heartbeat, Telling, TrainResult, write_json, write_whole
-from outsize.training.run_data import data_of, notes_of, open_dataset
+from outsize.training.run_data import data_of, notes_of, open_dataset, over_epochs, with_tokenizer
 from outsize.training.run_dir import PLAN_FILE, as_before, claimed
 from outsize.training.watchdog import StepProfiler, Watchdog
 
@@ -118,7 +117,7 @@ def _train(
     interrupt.doing = "the data was read and tokenised"
     check_evaluates(prepared)
     dataset = _dataset(stack, prepared, ranks, resumed)
-    prepared = _over_epochs(replace(prepared, template=dataset.template), dataset, announce)
+    prepared = over_epochs(replace(prepared, template=dataset.template), dataset, announce)
     if (done := _done(prepared, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     _check_goes_on(prepared, dataset, resumed, record, ranks)
@@ -175,7 +174,7 @@ def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job
         for note in notes_of(config, prepared, ranks.group.size):
             announce(note)
     if resumed is not None:
-        prepared = _with_tokenizer(prepared)
+        prepared = with_tokenizer(prepared)
         run_checkpoint.check_same_run(resumed, prepared.config, prepared)
     return prepared, rates
 
@@ -338,18 +337,6 @@ def _done(prepared: Job, resumed: Path | None, announce: Announce) -> Position |
     return done
 
 
-def _over_epochs(prepared: Job, dataset: PackedDataset, announce: Announce) -> Job:
-    """Return the run with its steps, where their number follows from the data."""
-    if prepared.config.train.epochs is None:
-        return prepared
-    prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
-    config = prepared.config
-    epochs = f"{config.train.epochs:g} {'epoch' if config.train.epochs == 1 else 'epochs'}"
-    steps = f"{config.train.steps:,} steps of {config.sequences_per_step}"
-    announce(Detail(f"{epochs} of {dataset.num_sequences:,} sequences are {steps}"))
-    return prepared
-
-
 def _check_goes_on(
     prepared: Job, dataset: PackedDataset, resumed: Path | None, record: CommitRecord | None, ranks: Ranks
 ) -> None:
@@ -406,17 +393,6 @@ def _saver(trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Sa
         writes=ranks.is_first,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
-
-
-def _with_tokenizer(prepared: Job) -> Job:
-    """The same with the directory of the model that the user names, where the checkpoint came without a tokenizer.
-
-    The Hugging Face ``Trainer`` saves one only if it was given one.
-    """
-    named = Path(prepared.config.model.path)
-    if any(prepared.directory.glob("tokenizer*")) or not named.is_dir():
-        return prepared
-    return replace(prepared, directory=named)
 
 
 def _resuming(config: Config) -> Config:

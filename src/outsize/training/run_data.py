@@ -315,3 +315,26 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
     )
     uncut = [f"steps are not cut into microbatches: {reason}"] if reason and is_one else []
     return [f"note: {note}" for note in (*config.notes(around), *rounded, *uncut)]
+
+
+def over_epochs(prepared: Job, dataset: PackedDataset, announce: Callable[[str], None]) -> Job:
+    """Return the run with its steps, where their number follows from the data."""
+    if prepared.config.train.epochs is None:
+        return prepared
+    prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))
+    config = prepared.config
+    epochs = f"{config.train.epochs:g} {'epoch' if config.train.epochs == 1 else 'epochs'}"
+    steps = f"{config.train.steps:,} steps of {config.sequences_per_step}"
+    announce(Detail(f"{epochs} of {dataset.num_sequences:,} sequences are {steps}"))
+    return prepared
+
+
+def with_tokenizer(prepared: Job) -> Job:
+    """Return the run with the tokenizer of the model that the user names, where the checkpoint came without one.
+
+    The Hugging Face ``Trainer`` saves one only if it was given one.
+    """
+    named = Path(prepared.config.model.path)
+    if any(prepared.directory.glob("tokenizer*")) or not named.is_dir():
+        return prepared
+    return replace(prepared, directory=named)

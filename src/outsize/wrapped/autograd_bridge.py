@@ -6,6 +6,7 @@ themselves. Nothing but this node holds the activations of a forward: if it goes
 error is in the air, they go.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,3 +118,9 @@ class _Node(torch.autograd.Function):
             )
         found = ctx.passage.descend(gradients)
         return (None, None, None, *found, *(None for _ in others[len(found) :]))
+
+
+def is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:
+    """Return whether a forward is still referred to, and its backward may still come."""
+    bridge = passage() if passage is not None else None
+    return bridge is not None and bridge.pending

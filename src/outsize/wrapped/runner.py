@@ -36,7 +36,7 @@ from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, 
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.wrapped import loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.autograd_bridge import AutogradBridge
+from outsize.wrapped.autograd_bridge import AutogradBridge, is_pending
 from outsize.wrapped.calls import batching
 from outsize.wrapped.calls.batching import (
     Autocast,
@@ -107,7 +107,7 @@ class Runner(Inferring):
                 self._leaves_nothing = sign
                 return output
             del output
-            if _is_pending(self._saving):
+            if is_pending(self._saving):
                 gc.collect()  # there is no room for two forwards, and an output may hold itself
             before.undo_tensors()
             state = state_of_now()
@@ -139,9 +139,9 @@ class Runner(Inferring):
         sizes, engine, plan = self._ready_for(inputs, main, autocast, keeps=keeps, whole=cached)
         assert self._measured is not None
         saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
-        lean = _is_pending(self._keeping)  # what is kept has room for one forward
+        lean = is_pending(self._keeping)  # what is kept has room for one forward
         leaves = saves or (keeps and not lean and plan.layout.any_leaves)
-        if saves and _is_pending(self._saving):
+        if saves and is_pending(self._saving):
             raise ConfigError(
                 "inputs that are saved off the device have room for one forward at a time: run the backward of the one "
                 "before, or wrap the model for one device, with more device_memory or offload=False"
@@ -397,9 +397,3 @@ class Runner(Inferring):
     def _weights_now(self) -> tuple[int, int]:
         """What tells weights of now from others: steps of ours, and changes in place by anybody else."""
         return self._num_steps, self.parameters.version_of_all
-
-
-def _is_pending(passage: "weakref.ref[AutogradBridge] | None") -> bool:
-    """Whether there is such a forward, and its backward may still come."""
-    found = passage() if passage is not None else None
-    return found is not None and found.pending
