@@ -1,29 +1,4 @@
-"""Batches of tokens: the order they come in, their tensors in memory that is used again, and masks drawn for them.
-
-A shuffled array of sequence numbers costs 8 bytes per sequence and has to be rebuilt on resume. A block
-cipher on the domain 0..size-1 costs nothing and answers any position at once. The construction is the
-generalised Feistel network with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
-(CT-RSA 2002): a balanced Feistel network permutes 0..4**k-1, the smallest such domain that holds ``size``; a
-value that falls outside 0..size-1 is encrypted again until it falls inside. The domain is at most 4 * size,
-so four walks are expected at most. Luby and Rackoff (1988) show that four rounds suffice for a pseudo-random
-permutation; eight are used because the halves may be a few bits only. The round function is the finaliser of
-splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
-
-Arrays whose memory is used again once nobody holds them.
-
-A batch of fresh memory costs a page fault for every 4 KiB, more than reading its tokens does. So the memory of a
-batch comes back, and a run of equal batches walks round a ring of as many blocks as are alive at once:
-
-1. `take` hands out an array over a free block, or over a new one;
-2. the array is held by the tensor made of it, and by every view of that;
-3. when the last of them is gone, and no earlier, the block is free again.
-
-Nobody has to give anything back, and nobody can be handed memory that somebody still reads.
-
-The drawing is that of transformers' ``DataCollatorForLanguageModeling``, a sequence at a time and from a generator of
-its own, seeded by what the sequence is: the position that a run draws it at, or its number where it is measured. So
-masks are the same whichever thread makes a batch, wherever a run is resumed, and however many ranks share a step.
-"""
+"""Batches of tokens: the order they come in, their tensors in memory that is used again, and masks drawn for them."""
 
 import copy
 import hashlib
@@ -48,7 +23,17 @@ _NUM_ROUNDS = 8
 
 
 class SeededPermutation:
-    """Bijection of 0..size-1 that is a pure function of (size, seed, epoch)."""
+    """Bijection of 0..size-1 that is a pure function of (size, seed, epoch).
+
+    A shuffled array of sequence numbers costs 8 bytes per sequence and has to be rebuilt on resume. A block cipher on
+    the domain 0..size-1 costs nothing and answers any position at once. The construction is the generalised Feistel
+    network with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002): a balanced
+    Feistel network permutes 0..4**k-1, the smallest such domain that holds ``size``; a value that falls outside
+    0..size-1 is encrypted again until it falls inside. The domain is at most 4 * size, so four walks are expected at
+    most. Luby and Rackoff (1988) show that four rounds suffice for a pseudo-random permutation; eight are used because
+    the halves may be a few bits only. The round function is the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA
+    2014).
+    """
 
     def __init__(self, size: int, seed: int, epoch: int = 0) -> None:
         if size < 1:
@@ -84,7 +69,17 @@ _NUM_FREE_MAX = 8
 
 
 class RecycledArrays:
-    """Hands out int64 arrays. Safe to use from several threads."""
+    """Hands out int64 arrays. Safe to use from several threads.
+
+    A batch of fresh memory costs a page fault for every 4 KiB, more than reading its tokens does. So the memory of a
+    batch comes back, and a run of equal batches walks round a ring of as many blocks as are alive at once:
+
+    1. `take` hands out an array over a free block, or over a new one;
+    2. the array is held by the tensor made of it, and by every view of that;
+    3. when the last of them is gone, and no earlier, the block is free again.
+
+    Nobody has to give anything back, and nobody can be handed memory that somebody still reads.
+    """
 
     def __init__(self) -> None:
         self._free: deque[NDArray[np.int64]] = deque(maxlen=_NUM_FREE_MAX)
@@ -205,6 +200,11 @@ class Batch:
 
 class Masker:
     """Hides tokens of batches, and makes targets of the hidden ones alone. May be called from any thread.
+
+    The drawing is that of transformers' ``DataCollatorForLanguageModeling``, a sequence at a time and from a generator
+    of its own, seeded by what the sequence is: the position that a run draws it at, or its number where it is measured.
+    So masks are the same whichever thread makes a batch, wherever a run is resumed, and however many ranks share a
+    step.
 
     Args:
         tokenizer: of the model; has a mask token.

@@ -1,20 +1,4 @@
-"""Make batches ahead of the step on threads, take the rows of one rank, and time the threads.
-
-Batches made ahead of the step that needs them, on threads of their own.
-
-1. As many batches as ``depth`` are given to the threads, as futures in the order of their steps; a batch is a function
-   of its step, so that several threads may make several at once;
-2. ``next`` waits for the first of them, hands it out, and gives the threads another; an exception it raises, each time
-   it is called, once the batches before are handed out, and no batch is asked for any more;
-3. ``close`` wakes whoever waits; batches in the making are finished and dropped, the others never begun.
-
-One rank's part of the data: its rows of each batch that all ranks train together.
-
-The batch of a step is the same whatever the number of ranks, and rank r of N takes the r-th of N runs of its rows. So
-nothing is trained twice and nothing left out, and a run goes on with another N after the last step that was taken, with
-no state to save. A rank reads the tokens of the others too, 4 bytes each, so that it knows what the loss is a mean over
-without asking; beside training a token that is nothing.
-"""
+"""Make batches ahead of the step on threads, take the rows of one rank, and time the threads."""
 
 import time
 from collections import deque
@@ -38,6 +22,12 @@ class BatchSource(Protocol):
 
 class Prefetcher:
     """Context manager that makes batches ``start_step, start_step + 1, ...`` ahead of time.
+
+    1. As many batches as ``depth`` are given to the threads, as futures in the order of their steps; a batch is a
+       function of its step, so that several threads may make several at once;
+    2. ``next`` waits for the first of them, hands it out, and gives the threads another; an exception it raises, each
+       time it is called, once the batches before are handed out, and no batch is asked for any more;
+    3. ``close`` wakes whoever waits; batches in the making are finished and dropped, the others never begun.
 
     Args:
         source: where batches come from; only the threads call it.
@@ -109,6 +99,11 @@ class Prefetcher:
 
 class SharedData:
     """Batches of one rank.
+
+    The batch of a step is the same whatever the number of ranks, and rank r of N takes the r-th of N runs of its rows.
+    So nothing is trained twice and nothing left out, and a run goes on with another N after the last step that was
+    taken, with no state to save. A rank reads the tokens of the others too, 4 bytes each, so that it knows what the
+    loss is a mean over without asking; beside training a token that is nothing.
 
     Args:
         source: of whole batches.

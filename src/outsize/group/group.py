@@ -1,24 +1,13 @@
 """Sums and gathers between the ranks of a run, all made of one exchange of everyone with everyone.
 
-Ranks are numbered from 0. Every call blocks until this rank has what it came for, may come from any thread, and has
-to be made by all ranks in the same order *on the same channel*. Threads that call at the same time, such as the lanes
-of an engine, take a channel each (`Group.channel`): calls on different channels do not wait for each other.
+Ranks are numbered from 0. Every call blocks until this rank has what it came for, may come from any thread, and has to
+be made by all ranks in the same order *on the same channel*. Threads that call at the same time, such as the lanes of
+an engine, take a channel each (`Group.channel`): calls on different channels do not wait for each other.
 
 Sums are exact in this sense: pieces are added in the order of ranks, ((p0 + p1) + p2) + ..., in the dtype of the
 tensor. So a sum has the same bits on all ranks and in every run with as many ranks, whichever piece arrives first. The
 bytes are those of a ring: scattering a sum of n bytes over N ranks sends and receives (N - 1) / N * n on each rank, but
 to and from N - 1 partners.
-
-A group of one: what a run is without torchrun.
-
-Ranks that measure together: each piece begins on all of them at once and is repeated as often on all.
-
-Ranks of one machine share its cores, caches and memory. What one of them measures while the others are at something
-else, or wait for it, is not what it reaches in a step, in which all of them work. So before each piece they say what
-comes and how much of it they want, and all take the most that anyone wants. Ranks of other machines lose nothing by it.
-
-A rank that cannot go on says so once, in the place of its next word (`give_up`). The others go on by themselves from
-there, as they do where they find that they were about to measure different things. Nobody waits for anybody then.
 """
 
 import itertools
@@ -204,6 +193,17 @@ CHANNEL = "pace"
 
 class Pace:
     """A context manager: who leaves it with an error gives up, and who comes to its end waits for the others.
+
+    Each piece begins on all ranks at once and is repeated as often on all.
+
+    Ranks of one machine share its cores, caches and memory. What one of them measures while the others are at something
+    else, or wait for it, is not what it reaches in a step, in which all of them work. So before each piece they say
+    what comes and how much of it they want, and all take the most that anyone wants. Ranks of other machines lose
+    nothing by it.
+
+    A rank that cannot go on says so once, in the place of its next word (`give_up`). The others go on by themselves
+    from there, as they do where they find that they were about to measure different things. Nobody waits for anybody
+    then.
 
     Args:
         group: the ranks; of one, every word is its own.

@@ -1,11 +1,4 @@
-"""PCIe in numbers, the paths between GPUs, and what streaming gets of a device.
-
-What lies between two GPUs, judged twice: by what the driver says and by what copies reach.
-
-Peer access is not NVLink, and neither is promised by the other: so both are asked, and where they differ both are told.
-
-PCIe in numbers: what one lane carries by generation, and what is left of it in copies.
-"""
+"""PCIe in numbers, the paths between GPUs, and what streaming gets of a device."""
 
 from typing import Final, Literal
 
@@ -47,6 +40,9 @@ _PEER_SHARE: Final = 0.55
 
 class PeerLink(Record):
     """Copies from one GPU's memory to another's.
+
+    What lies between the two is judged twice, by what the driver says and by what copies reach: peer access is not
+    NVLink, and neither is promised by the other. Where they differ both are told.
 
     Attributes:
         source: device that is read.

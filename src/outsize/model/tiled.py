@@ -279,6 +279,11 @@ def chunked_head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over all targets and divided by ``divisor``, with its backward.
 
+    For vocabulary V, width d and chunks of C tokens the working set is C × V logits and their gradient instead of B × S
+    × V. Each chunk's backward runs inside the forward and leaves gradients in the head's parameters. Written as a loop
+    over the model's own head module, so a bias or a quantised head is served alike, and torch 2.10 suffices;
+    `torch.nn.functional.linear_cross_entropy` (2.13) does the same for plain linear heads.
+
     Args:
         head: maps [C, d] to logits [C, V]; gradients of its parameters accumulate.
         hidden: [B, S, d] or [B × S, d], without history.

@@ -1,18 +1,4 @@
-"""Steps of the optimizer over tiles of a unit: clipping, and the step itself.
-
-Clipping by the global norm, bit for bit ``torch.nn.utils.clip_grad_norm_`` over separate parameters.
-
-torch takes the norm of each parameter's gradient and then the norm of these norms, in the order of
-``model.parameters()``. The first half can be done unit by unit, where each gradient lies; only the norms are
-gathered.
-
-A step of an optimizer over whatever planes a home keeps: split or separate masters, moments in fp32 or fewer bits.
-
-With moments in fp32 a step is bit for bit that of torch's own AdamW with ``fused=True`` on fp32 masters, or of a
-class of torch, followed by their cast to the weights. With fewer bits of moments or masters the arithmetic is still
-fp32, and what is kept is rounded as `outsize.optim.split_masters` and `outsize.optim.split_masters` say. The kernel
-in C and torch ops give the same bits.
-"""
+"""Steps of the optimizer over tiles of a unit: clipping, and the step itself."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -59,6 +45,10 @@ def gradient_norms(unit: UnitSpec, gradient: Tensor) -> Tensor:
 def clip_coefficient(norms: Sequence[Tensor], max_norm: float) -> tuple[Tensor, Tensor]:
     """Return the global norm and the factor that clips it to ``max_norm``.
 
+    Bit for bit ``torch.nn.utils.clip_grad_norm_`` over separate parameters: the norm of each parameter's gradient,
+    taken by `gradient_norms` unit by unit, where each lies, and then the norm of these norms, in the order of
+    ``model.parameters()``.
+
     Args:
         norms: one fp32 scalar per parameter that got a gradient, in the order of ``model.parameters()``.
         max_norm: largest norm that is left alone, above 0.
@@ -101,6 +91,11 @@ def step_state(
     seed: int = 0,
 ) -> None:
     """Step elements of a unit in place, from ``start`` on, as many as ``planes`` hold.
+
+    Planes are whatever a home keeps: split or separate masters, moments in fp32 or fewer bits. With moments in fp32 a
+    step is bit for bit that of torch's own AdamW with ``fused=True`` on fp32 masters, or of a class of torch, followed
+    by their cast to the weights. With fewer bits of moments or masters the arithmetic is still fp32, and what is kept
+    is rounded as `outsize.optim.split_masters` says. The kernel in C and torch ops give the same bits.
 
     Parameters that are frozen or skipped, and the padding between parameters, keep what they have.
 

@@ -1,9 +1,4 @@
-"""Compare predictions: over a range of one setting, and beside other ways to train on the same machine.
-
-The largest model that fits with more layers, all of the widths and in the order of the layers that a model has.
-
-It is a made-up model; what it tells is how many parameters a machine holds.
-"""
+"""Compare predictions: over a range of one setting, with other ways to train, with larger models."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -131,7 +126,11 @@ class Scaled:
 
 
 def largest_models(request: Asked) -> tuple[Scaled, ...]:
-    """Return the largest model that fits the same budgets, with microbatches of one sequence; none where none fits."""
+    """Return the largest model that fits the same budgets, with microbatches of one sequence; none where none fits.
+
+    It has more layers, all of the widths and in the order of the layers that the model has. It is a made-up model: it
+    tells how many parameters a machine holds.
+    """
     question = replace(request.question, microbatches=request.question.sequences)
     if not any(unit.kind == "block" for unit in question.model.units):
         return ()

@@ -1,7 +1,4 @@
-"""Read the model that ``outsize plan`` is asked about, and the run whose settings stand where no flag does.
-
-The config of a model that a command was given: a directory, a bare ``config.json``, or a hub id.
-"""
+"""Read the model that ``outsize plan`` is asked about, and the run whose settings stand where no flag does."""
 
 import os
 import re

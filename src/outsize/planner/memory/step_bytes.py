@@ -1,23 +1,4 @@
-"""Bytes of a step: across links, in the buffers they take, and of activations alive at each op.
-
-What codecs on the link take and save: memory by tier, bytes by op.
-
-What a node holds to exchange gradients and weights with others, beside the buffers that gradients come down into.
-
-What else lies on the device (slots, accumulators, tile buffers) is allocated once; only activations come and
-go:
-
-* F u.m makes the input of unit u+1; it lives until the backward of unit u+1, or the SAVE, has passed;
-* FA, FP and FK u.m keep what B u.m needs besides its input; from when B u.m begins this is part of the workspace. An
-  OFFLOAD of it counts as a SAVE does, and an ONLOAD as a FETCH;
-* FB and B u.m make the gradient of the input of unit u, and consume that of unit u+1;
-* a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them, or all behind an F;
-* a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs;
-* an FB or B that no FETCH has been needed for may run before the FETCHes that stand before it, and then before the
-  SAVEs are done that those wait for: the larger of the two counts.
-
-Inputs of unit 0 (ids) are counted elsewhere, as shared bytes.
-"""
+"""Bytes of a step: across links, in the buffers they take, and of activations alive at each op."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -143,6 +124,8 @@ STORE_ELEMENTS = 2**18
 class NetStaging:
     """Buffers for one chunk of an exchange, in bytes.
 
+    They are beside the buffers that gradients come down into.
+
     Attributes:
         chunk_elements: of a share, at most.
         gradient_in: what each other node sends of its gradient.
@@ -245,6 +228,20 @@ class Live(NamedTuple):
 
 class ActivationMeter:
     """Counts activation bytes op by op.
+
+    What else lies on the device (slots, accumulators, tile buffers) is allocated once; only activations come and go:
+
+    * F u.m makes the input of unit u+1; it lives until the backward of unit u+1, or the SAVE, has passed;
+    * FA, FP and FK u.m keep what B u.m needs besides its input; from when B u.m begins this is part of the workspace.
+      An OFFLOAD of it counts as a SAVE does, and an ONLOAD as a FETCH;
+    * FB and B u.m make the gradient of the input of unit u, and consume that of unit u+1;
+    * a SAVE that nothing has waited for yet counts as not done: up to `hazards.SAVE_WINDOW` of them, or all behind an
+      F;
+    * a FETCH counts from where it stands, since it waits for the compute op before it, and for all SAVEs;
+    * an FB or B that no FETCH has been needed for may run before the FETCHes that stand before it, and then before the
+      SAVEs are done that those wait for: the larger of the two counts.
+
+    Inputs of unit 0 (ids) are counted elsewhere, as shared bytes.
 
     Args:
         layout: the step.

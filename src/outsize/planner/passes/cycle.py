@@ -1,15 +1,8 @@
-"""Programs of one worker and the memory that each op leaves alive.
+"""Programs of one worker, by passes that each insert ops, and the activation bytes of a round.
 
-Passes: each takes a program and returns it with what follows from it inserted.
-
-They run in the order in which they stand here; `step_parts.build_step` strings them together. Each looks only
-at the ops of the program, so a schedule of another shape (another order of F and B) goes through the same
-passes.
-
-Activation bytes of a round of a V-cycle at once: what `ActivationMeter` counts op by op, for searches that ask much.
-
-Microbatches of a unit whose forwards keep the same are alike: from the fourth on each adds what the one before it did.
-The backward is prefix sums, since everything comes back a fixed number of backwards ahead.
+A pass takes a program and returns it with what follows from it inserted. They run in the order in which they stand
+here; `step_parts.build_step` strings them together. Each looks only at the ops of the program, so a schedule of another
+shape (another order of F and B) goes through the same passes.
 """
 
 from bisect import bisect_left
@@ -217,6 +210,10 @@ _UNLIKE = SAVE_WINDOW + 2
 
 def cycle_peak(layout: StepLayout, boundary_bytes: Sequence[int], kept_bytes: KeptBytes) -> Live:
     """Return the most bytes of activations that are ever live on the device, and saved below it.
+
+    It is what `ActivationMeter` counts op by op, for searches that ask much. Microbatches of a unit whose forwards keep
+    the same are alike: from the fourth on each adds what the one before it did. The backward is prefix sums, since
+    everything comes back a fixed number of backwards ahead.
 
     Args:
         layout: of one worker; each round uses the room of the one before.

@@ -1,32 +1,9 @@
-"""Cut a step into forward, backward and optimizer, and place when units step and exchange.
+"""Build the program of a step: whole, or cut into forward, backward and optimizer, with what nodes exchange.
 
-`StepLayout.cut` makes the last unit run F and B like any other. The whole step is put in order as ever and then cut
-behind its last F: what the forward leaves in slots, the backward that follows at once finds there (*warm*). A backward
-that comes later, after other passes or a step, loads everything itself (*cold*). A forward that no backward follows
-has a program of its own, which keeps nothing.
-
-What the layout keeps of a forward has room once. So there is a forward that keeps inputs only, for a second one before
-the backward of the first; any backward goes with either, since a B recomputes what was not kept.
-
-A forward returns what the model makes of all microbatches before any backward begins. So of several rounds the forward
-keeps what the first one needs, and nothing of the others (`following`); the backward runs the forward of each later
-round again, right before its backwards. What is there at once is that of one round.
-
-Gradients go on from those that are at home already where `summing` says so: a SUM takes the place of the ACC.
-
-The step as a program: the V-cycle of one worker, or stages of several, with everything that follows.
-
-Down: units 0, 1, … forward, each for all microbatches; only inputs of units are kept. Turn: the last unit
-forward, loss and backward in one op. Up: each unit recomputed and differentiated, its gradient sent home, its
-optimizer stepped. Stages go the same way, see `planner.passes.stage_passes`.
-
-The pass for several nodes: what they exchange, and when.
-
-It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; of
-several rounds, that of the last, since each node sums its own at home before. The
-norm that clipping asks for is that of the sums, so there is no NORM on a device. What a node has stepped of a unit is
-gathered right behind it, units in the order in which they step, which is that of the next forward. Every node makes the
-same of its program, so that all exchange the same things in the same order.
+The step is the V-cycle of one worker, or stages of several, with everything that follows. Down: units 0, 1, … forward,
+each for all microbatches; only inputs of units are kept. Turn: the last unit forward, loss and backward in one op. Up:
+each unit recomputed and differentiated, its gradient sent home, its optimizer stepped. Stages go the same way, see
+`planner.passes.stage_passes`.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -64,6 +41,18 @@ class Passes:
 
 def cut_step(layout: StepLayout) -> Passes:
     """Return the passes of a step.
+
+    `StepLayout.cut` makes the last unit run F and B like any other. The whole step is put in order as ever and then cut
+    behind its last F: what the forward leaves in slots, the backward that follows at once finds there (*warm*). A
+    backward that comes later, after other passes or a step, loads everything itself (*cold*). A forward that no
+    backward follows has a program of its own, which keeps nothing.
+
+    What the layout keeps of a forward has room once. So there is a forward that keeps inputs only, for a second one
+    before the backward of the first; any backward goes with either, since a B recomputes what was not kept.
+
+    A forward returns what the model makes of all microbatches before any backward begins. So of several rounds the
+    forward keeps what the first one needs, and nothing of the others (`following`); the backward runs the forward of
+    each later round again, right before its backwards. What is there at once is that of one round.
 
     Raises:
         ValueError: the layout is not one of a step that is cut.
@@ -137,7 +126,10 @@ def step_units(layout: StepLayout, units: Collection[int]) -> Program:
 
 
 def summing(program: Program, units: Collection[int]) -> Program:
-    """Return a backward in which the gradients of ``units`` go on from those that are at home."""
+    """Return a backward in which the gradients of ``units`` go on from those that are at home.
+
+    A SUM takes the place of the ACC.
+    """
     return Program(
         tuple(
             replace(op, kind=Kind.SUM) if op.kind is Kind.ACC and op.unit in units else op for op in program
@@ -171,7 +163,14 @@ def _complete(program: Program, layout: StepLayout) -> Program:
 
 
 def insert_exchange(program: Program, layout: StepLayout) -> Program:
-    """Insert REDUCE, AGREE and GATHER where several nodes share the step."""
+    """Insert REDUCE, AGREE and GATHER where several nodes share the step.
+
+    It comes last. A gradient that has reached host memory is reduced at once, while the next unit's backward runs; of
+    several rounds, that of the last, since each node sums its own at home before. The norm that clipping asks for is
+    that of the sums, so there is no NORM on a device. What a node has stepped of a unit is gathered right behind it,
+    units in the order in which they step, which is that of the next forward. Every node makes the same of its program,
+    so that all exchange the same things in the same order.
+    """
     if layout.num_nodes == 1:
         return program
     # By which a gradient is whole: of stages, once it has come home.

@@ -10,13 +10,6 @@ long as
 
 At most two inputs or kept parts are on their way out at once, so units that move more than they hide behind take turns
 with such as offload nothing.
-
-Whatever is not offloaded is kept on the device as far as there is room (`planner.search.offload_balance`).
-
-What a unit keeps costs its bytes for each microbatch, from its forward to its backward, and gains the part of its
-recompute that it spares. All that is kept is there at once when the step turns around. So units go from keeping less to
-keeping more by seconds gained per byte, until the memory is used up; among equals the last ones first, since theirs is
-held for the shortest time.
 """
 
 from bisect import bisect_right
@@ -51,7 +44,13 @@ Raise = tuple[int, Choice]
 
 
 def keep_order(layout: StepLayout, demand: Demand) -> list[Raise]:
-    """Return what units may keep, the most seconds gained per byte first, each unit from less to more."""
+    """Return what units may keep, the most seconds gained per byte first, each unit from less to more.
+
+    What a unit keeps costs its bytes for each microbatch, from its forward to its backward, and gains the part of its
+    recompute that it spares. All that is kept is there at once when the step turns around. So units go from keeping
+    less to keeping more by seconds gained per byte, until the memory is used up; among equals the last ones first,
+    since theirs is held for the shortest time.
+    """
     raises = [
         (gain, unit, extent) for unit in layout.keepable for gain, extent in worthwhile_extents(demand, unit)
     ]

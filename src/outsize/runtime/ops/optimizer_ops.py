@@ -1,23 +1,4 @@
-"""STEP, UPDATE, and READ and WRITE of tiles: the optimizer on the host, on disk and on the device.
-
-Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback (WRITE).
-Where gradients do not wait at home, a GRAD of the tile fills its gradient in as well, see
-`outsize.runtime.ops.gradient_ops`;
-over a home in host memory that is all a buffer holds, and the rest is stepped where it lies.
-
-All else of a STEP stays on the host. The story of a matrix, on the thread of the STEP:
-
-1. It is rounded to bf16 into the scratch in host memory, which is pinned where the device copies from it.
-2. Copies and products are enqueued on a stream of their own, so that the units that compute meanwhile do not wait for
-   them, and they not for units: the device shares itself among both.
-3. The thread waits for the mark behind the copy down. Then the scratch is the host's again, and the room on the device
-   that of the next matrix.
-
-Units are dealt out among several devices, one after the other, so a unit is always with the same one.
-
-The arithmetic is that of a STEP, over planes which a home lends out on the device. What a GRAD does beside its copy is
-done here: the sums are closed, a step or a unit that is not finite goes no further, and observers see the gradient.
-"""
+"""STEP, UPDATE, and READ and WRITE of tiles: the optimizer on the host, on disk and on the device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -45,6 +26,16 @@ LANE = "products"
 
 class DeviceProducts:
     """Makes matrices orthogonal on devices, see `outsize.optim.muon.Products`.
+
+    All else of a STEP stays on the host. The story of a matrix, on the thread of the STEP:
+
+    1. It is rounded to bf16 into the scratch in host memory, which is pinned where the device copies from it.
+    2. Copies and products are enqueued on a stream of their own, so that the units that compute meanwhile do not wait
+       for them, and they not for units: the device shares itself among both.
+    3. The thread waits for the mark behind the copy down. Then the scratch is the host's again, and the room on the
+       device that of the next matrix.
+
+    Units are dealt out among several devices, one after the other, so a unit is always with the same one.
 
     Args:
         devices: of all workers.
@@ -102,6 +93,11 @@ class StepMemory:
 
 class OptimizerOps:
     """Steps units whole, in their host home, or tile by tile from a disk home.
+
+    Each tile buffer takes the roles of a ring in turn: ingest (READ fills it from disk), work (STEP), writeback
+    (WRITE). Where gradients do not wait at home, a GRAD of the tile fills its gradient in as well, see
+    `outsize.runtime.ops.gradient_ops`; over a home in host memory that is all a buffer holds, and the rest is stepped
+    where it lies.
 
     Args:
         spec: the model.
@@ -329,6 +325,10 @@ def _untouched(unit: UnitSpec, context: StepContext) -> AbstractSet[str]:
 
 class ResidentOps:
     """Steps the resident units of a worker.
+
+    The arithmetic is that of a STEP, over planes which a home lends out on the device. What a GRAD does beside its copy
+    is done here: the sums are closed, a step or a unit that is not finite goes no further, and observers see the
+    gradient.
 
     Args:
         gradients: of the worker.
