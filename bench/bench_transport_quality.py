@@ -1,8 +1,8 @@
 """What do lossy codecs on the link do to a run? Loss curves of a small GPT on real text, against the exact run.
 
 A GPT-2 of three blocks (`quality`) trains on one emulated device: from the same weights and on the same batches
-exactly, with activations in int8, and with gradients in int4, to the nearest, by chance, with error feedback, and with
-that in rotated groups. Every input of a unit leaves the device and comes back.
+exactly, with activations in int8, and with gradients in int4, to the nearest, by chance and with error feedback. Every
+input of a unit leaves the device and comes back.
 Targets, over three seeds: int8 activations within 0.5 % of the exact loss after 1,000 steps, int4 gradients with error
 feedback within 2 %.
 

@@ -1,12 +1,11 @@
 """Lossless, nearly fixed rate for 16-bit floats: in torch, by kernels in C, or in NumPy.
 
-fp32 is taken apart: its upper half is a bf16, which is encoded, and its lower half, which looks like noise, is
-kept in front of the encoding.
+fp32 is taken apart: its upper half is a bf16, which is encoded, and its lower half, which looks like noise, is kept in
+front of the encoding. All three write the same bytes. What the kernels find to be no encoding is left to NumPy, which
+says what is wrong with it.
 
-Nothing here waits for the device: what must be known beforehand follows from the length of the encoding. Under
+In torch nothing waits for the device: what must be known beforehand follows from the length of the encoding. Under
 ``torch.compile`` the masks and shifts become one kernel.
-
-Both write the same bytes. What the kernels find to be no encoding is left to NumPy, which says what is wrong with it.
 """
 
 import ctypes

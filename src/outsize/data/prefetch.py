@@ -23,6 +23,8 @@ class BatchSource(Protocol):
 class Prefetcher:
     """Context manager that makes batches ``start_step, start_step + 1, ...`` ahead of time.
 
+    Threads of its own make them:
+
     1. As many batches as ``depth`` are given to the threads, as futures in the order of their steps; a batch is a
        function of its step, so that several threads may make several at once;
     2. ``next`` waits for the first of them, hands it out, and gives the threads another; an exception it raises, each

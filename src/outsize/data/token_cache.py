@@ -1,7 +1,5 @@
 """Tokens of a data set on disk, written once, and read while they are still being written.
 
-Tokenised data on disk, written once and found again by what it was made from.
-
 An entry is a directory named by its fingerprint::
 
     <cache_dir>/<fingerprint>/

@@ -1,12 +1,4 @@
-"""Rows of the rule table for hosts: processors, memory and quotas, and runs that are short of them.
-
-What can be wrong with host memory and processors.
-
-What can be wrong with disks.
-
-A heartbeat counts it (``host``). Shares are of the part of a step that needs processors: what waits for the optimizer
-and for Python, and on a CPU compute and copies. A loader, and what is called between steps, may wait for anything.
-"""
+"""Rows of the rule table for hosts: processors, memory, quotas and disks, and runs that are short of them."""
 
 from outsize.doctor.finding import Seen, worst
 from outsize.doctor.run_record import (
@@ -33,7 +25,10 @@ _PAGE_BYTES, _PAGE_S = 4096, 1e-4
 
 
 def cores_taken(facts: Facts) -> Seen | None:
-    """Threads of the run are ready and have no processor, since other processes or the hypervisor's guests have it."""
+    """Threads of the run are ready and have no processor, since other processes or the hypervisor's guests have it.
+
+    A heartbeat counts it (``host``).
+    """
     run, cpu = facts.run, facts.inventory.cpu
     usable = number(cpu.num_usable_cpus, "usable CPUs")
     own_cores = run.mean("cpu_s") / run.mean("seconds")
@@ -97,7 +92,11 @@ def swapped(facts: Facts) -> Seen | None:
 
 
 def _share_of_processors(facts: Facts) -> float:
-    """Return the share of a step that processors have to work for."""
+    """Return the share of a step that processors have to work for.
+
+    What waits for the optimizer and for Python, and on a CPU compute and copies. A loader, and what is called between
+    steps, may wait for anything.
+    """
     run, waits = facts.run, facts.run.waits()
     python = max(0.0, waits.get("python", 0.0) - run.mean("between_s") / run.mean("seconds"))
     share = python + waits.get("host", 0.0) + waits.get("workers", 0.0)

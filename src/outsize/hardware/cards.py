@@ -1,19 +1,11 @@
 """GPUs by name, common hosts, links and disks, with the source of each figure.
 
-What is no data sheet's is an assumption until a probe replaces it, and says so.
-
-A row says: name, other names, class, memory in GiB, bandwidth of that memory in GB/s, dense peaks in TFLOP/s by dtype
-(``fp16acc`` is fp16 summed in fp16), PCIe generation and lanes, how it copies to others, and the source. Peaks are
-those of data sheets, without sparsity. How it copies: ``none`` (the driver switches it off), ``pcie``, ``nvlink:R`` at
-R GB/s per direction to each other GPU of a server, ``c2c:R``, a link of that rate to the host's memory, not PCIe, or
+What is no data sheet's is an assumption until a probe replaces it, and says so. A row of ``gpu_table.csv`` says: name,
+other names, class, memory in GiB, bandwidth of that memory in GB/s, dense peaks in TFLOP/s by dtype (``fp16acc`` is
+fp16 summed in fp16), PCIe generation and lanes, how it copies to others, and the source. Peaks are those of data
+sheets, without sparsity. How it copies: ``none`` (the driver switches it off), ``pcie``, ``nvlink:R`` at R GB/s per
+direction to each other GPU of a server, ``c2c:R``, a link of that rate to the host's memory, not PCIe, or
 ``unified:R``, the same where both have one memory.
-
-What of a data sheet's peak matrix products within a model reach: by class of device, and by kind of kernels.
-
-``fused`` are systems with kernels of their own for what lies between products; ``eager`` are blocks of transformers as
-they are, with one kernel for attention. Shares are read off published runs, as the FLOPs that those computed, recompute
-included, over time and peak; they are of no run of this project. Each has an interval, a share of itself. Those of
-`model.kernels` have the rate of one of the two, and so have compiled blocks but of the class of which a gain is known.
 """
 
 import csv
@@ -101,7 +93,14 @@ def fp8_gain(kind: str) -> Figure:
 
 
 def share_of_peak(kind: str, kernels: Kernels) -> Figure:
-    """Return the share of the peak that a device of class ``kind`` reaches with such kernels."""
+    """Return the share of the peak that a device of class ``kind`` reaches with such kernels.
+
+    ``fused`` are systems with kernels of their own for what lies between products; ``eager`` are blocks of transformers
+    as they are, with one kernel for attention. Shares are read off published runs, as the FLOPs that those computed,
+    recompute included, over time and peak; they are of no run of this project. Each has an interval, a share of itself.
+    Those of `model.kernels` have the rate of one of the two, and so have compiled blocks but of the class of which a
+    gain is known.
+    """
     share = _nearest(kind, _SHARES)
     if kernels in _FUSED:
         return Figure(value=share.fused, source=f"{_FUSED[kernels]}; {share.source}", within=share.within)

@@ -3,15 +3,14 @@
 An optimizer of our own is a row here and a file with its rule, of which ``rule`` says the class: a dataclass whose
 fields are its settings, an `outsize.optim.planes.UpdateRule` or `WholeRule`. Any other name is a class of
 ``torch.optim`` (``SGD``; small letters do as well), or a path (``package.module.Class``), see
-`outsize.optim.torch_class`. No torch.
+`outsize.optim.torch_class`.
 
 Of second moments beside Muon, matrices of blocks have none, and what AdamW steps has the whole: the factor
 ``beside_muon``. What a class of torch keeps has a factor of two words, ``rows/none``: the shape for a parameter of two
 or more dimensions, and for another. ``full`` is the parameter's shape; ``rows`` and ``columns`` have 1 in place of the
 last dimension, or of the one before it, and ``row`` and ``column`` lack it; ``scalar`` and ``one`` are a number,
-without a dimension and with one; ``none`` is nothing. So ``torch.optim.Adafactor`` has ``rows/none``,
-``columns/none`` and
-``none/full``. A unit has a plane for each, with what its tensors have of it one behind the other, so how many items
+without a dimension and with one; ``none`` is nothing. So ``torch.optim.Adafactor`` has ``rows/none``, ``columns/none``
+and ``none/full``. A unit has a plane for each, with what its tensors have of it one behind the other, so how many items
 such a plane has follows from the shapes of the unit's tensors and not from the number of its elements.
 """
 

@@ -1,39 +1,11 @@
 """State in fewer bytes: masters split into bf16 and the rest, moments in bf16 or 8-bit floats.
 
-A bf16 weight is the upper 16 bits of its master, plus one where rounding to nearest went up, which the lower half says:
-it does from 0x8000 on. The one case that is not decided so is the tie that was rounded down to an even weight, one
-master in 131,072; those, and whatever else does not come back (the payload of a NaN), are kept one by one. Nothing
-is lost.
-
-An fp32 master in three planes: the bf16 weight that it rounds to, the 16 bits below, and one bit for ties.
-
-Weight and master together take 4.125 bytes per parameter, not 6, and both are bit-exact. ``hi`` is what
-``master.to(torch.bfloat16)`` gives, ties to even; a NaN stays a NaN. ``lo`` is ``master - hi`` in units of the last
-place. 65,537 fp32 numbers round to each even bf16 and 65,535 to each odd one, while 16 bits tell 65,536 apart: half a
-step above an even ``hi`` (a tie that was rounded down) and half a step below it (one that was rounded up) have the
-same ``lo``, -32768, and the bit of the element in ``ties`` is 1 for the first. It is read and written only there, at
-one element in 65,536 of those that training makes, so its plane costs memory and no time.
-
-Without ``ties`` the first is stored as ``lo = 32767``: that master, one of 131,072, is one unit in the last place
-smaller.
-
-Or ``lo`` has the upper 8 of its bits, an int8, and there are no ties: masters of 24 bits. What is cut off is rounded by
-chance, as moments are, and of two bf16 numbers that are as near ``hi`` is the one
-further from zero, so that every number of 24 bits comes back as it is.
-
 `outsize.native` does this in C (``split_body.h`` tells what becomes of NaNs); here are the same bits in torch ops.
 
 What does not fit is rounded up or down by chance, so that the mean of many roundings is exact. A moment that moves by
 one part in a thousand of its way would otherwise stand still once that is less than half a step of its format. The
 chances of an element follow from its place in its unit, the unit, the number of the update and a seed, and from nothing
 else: tiles, threads and restarts change nothing.
-
-Codes of 8 bits: blocks of `BLOCK_ELEMENTS` share the biased exponent ``top`` of their largest magnitude, one byte.
-Exponents of codes count from it downwards, 3 bits are fraction: a sign and 16 octaves for ``exp_avg``, 32 octaves for
-``exp_avg_sq``, which has no sign and is a square. Code 0 is zero. Scales that are powers of two make encoding a
-matter of shifts, and a block whose ``top`` changes is not rounded a second time. The micro-scaling formats (OCP
-Microscaling Formats 1.0) share exponents in this way; 8-bit moments in blocks, with tables of codes, are those of
-Dettmers et al., arXiv:2110.02861.
 """
 
 import ctypes
@@ -99,6 +71,13 @@ def to_bf16(values: Tensor, chance: Tensor) -> Tensor:
 def to_codes(values: Tensor, chance: Tensor, form: tuple[int, bool], codes: Tensor, tops: Tensor) -> None:
     """Set codes of 8 bits.
 
+    Blocks of `BLOCK_ELEMENTS` share the biased exponent ``top`` of their largest magnitude, one byte. Exponents of
+    codes count from it downwards, 3 bits are fraction: a sign and 16 octaves for ``exp_avg``, 32 octaves for
+    ``exp_avg_sq``, which has no sign and is a square. Code 0 is zero. Scales that are powers of two make encoding a
+    matter of shifts, and a block whose ``top`` changes is not rounded a second time. The micro-scaling formats (OCP
+    Microscaling Formats 1.0) share exponents in this way; 8-bit moments in blocks, with tables of codes, are those of
+    Dettmers et al., arXiv:2110.02861.
+
     Args:
         values: fp32 ``[n]``.
         chance: 16 random bits per element, int32 ``[n]``.
@@ -154,6 +133,11 @@ PIECE_ELEMENTS = 2**17
 def split_low(master: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `join_low` needs to make ``master`` from ``weights`` again.
 
+    A bf16 weight is the upper 16 bits of its master, plus one where rounding to nearest went up, which the lower half
+    says: it does from 0x8000 on. The one case that is not decided so is the tie that was rounded down to an even
+    weight, one master in 131,072; those, and whatever else does not come back (the payload of a NaN), are kept one by
+    one. Nothing is lost.
+
     Args:
         master: fp32 ``[n]``.
         weights: bf16 ``[n]``, of the same elements.
@@ -194,6 +178,21 @@ def split_master(
     master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None, first: int = 0, key: int | None = None
 ) -> None:
     """Set the planes of ``master``.
+
+    The planes are the bf16 weight that it rounds to, the 16 bits below, and one bit for ties. Weight and master
+    together take 4.125 bytes per parameter, not 6, and both are bit-exact. ``hi`` is what ``master.to(torch.bfloat16)``
+    gives, ties to even; a NaN stays a NaN. ``lo`` is ``master - hi`` in units of the last place. 65,537 fp32 numbers
+    round to each even bf16 and 65,535 to each odd one, while 16 bits tell 65,536 apart: half a step above an even
+    ``hi`` (a tie that was rounded down) and half a step below it (one that was rounded up) have the same ``lo``,
+    -32768, and the bit of the element in ``ties`` is 1 for the first. It is read and written only there, at one element
+    in 65,536 of those that training makes, so its plane costs memory and no time.
+
+    Without ``ties`` the first is stored as ``lo = 32767``: that master, one of 131,072, is one unit in the last place
+    smaller.
+
+    Or ``lo`` has the upper 8 of its bits, an int8, and there are no ties: masters of 24 bits. What is cut off is
+    rounded by chance, as moments are, and of two bf16 numbers that are as near ``hi`` is the one further from zero, so
+    that every number of 24 bits comes back as it is.
 
     Args:
         master: fp32 ``[n]``, in the memory that the others are in.

@@ -1,15 +1,8 @@
 """Read the heartbeat of a run into columns, once and then as it grows, and make series of points from them.
 
-A line is some kilobytes and a run may have 50,000 of them, so lines are not kept: each is taken apart when it is
-read. A step that was repeated after a crash counts once, as it ended the last time.
-
-The other files of a run directory, read as far as they are there; a report is made of whatever a run has left.
-
-Fewer points for the same picture.
-
-Curves keep the least and the greatest point of each of some hundred buckets of equal width (min-max): a spike of one
-step in 50,000 stays visible, which a mean or every n-th point would lose. Shares of a step are means over a bucket,
-since they are stacked and have to add up.
+A line is some kilobytes and a run may have 50,000 of them, so lines are not kept: each is taken apart when it is read.
+A step that was repeated after a crash counts once, as it ended the last time. The other files of a run directory, read
+as far as they are there; a report is made of whatever a run has left.
 """
 
 import itertools
@@ -183,6 +176,8 @@ Point = tuple[float, float]
 def min_max(xs: Sequence[float], ys: Sequence[float | None], most_buckets: int = MOST_BUCKETS) -> list[Point]:
     """Return points of a curve, those of least and greatest value in each bucket, in order.
 
+    So a spike of one step in 50,000 stays visible, which a mean or every n-th point would lose.
+
     Args:
         xs: ascending.
         ys: of the same length; None and what is not finite leaves a point out.
@@ -204,6 +199,8 @@ def means(
     xs: Sequence[float], rows: Sequence[Sequence[float]], most_buckets: int = STACK_BUCKETS
 ) -> tuple[list[float], list[list[float]]]:
     """Return the last ``x`` and the mean of each row in every bucket, of as many buckets as asked for at most.
+
+    It is for shares of a step, which are stacked and have to add up.
 
     Args:
         xs: ascending.

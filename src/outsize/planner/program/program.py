@@ -1,21 +1,10 @@
 """The program of a step: its ops, their text, and the lanes that run them.
 
-The parser accepts exactly what the renderer prints, so a program that was read from a file, a test or an
-error message is the program that was written. Ops are separated by newlines or ``;``; there are no comments,
-since ``#`` numbers the tiles.
+The parser accepts exactly what the renderer prints, so a program that was read from a file, a test or an error message
+is the program that was written. Ops are separated by newlines or ``;``; there are no comments, since ``#`` numbers the
+tiles.
 
 What each of them means, where it runs and what it touches stands in `planner.program.table`.
-
-The rows of `planner.program.table` say which kind of lane. Each worker has lanes of four kinds: ``compute:w0`` runs
-its units, and what is instant beside them; ``up:w0`` is towards its device, ``down:w0`` away from it, ``peer:w0-w1``
-from its memory to that of worker 1. The machine has one of each other kind.
-
-What nodes exchange has two lanes, since a GATHER waits for a STEP while gradients of other units are reduced. Each is a
-channel of its own between nodes, on which all of them do the same in the same order.
-
-Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step
-still wait for their turn. Where the disk lies directly below the device there are no whole units to READ or
-WRITE, and the last two lanes do not exist. The lane ``store`` is behind everything else, at low priority.
 """
 
 import re
@@ -173,6 +162,17 @@ _TEXT: Final = re.compile(r"(?P<kind>.*?)(?::w(?P<worker>[0-9]+)(?:-w(?P<target>
 
 class Lane(str):
     """A lane: its name, with what it is made of. Names in files become one by `lane_named`.
+
+    The rows of `planner.program.table` say which kind of lane runs an op. Each worker has lanes of four kinds:
+    ``compute:w0`` runs its units, and what is instant beside them; ``up:w0`` is towards its device, ``down:w0`` away
+    from it, ``peer:w0-w1`` from its memory to that of worker 1. The machine has one of each other kind.
+
+    What nodes exchange has two lanes, since a GATHER waits for a STEP while gradients of other units are reduced. Each
+    is a channel of its own between nodes, on which all of them do the same in the same order.
+
+    Whole units do not queue behind tiles: the next step's first units are read while the last tiles of this step still
+    wait for their turn. Where the disk lies directly below the device there are no whole units to READ or WRITE, and
+    the last two lanes do not exist. The lane ``store`` is behind everything else, at low priority.
 
     Attributes:
         kind: of the lane, e.g. ``up``; see `table.LaneKind`.

@@ -4,7 +4,7 @@ Memory to spare goes to `sizing.UPGRADES`, one after the other, each as far as i
 keeping what backwards need (`planner.search.offload_balance`). Units with weights that never train may stay instead,
 from step to step, where that is faster. Where the rates of the machine are known, two other ways to spend it
 are planned as well: what backwards need before the inputs of units, which may leave the device while it computes; and
-what backwards need in the tier below (`planner.search.offload_balance`). The one whose lanes end first is taken.
+what backwards need in the tier below. The one whose lanes end first is taken.
 
 Where a step turns around, a backward follows its forward on the same worker, and what is kept stays there
 (`offload_balance.kept_at_the_turn`). The backward of any other unit may be another worker's. Then what its forward

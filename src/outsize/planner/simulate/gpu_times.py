@@ -1,21 +1,4 @@
-"""Times of kernels and bytes of stages, as measured, and compute that shares its cores with lanes.
-
-Seconds that a GPU computes for a microbatch, from FLOPs and its figures.
-
-What a step of stages moves over the links of all workers, from the numbers of its stages alone.
-
-All of it goes through host memory, which the optimizer and a disk use too, and what workers behind one switch move
-through its uplink. What is shared is in use for a time of its own, and the more of a step that is, the more copies wait
-for each other that would be hidden otherwise (`with_shared`).
-`memory.traffic.count_traffic` counts the same of a program, op by op.
-
-What a run's own trace says of the machine: how long each op took, and the rates of its lanes.
-
-On a CPU every lane is a thread. Units and lanes are timed one at a time, each with the cores to itself; in a step
-copies, optimizer, sums over ranks and the sending of bytes run beside compute. With a core to spare for them they cost
-nothing. Where compute keeps all cores busy, as with several ranks on one machine, a second of theirs costs compute a
-second of one core. They are taken to use one core at a time, and compute to share the loss evenly among its threads.
-"""
+"""Times of units on a GPU, bytes that stages share links for, and what a trace says of both."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,6 +133,12 @@ class SharedRates:
 
 class StageTraffic:
     """Counts bytes of stages that run backward down to unit ``bottom``.
+
+    They cross the links of all workers in a step, counted from the numbers of its stages alone. All of it goes through
+    host memory, which the optimizer and a disk use too, and what workers behind one switch move through its uplink.
+    What is shared is in use for a time of its own, and the more of a step that is, the more copies wait for each other
+    that would be hidden otherwise (`with_shared`). `memory.traffic.count_traffic` counts the same of a program, op by
+    op.
 
     Args:
         weights: of each streamed unit, as they come up.
@@ -311,6 +300,12 @@ def crowded(
     core_s_per_byte: float,
 ) -> UnitTimes:
     """Return what units take where the lanes of a step compute beside them.
+
+    On a CPU every lane is a thread. Units and lanes are timed one at a time, each with the cores to itself; in a step
+    copies, optimizer, sums over ranks and the sending of bytes run beside compute. With a core to spare for them they
+    cost nothing. Where compute keeps all cores busy, as with several ranks on one machine, a second of theirs costs
+    compute a second of one core. They are taken to use one core at a time, and compute to share the loss evenly among
+    its threads.
 
     Args:
         times: of units that have the cores to themselves.

@@ -6,12 +6,11 @@ shown again. Tensors that share memory go on sharing it. Memory that others use 
 it returned) stays where it is.
 
 A unit's weights lie in a slot while it runs, and other weights may lie there before its backward does. So a saved
-tensor that shows weights is packed as a reference, and unpacked from wherever they lie then. Everything else is held
-(`runtime.forward.saved_tensors`), so that it may leave the device meanwhile; tensors that share memory, with each
-other or with the
-unit's input, go on sharing it.
+tensor that shows weights is packed as a reference, and unpacked from wherever they lie then. Everything else is held,
+so that it may leave the device meanwhile; tensors that share memory, with each other or with the unit's input, go on
+sharing it.
 
-The story of one unit and microbatch:
+The story of one unit and microbatch of which some operations are kept (`Selected`):
 
 1. The forward runs with a graph, whose tensors nobody saves: so it is computed in the very operations of the recompute,
    kernels that differ with a graph included. A dispatch mode, which sees operations below autograd, remembers what

@@ -5,9 +5,6 @@
   waits for its backward is told where weights lie then (`runtime.forward.saved_tensors`), but only of those that
   autograd saves. So these are replaced by zeros, and what lies in memory by numbers that are none: if those reach a
   gradient, something has read the memory itself.
-
-It sets an attribute, pushes onto a list, writes into a buffer, and looks there behind the unit. Microbatches take turns
-at units, so that each would find what another has left.
 """
 
 import math
@@ -157,6 +154,9 @@ def _firsts_of(weight: Tensor) -> Tensor:
 
 class CrossedState:
     """State of the modules outside of units, from the start of a forward on.
+
+    The model's own code may pass values by a unit: it sets an attribute, pushes onto a list, writes into a buffer, and
+    looks there behind the unit. Microbatches take turns at units, so that each would find what another has left.
 
     What differs at a unit and no longer at the end has crossed it, and so has a tensor with a history. Changes in place
     count as well, but for those of PyTorch's own modules (BatchNorm). What else is there in the end may have been made
