@@ -1,13 +1,4 @@
-"""Begin from adapters and write adapters.
-
-The adapters that a run with ``train.method=lora`` begins with, or goes on with, where others made them.
-
-They say what adapters they are, so the section ``lora`` is theirs: what the user has said as well has to be the same.
-
-Writing adapters in PEFT's format, unit by unit: ``adapter_model.safetensors`` and ``adapter_config.json``.
-
-Where the model of a run lies, or its adapters, for whoever runs it.
-"""
+"""Begin from adapters, write adapters, and locate the model of a run, or its adapters."""
 
 import copy
 import json
@@ -42,6 +33,8 @@ from outsize.model.stored_adapters import StoredAdapters, find_adapters
 
 class AdapterWriter:
     """Writes what ``PeftModel.from_pretrained`` loads. Every method raises `OSError` as the system says.
+
+    They are ``adapter_model.safetensors``, unit by unit, and ``adapter_config.json``.
 
     Args:
         directory: is there, and holds no checkpoint.
@@ -128,6 +121,9 @@ def with_begun_adapters(
     config: Config, resumed: Path | None = None, announce: Callable[[str], None] = lambda _: None
 ) -> tuple[Config, Path | None]:
     """Return a run with the settings of the adapters that it begins with, and their directory; None for no directory.
+
+    Adapters that others made say what adapters they are, so the section ``lora`` is theirs: what the user has said as
+    well has to be the same.
 
     Args:
         config: of the run.

@@ -1,26 +1,8 @@
 """Private names of torch: one function each, so that a release which moves one breaks a feature alone.
 
-The process group of all ranks, and its backend.
-
-What `torch.compile` has no public name for.
-
-Contexts in which operations of torch are seen below autograd: its dispatch modes.
-
-Autograd's graph, and its counters of changes in place.
-
-Operations of torch below autograd, by their names.
-
-The kernels of torch's own optimizers.
-
-What torch's profilers have no public name for.
-
-Storages, the memory of tensors: which one a tensor lies in, and how many lie in one, as torch counts them.
-
-What subclasses of `torch.Tensor` need that has no public name.
-
-What a module of torch holds, by the dictionaries in which it holds it.
-
-Nested containers of values, taken apart and put together as torch does it: its `_pytree`.
+They are of `torch.compile`; of modes that see operations below autograd, and names of these; of autograd's graph and
+its counters of changes in place; of torch's own optimizers and profilers; of storages, subclasses of `torch.Tensor` and
+modules; and of nested containers, taken apart and put together as torch does it.
 
 A leaf is what is no container: containers are lists, tuples, dictionaries and the classes registered with torch, such
 as transformers' outputs. None is a leaf.

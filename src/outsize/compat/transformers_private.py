@@ -1,14 +1,7 @@
 """Private names of transformers, TRL, PEFT and Liger Kernel: one function each.
 
-What models and tokenizers of transformers have no public name for.
-
-Which models of transformers read padding as if it were text.
-
-Steps of a `Trainer`, transformers' or TRL's, that have no public name.
-
-What Liger Kernel has no public name for.
-
-What PEFT does to one layer when it puts adapters into a model.
+They are of models and tokenizers, of padding that models read as text, of the steps of a `Trainer`, and of layers that
+PEFT changes.
 """
 
 import inspect

@@ -1,9 +1,6 @@
-"""Read a configuration's YAML text and check the rules between keys.
+"""Read a configuration's YAML text, and refuse combinations of keys that cannot be.
 
-Combinations of keys that cannot be.
-
-YAML as people mean it: ``2e-5`` is a number, ``off`` and a date are text, and a key given twice is a mistake.
-
+YAML is read as people mean it: ``2e-5`` is a number, ``off`` and a date are text, and a key given twice is a mistake.
 PyYAML follows YAML 1.1, where ``2e-5`` is text (no dot), ``off`` is false, ``010`` is 8, ``1:30`` is 90 and
 ``2024-05-01`` is a date. Here plain scalars follow the core schema of YAML 1.2, and a key that takes text takes them as
 they are written.

@@ -1,8 +1,4 @@
-"""Messages about keys, and the schema of all keys.
-
-Failed checks in plain words: one line per mistake, with its key, what was found and where it stands.
-
-What can be configured: ten sections, every key with its default, its unit and its meaning.
+"""Say in plain words which checks of a configuration failed, and give the schema of all keys.
 
 The descriptions in the sections are the documentation: `docs/configuration.md` and the help of the flags are made from
 them. Sections hold what the user said and decide nothing; ``auto`` and null are resolved by the code that knows the

@@ -1,13 +1,4 @@
-"""Rules about devices and about copies between devices.
-
-Rules on devices: clock, rates, throttling, batches too small for them.
-
-What can be wrong with a device's clock and rates.
-
-Rules on slow compute: stolen processors, throttling, small batches, inefficient kernels.
-
-What can be wrong with copies beside something else: compute, other GPUs, another NUMA node, an IOMMU in between.
-"""
+"""Rows of the rule table for devices: clocks and rates, slow compute, and copies that something else slows."""
 
 import statistics
 

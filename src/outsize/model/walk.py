@@ -1,17 +1,13 @@
-"""Walk through a model's modules and say what was found.
+"""Walk through the forward of a model, unit by unit, and list what a model is made of.
 
-A model's own forward as a coroutine that pauses at every unit.
-
-`Walk` runs ``model(**inputs)``, unmodified, inside a greenlet. `Boundaries` has put a boundary in the place of each
-unit's forward; when the model's code calls a unit, the boundary hands the arguments out (`UnitCall`) and waits until
-somebody, who has run the unit in its own time on its own device, sends the outputs in. So units run in any order over
-microbatches, with no code per architecture: masks, rotary tables, caches and keyword arguments pass through as the
-model made them. Code between units ("glue": norms, scalings, the loss) runs inside the coroutine.
-
-What a model is made of, from its config alone: a table of units, ready for JSON. Reads no weights.
+A model's own forward is a coroutine that pauses at every unit. `Walk` runs ``model(**inputs)``, unmodified, inside a
+greenlet. `Boundaries` has put a boundary in the place of each unit's forward; when the model's code calls a unit, the
+boundary hands the arguments out (`UnitCall`) and waits until somebody, who has run the unit in its own time on its own
+device, sends the outputs in. So units run in any order over microbatches, with no code per architecture: masks, rotary
+tables, caches and keyword arguments pass through as the model made them. Code between units ("glue": norms, scalings,
+the loss) runs inside the coroutine.
 
 What transformers records inside units (router logits, attention probabilities) travels with a unit's outputs.
-
 transformers hangs hooks on modules deep inside; they append to lists of the forward that is under way in their context.
 A unit of a walk runs in another context, and more than once. So the boundary asks which lists the forward wants; the
 unit's forward collects them for itself and returns them behind its outputs, cut and given gradients as those are; and

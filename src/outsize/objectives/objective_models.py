@@ -1,12 +1,8 @@
-"""Models and records of preference objectives.
-
-The models of a run by a trainer: the one that trains, and the frozen one that it is compared with, both streamed.
+"""Models of a run by a trainer, the trained and the frozen one, both streamed; and records of preferences.
 
 The frozen model is wrapped as well, and its forward goes through the device once per step; nothing is computed before
 the first step, and nothing has to be kept for a resume. What a run may hold is shared out between the two: host memory
 and disk as their states are large, and a third of the device to the frozen one, which keeps nothing for a backward.
-
-Records of preferences as TRL's trainers take them: a prompt, answers to it, and what is offered beside.
 """
 
 import json

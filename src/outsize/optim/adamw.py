@@ -1,20 +1,11 @@
 """AdamW over flat buffers: in torch operations, and its kernel in C.
 
-AdamW in C over the planes of a home (native/adamw.c).
-
-With fp32 moments the kernel does what the vector body of torch's fused AdamW does, operation by operation. That order
-is no promise of torch's, so the kernel is compared with the torch at hand before it is used, and left alone where they
-differ by a bit. What is left of a parameter after a multiple of 16 elements torch steps itself, as it rounds otherwise
-there.
-
-AdamW on flat planes, in place: bit for bit ``torch.optim.AdamW(fused=True)`` on separate parameters.
-
-A unit is stepped whole or in tiles. torch's fused kernel works element by element, but rounds its scalar tail
-otherwise than its vector body, so a piece may end only where its parameter ends (its tail is then the
-parameter's own) or at a multiple of 16 elements (it then has none). Tiles start at multiples of 2048 elements
-and parameters at multiples of 64. So parameters that touch, without padding between them, have no tail and
-are stepped as one: a block is two or three pieces, not ten, and each piece that is saved is a fork and a join
-of all threads.
+Both are bit for bit ``torch.optim.AdamW(fused=True)`` on separate parameters. A unit is stepped whole or in tiles.
+torch's fused kernel works element by element, but rounds its scalar tail otherwise than its vector body, so a piece may
+end only where its parameter ends (its tail is then the parameter's own) or at a multiple of 16 elements (it then has
+none). Tiles start at multiples of 2048 elements and parameters at multiples of 64. So parameters that touch, without
+padding between them, have no tail and are stepped as one: a block is two or three pieces, not ten, and each piece that
+is saved is a fork and a join of all threads.
 """
 
 import ctypes
@@ -72,7 +63,13 @@ class _Arguments(ctypes.Structure):
 
 
 def step_native(settings: Settings, update: Update, planes: StatePlanes, gradient: Tensor) -> int:
-    """Step planes; return how many elements, from the first on, have been stepped. See `UpdateRule.step_native`."""
+    """Step planes; return how many elements, from the first on, have been stepped. See `UpdateRule.step_native`.
+
+    With fp32 moments the kernel does what the vector body of torch's fused AdamW does, operation by operation. That
+    order is no promise of torch's, so the kernel is compared with the torch at hand before it is used, and left alone
+    where they differ by a bit. What is left of a parameter after a multiple of 16 elements torch steps itself, as it
+    rounds otherwise there.
+    """
     count = planes.numel
     if planes.moments == "fp32":
         count -= count % VECTOR

@@ -1,17 +1,4 @@
-"""Measure matrix products and optimizer steps.
-
-What a device computes: large matrix products and attention, by dtype.
-
-Matrix products of a given model's own shapes, as its linear layers do them.
-
-AdamW as a run steps it: whole units at home in host memory, by STEPs that the executor runs on the optimizer's lane.
-
-A rate of the bare kernel over one long plane is not what a run gets. There each STEP goes over five to seven planes of
-one unit, is cut where weight decay begins and ends, forks and joins the threads of a lane that is not the main thread,
-and finds none of its memory in a cache; the smaller the unit, the more of its time is not the kernel's. So the same
-classes run the same ops here, over a model's own units where it is known, and the time of an op is what the executor
-notes of it, as the heartbeat of a run has it.
-"""
+"""Measure what a device computes: matrix products and attention, those of a model's shapes, and optimizer steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -220,6 +207,13 @@ _FILL = 0.01
 
 def measure_adamw(effort: Effort, state: State, units: Sequence[UnitSpec] = ()) -> Measurement:
     """Return the parameters per second of STEPs one after the other, with nothing beside them.
+
+    They are steps as a run does them: whole units at home in host memory, by STEPs that the executor runs on the
+    optimizer's lane. A rate of the bare kernel over one long plane is not what a run gets. There each STEP goes over
+    five to seven planes of one unit, is cut where weight decay begins and ends, forks and joins the threads of a lane
+    that is not the main thread, and finds none of its memory in a cache; the smaller the unit, the more of its time is
+    not the kernel's. So the same classes run the same ops here, over a model's own units where it is known, and the
+    time of an op is what the executor notes of it, as the heartbeat of a run has it.
 
     Args:
         effort: how long, and the size of an fp32 plane over all units.

@@ -1,15 +1,7 @@
-"""Measure the link between host and device, real or emulated.
+"""Measure the link between host and device, real or emulated: copies by size, and whether compute hides them.
 
-Copies between host and device: their rates, and whether compute hides them.
-
-Copies between host and device from 1 KB to 1 GB, and the line through their times.
-
-Where the CPU is the device, its link is DRAM: loads and gradients are copies from memory to memory. Both ends then
-move on from copy to copy, through more memory than any cache holds, because a streamed unit is never warm.
-
-Does a copy hide behind compute? A product and copies of about its length, each alone and both at once.
-
-Emulated devices: they compute as the CPU does, and their link is held to a rate, which is what they report.
+Where the CPU is the device, its link is DRAM: loads and gradients are copies from memory to memory. Both ends then move
+on from copy to copy, through more memory than any cache holds, because a streamed unit is never warm.
 """
 
 import time
@@ -207,7 +199,10 @@ Timed = Callable[[], float]
 
 
 def measure_overlap(device: Devices, effort: Effort) -> Overlap:
-    """Return the times of products and copies towards ``device``; on a CPU both are the work of the same cores."""
+    """Return the times of products and copies towards ``device``; on a CPU both are the work of the same cores.
+
+    A product and copies of about its length are timed, each alone and both at once.
+    """
     try:
         with Arena(pinner=pinner_of(device)) as arena, ExitStack() as stack:
             return _measure(device, arena, stack, effort)
@@ -320,6 +315,8 @@ def measure_emulated(
     cpu: DeviceRates, num_devices: int, link_bytes_per_s: float | None, effort: Effort
 ) -> tuple[DeviceRates, ...]:
     """Return ``num_devices`` emulated devices: the rates of ``cpu``, behind links that are held to a rate.
+
+    They compute as the CPU does, and their link is held to a rate, which is what they report.
 
     Args:
         cpu: what the machine's own processors reach.

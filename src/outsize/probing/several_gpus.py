@@ -1,12 +1,4 @@
-"""Measure copies and sums between several devices.
-
-Copies of several GPUs: all at once over their links, and from one to another.
-
-Sums over several processes, started by torchrun: gloo anywhere, that of the devices where each rank has one.
-
-`measure_all_reduce` starts the ranks on this machine, each of them ``outsize all-reduce``, which over several machines
-torchrun starts on each.
-"""
+"""Measure several devices: copies of all at once over their links, from one to another, and sums of processes."""
 
 import json
 import os
@@ -251,6 +243,9 @@ def measure_all_reduce(
     num_ranks: int, bytes_max: int, *, backend: str = "gloo", free_bytes: int | None = None
 ) -> AllReduceRates:
     """Return the times of sums over ``num_ranks`` processes of this machine.
+
+    The ranks are started on this machine by torchrun, each of them ``outsize all-reduce``, which over several machines
+    torchrun starts on each.
 
     Args:
         num_ranks: processes; any backend but gloo needs a device for each.

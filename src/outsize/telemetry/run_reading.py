@@ -1,15 +1,12 @@
-"""Read the heartbeat of a run by its schema.
-
-Files of a run directory as whoever tells of a run reads them, whatever a crash or somebody else has left there.
+"""Read the files of a run directory, whatever a crash or somebody else has left there; a heartbeat by its schema.
 
 A run that goes on may be writing them, one that was cut off may have left half a line, and a directory may be
 anybody's. What a file holds is checked here, once: a line of a heartbeat is a step with all of its fields of the right
 kind, or it is left out and counted. `as_a_run` is the boundary around what is made of them.
 
-One line of ``heartbeat.jsonl``: every field, its unit and its meaning. No torch.
-
-``docs/run-directory.md`` has the same table, ``docs/heartbeat.schema.json`` is made from this model, and a test holds
-both and the lines of a real run to it. A change that an older reader would misread raises `SCHEMA_VERSION`.
+`Line` is a line of ``heartbeat.jsonl``: every field, its unit and its meaning, without torch. ``docs/run-directory.md``
+has the same table, ``docs/heartbeat.schema.json`` is made from this model, and a test holds both and the lines of a
+real run to it. A change that an older reader would misread raises `SCHEMA_VERSION`.
 """
 
 import contextlib

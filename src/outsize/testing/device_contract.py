@@ -1,18 +1,6 @@
-"""Contracts that devices and codecs keep.
+"""Contracts that devices and codecs keep, and what tests of them need: small models and tensors, and ranks.
 
-What every device promises, see `outsize.runtime.device.device`.
-
-What every codec promises, see `outsize.codecs.codec`.
-
-A class, because most checks go over all dtypes of the codec. In a test file::
-
-    class TestMyCodec(CodecContract):
-        def make(self):
-            return MyCodec()
-
-Small models and tensors to try things on, and ways to compare what came of it.
-
-What processes that are ranks need of their machine, and what torchrun would tell them.
+What every device promises, see `outsize.runtime.device.device`; what every codec promises, see `outsize.codecs.codec`.
 """
 
 import socket
@@ -154,7 +142,14 @@ TORCH_DTYPE = {name: dtype for dtype, name in DTYPE_NAME.items()}
 
 
 class CodecContract:
-    """Subclass it and say what `make` makes."""
+    """Subclass it and say what `make` makes.
+
+    A class, because most checks go over all dtypes of the codec. In a test file::
+
+        class TestMyCodec(CodecContract):
+            def make(self):
+                return MyCodec()
+    """
 
     def make(self) -> Codec:
         """Return the codec under test."""

@@ -1,13 +1,4 @@
-"""Evaluate a model while it trains, and end a run early: patience, signals, failures and the messages about them.
-
-Every evaluation is a line of ``evaluations.jsonl``. What was best, and for how long nothing has been better, is read
-off these lines, so that a run that goes on knows it: lines of steps that it does again are left out.
-
-Ctrl-C, SIGTERM, SIGHUP: while there are steps to save, the first asks the run to finish and save, the second stops.
-
-A signal is answered at once, though a step may take minutes: its handler puts an answer into a queue, and a thread that
-waits for it speaks. The handler may not speak itself, since what it interrupts may be writing to the same console.
-"""
+"""Evaluate a model while it trains, and end a run early: patience, signals, failures and the messages about them."""
 
 import contextlib
 import json
@@ -75,6 +66,9 @@ def check_evaluates(prepared: Job) -> None:
 
 class Evaluations:
     """Measures a model between its steps.
+
+    Every evaluation is a line of ``evaluations.jsonl``. What was best, and for how long nothing has been better, is
+    read off these lines, so that a run that goes on knows it: lines of steps that it does again are left out.
 
     Args:
         config: of the run.
@@ -235,6 +229,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Interrupt:
     """While entered, a signal raises KeyboardInterrupt: whatever is under way is undone on its way out.
+
+    Ctrl-C, SIGTERM, SIGHUP: while there are steps to save, the first asks the run to finish and save, the second stops.
+
+    A signal is answered at once, though a step may take minutes: its handler puts an answer into a queue, and a thread
+    that waits for it speaks. The handler may not speak itself, since what it interrupts may be writing to the same
+    console.
 
     Where `finish` is set, the first signal only sets `requested`. Signal handlers belong to the main thread; in any
     other this does nothing.

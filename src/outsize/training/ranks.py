@@ -1,6 +1,4 @@
-"""The processes of a run: how they come together, and checks that all are about to run the same.
-
-The processes of a run: how they come together, what is the same for all, and where each writes.
+"""The processes of a run: how they come together, checks that all are about to run the same, and where each writes.
 
 One of several ranks finds in the run directory::
 
@@ -10,9 +8,8 @@ One of several ranks finds in the run directory::
 
 Rank 0 talks to people; what the others have to say goes to their log.
 
-What is checked before ranks train together: that all run the same, each on a device of its own.
-
-Differences that would show as a hang or as other weights after hours show here as a sentence, on all ranks.
+Differences that would show as a hang or as other weights after hours show here as a sentence, on all ranks, before they
+train.
 """
 
 import contextlib

@@ -1,15 +1,4 @@
-"""The state of an optimizer of a wrapped model, and the forms of its moments.
-
-``optimizer.state`` of `outsize.AdamW`: what rests at home, under the keys that ``torch.optim.AdamW`` has.
-
-Moments are looked at and changed where they rest; ``step`` is a number of its own, and what somebody writes into it
-counts in the next step. To take the state of a parameter out lets it begin anew.
-
-Moments on their way into a home that may keep them in another form than they have.
-
-A ``state_dict`` has moments as they are kept: fp32, bf16, or codes of 8 bits beside the exponents of their blocks, so
-that what is loaded goes on bit for bit. One of another form, ``torch.optim.AdamW``'s say, is rounded to the nearest.
-"""
+"""The state of an optimizer of a wrapped model, and the forms of its moments."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -44,6 +33,10 @@ _HALF = 0x8000
 def as_kept(values: Mapping[str, Tensor], moments: Moments) -> dict[str, Tensor]:
     """Return the state of a parameter with its moments in the form ``moments``.
 
+    A ``state_dict`` has moments as they are kept: fp32, bf16, or codes of 8 bits beside the exponents of their blocks,
+    so that what is loaded goes on bit for bit. One of another form, ``torch.optim.AdamW``'s say, is rounded to the
+    nearest.
+
     Args:
         values: ``exp_avg`` and ``exp_avg_sq`` of the shape of the parameter, where they are codes with
             ``exp_avg_scales`` and ``exp_avg_sq_scales`` (one byte for 64 elements); and whatever else there is.
@@ -73,6 +66,10 @@ STEP = "step"
 
 class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
     """The state of the parameters of an optimizer.
+
+    It is ``optimizer.state`` of `outsize.AdamW`: what rests at home, under the keys that ``torch.optim.AdamW`` has.
+    Moments are looked at and changed where they rest; ``step`` is a number of its own, and what somebody writes into it
+    counts in the next step. To take the state of a parameter out lets it begin anew.
 
     Args:
         runner: of the wrapped model.

@@ -1,25 +1,14 @@
-"""Give units slots and tiles, and check the result.
+"""Give units slots, stage what lies below the device through buffers, and check programs.
 
-Which unit lies in which slot when: an offline choice, since the order of visits is known.
+Which unit lies in which slot when is an offline choice, since the order of visits is known.
 
-A *visit* is a run of compute ops of one unit: with N units there are N visits down and up to N-1 back up. A
-unit that still lies in a slot is used again without a LOAD; a unit is visited at most twice in a round, so it is loaded
-at most twice in one.
+A *visit* is a run of compute ops of one unit: with N units there are N visits down and up to N-1 back up. A unit that
+still lies in a slot is used again without a LOAD; a unit is visited at most twice in a round, so it is loaded at most
+twice in one.
 
-The slot of a missing unit is the one whose LOAD can start early enough for the prefetch depth, looking one
-depth ahead so that a unit with only one slot to go to finds it free; among these, the one whose occupant is
-needed again farthest in the future (Belady's rule, optimal in misses); then the smallest.
-
-Passes for what lies below the device: optimizer tiles through a ring, whole units through host buffers.
-
-They come last. What they insert lies between the disk and host memory; the device's side of the program stays
-as it is, except that gradients which pass through the ring leave in tiles.
-
-Whether a program obeys the rules; if not, which op breaks which rule.
-
-The rules themselves are in `planner.program.program_rules`. This is the part that walks the program, meters its
-bytes, and
-shows the program with an arrow at the op that is wrong.
+The slot of a missing unit is the one whose LOAD can start early enough for the prefetch depth, looking one depth ahead
+so that a unit with only one slot to go to finds it free; among these, the one whose occupant is needed again farthest
+in the future (Belady's rule, optimal in misses); then the smallest.
 """
 
 from bisect import bisect_left
@@ -141,7 +130,11 @@ def _choose(
 
 
 def insert_disk(program: Program, layout: StepLayout) -> Program:
-    """Stage units through host buffers where the layout says so, cut the optimizer's steps into tiles, and commit."""
+    """Stage units through host buffers where the layout says so, cut the optimizer's steps into tiles, and commit.
+
+    It comes last. What it inserts lies between the disk and host memory; the device's side of the program stays as it
+    is, except that gradients which pass through the ring leave in tiles.
+    """
     if layout.staged:
         program = _stage(program, layout)
     if any(layout.tiles):
@@ -249,6 +242,8 @@ class MemoryLimits:
 
 def validate(program: Program, layout: StepLayout, limits: MemoryLimits | None = None) -> None:
     """Check ``program`` against `planner.program.program_rules`, and against ``limits`` where they are given.
+
+    It walks the program, meters its bytes, and shows the program with an arrow at the op that is wrong.
 
     Raises:
         ProgramError: a rule is broken; the message names it and shows the program around the op.

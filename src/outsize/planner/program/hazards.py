@@ -1,22 +1,20 @@
-"""Resources that ops read and write, and the hazards between them.
+"""Resources that ops read and write, and which earlier ops an op must wait for, over successive programs.
 
-Which earlier ops an op must wait for, over successive programs: the rows of `planner.program.table`, interpreted.
+The rows of `planner.program.table` are interpreted: an op waits for the last writer of what it reads, and for the last
+writer and the readers since of what it writes.
 
-An op waits for the last writer of what it reads, and for the last writer and the readers since of what it
-writes.
-
-The input of unit u exists only once F u.m ran, since the model's forward of microbatch m is a coroutine that
-F u.m resumes; so F writes the act of its unit and of the next one.
+The input of unit u exists only once F u.m ran, since the model's forward of microbatch m is a coroutine that F u.m
+resumes; so F writes the act of its unit and of the next one.
 
 A COMMIT speaks of a whole step, its WRITEs and what the optimizer counts. So it waits for all of them, and the STEPs of
 the next step wait for it, by when that step's forward and backward have given it time.
 
-Two more rules keep what is live on the device as small as the program says, however far the lanes run apart:
-an F waits for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it
-there, which cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it
-there. An OFFLOAD and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH. So do a PASS and a RETURN count as a SAVE
-of the worker that they leave, but are counted by themselves: they have lanes of their own, and wait for a place where
-they go, which nothing else takes.
+Two more rules keep what is live on the device as small as the program says, however far the lanes run apart: an F waits
+for all SAVEs of its worker but the last `SAVE_WINDOW` - 1 and those behind the F, FB, R or B before it there, which
+cannot have ended yet; and a FETCH waits for all SAVEs of its worker and for the F, FB or B before it there. An OFFLOAD
+and a SEND count as a SAVE, an ONLOAD and a RECV as a FETCH. So do a PASS and a RETURN count as a SAVE of the worker
+that they leave, but are counted by themselves: they have lanes of their own, and wait for a place where they go, which
+nothing else takes.
 
 A third keeps what stages hand over as small as the plan says: a microbatch begins, with F 0.m, when the one that is
 `at_once` before it has had its last F, FB or B. Without it a worker that only ever runs the first stage would go on to
@@ -25,10 +23,6 @@ round after round.
 Of several nodes each walks its own program, and all programs exchange the same things in the same order, lane by lane.
 An AGREE waits for the COMMIT of the step before: behind it, all nodes have committed that step, and may overwrite the
 one before it. A GATHER reads gradhome(u) too, since there lies what a STEP has changed, if that is what is sent.
-
-What remembers who wrote and who reads a resource: the last writer and the readers since.
-
-Ops are known by their sequence numbers; -1 is nobody.
 """
 
 from collections import defaultdict, deque
@@ -55,7 +49,10 @@ Deps = set[int]
 
 
 class Cell:
-    """Last writer of a resource and its readers since."""
+    """Last writer of a resource and its readers since.
+
+    Ops are known by their sequence numbers; -1 is nobody.
+    """
 
     __slots__ = ("readers", "writer")
 

@@ -1,6 +1,4 @@
-"""Say what lanes waited for.
-
-Where the idle time of a compute lane went: every second of it booked on a cause and on whoever it waited for.
+"""Say where the idle time of compute lanes went: every second booked on a cause and on whoever it waited for.
 
 `Timeline.stalls` names the op that a gap ended with, and that op may itself have begun only within the gap: a LOAD that
 waits for its unit's STEP is short, the STEP is not. `blame` follows that chain on simulated timelines, where an op
@@ -11,17 +9,11 @@ step has stretches in which no op can run because none has been submitted. So a 
    one before it on its lane;
 2. the time between the two is ``python``: nothing kept the later op but the program that runs it;
 3. the part of the earlier op within the gap is booked on its cause and its lane, and the walk goes on from there;
-4. where an op waited for nothing it was submitted late. What is left of the gap is ``loader`` while the run waited
-   for its batch, ``between steps`` before it asked for one (or ``checkpoint``, as far as it waited for one there),
-   and ``python`` elsewhere.
+4. where an op waited for nothing it was submitted late. What is left of the gap is ``loader`` while the run waited for
+   its batch, ``between steps`` before it asked for one (or ``checkpoint``, as far as it waited for one there), and
+   ``python`` elsewhere.
 
 Each gap is cut into parts without overlap, so what is booked adds up to the idle time.
-
-Whose fault a wait is: a gap of the compute lane followed back to the work that really went on in it.
-
-`Timeline.stalls` names the op that compute waited for last. That op may itself have begun only within the gap: a
-LOAD that waits for its unit's STEP is short, the STEP is not. So each gap is walked back op by op, and each op is
-charged with the part of the gap in which it ran.
 """
 
 from bisect import bisect_right
@@ -244,6 +236,8 @@ _WAKING_S = 1e-3
 
 def waits_by_cause(timeline: Timeline, lanes: Iterable[str]) -> list[dict[str, float]]:
     """Return for each of ``lanes`` the seconds that it stood still, by what went on meanwhile, longest first.
+
+    A gap is walked back op by op, and each op is charged with the part of the gap in which it ran.
 
     They add up to the gaps of the lane within the timeline's span.
     """
