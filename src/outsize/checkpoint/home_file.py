@@ -122,21 +122,21 @@ def _otherwise(record: CommitRecord, prepared: Job) -> str:
     spec, ours = prepared.split.spec, prepared.plan.state
     masters: tuple[Masters, ...] = get_args(Masters) if spec.dtype == "bf16" else ("separate",)
     gradients: tuple[Gradients, ...] = ("fp32", "bf16", "none")
-    for masters_of, gradients_of, planes in itertools.product(
+    for masters_form, gradients_form, planes in itertools.product(
         masters, gradients, ((WEIGHTS,), (WEIGHTS, GRADIENT))
     ):
-        other = replace(ours, masters=masters_of, gradients=gradients_of)
+        other = replace(ours, masters=masters_form, gradients=gradients_form)
         if is_laid_out(record.layout, spec, other.planes, prepared.own, planes):
             if prepared.own is not None and planes != prepared.whole:
                 rounds = "several rounds" if GRADIENT in planes else "one round"
                 return (
                     f"the state of a rank that takes its microbatches in {rounds} (train.round_microbatches)"
                 )
-            changed = [f"optimizer.masters={masters_of}"] * (masters_of != ours.masters)
+            changed = [f"optimizer.masters={masters_form}"] * (masters_form != ours.masters)
             waits = (
                 "does not keep gradients (optimizer.clip=unit or none)"
-                if gradients_of == "none"
-                else f"keeps {gradients_of} gradients"
+                if gradients_form == "none"
+                else f"keeps {gradients_form} gradients"
             )
             return " and ".join(
                 [f"the state of a run with {name}" for name in changed] or [f"a state that {waits}"]

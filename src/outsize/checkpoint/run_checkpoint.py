@@ -330,7 +330,7 @@ def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:
     return read_tensor(stored["positions"]), read_tensor(stored["bits"])
 
 
-def _and_now(settings: Mapping[str, Any]) -> str:
+def _and_now(entry: Mapping[str, Any]) -> str:
     """Which unit a damaged file belongs to, and what to try."""
-    whose = f" (unit {settings['unit']})" if settings.get("unit") else ""
+    whose = f" (unit {entry['unit']})" if entry.get("unit") else ""
     return f"{whose}; resume from another checkpoint with --resume PATH"

@@ -106,9 +106,11 @@ class TextWriter:
         """
         from outsize.wrapped.writing.text import check_text
 
-        encoded = self._prompt_of(prompt)
-        check_text(encoded.text, "the prompt")
-        return len(self._tokenizer(encoded.text, add_special_tokens=not encoded.is_templated)["input_ids"])
+        text_prompt = self._prompt_of(prompt)
+        check_text(text_prompt.text, "the prompt")
+        return len(
+            self._tokenizer(text_prompt.text, add_special_tokens=not text_prompt.is_templated)["input_ids"]
+        )
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special ones among them."""
@@ -128,11 +130,11 @@ class TextWriter:
         """Return what the model writes after texts and conversations; see `outsize.wrapped.writing.text.write`."""
         from outsize.wrapped.writing.text import WritingOptions, write
 
-        encoded = [self._prompt_of(prompt) for prompt in prompts]
+        text_prompts = [self._prompt_of(prompt) for prompt in prompts]
         names = [field.name for field in fields(WritingOptions) if field.name in choice]
         options = WritingOptions(**{name: choice.pop(name) for name in names})
         choice = {"on_token": lambda token: on_text(token.text), **choice}
-        return write(self._model, self._tokenizer, encoded, options, **choice)
+        return write(self._model, self._tokenizer, text_prompts, options, **choice)
 
     def scored_text(self, prompt: "str | Conversation", completion: str | None) -> "ScoredText":
         """Return the tokens of a completion behind its prompt, or of a text, all of which but the first count.
@@ -142,15 +144,17 @@ class TextWriter:
         from outsize.wrapped.writing.scoring import ScoredText
         from outsize.wrapped.writing.text import check_text
 
-        encoded = self._prompt_of(prompt)
-        before = encoded.text if completion is None or encoded.is_templated else encoded.text.rstrip()
-        text = encoded.text + (completion or "")
+        text_prompt = self._prompt_of(prompt)
+        before = (
+            text_prompt.text if completion is None or text_prompt.is_templated else text_prompt.text.rstrip()
+        )
+        text = text_prompt.text + (completion or "")
         check_text(text, "the text")
-        ids = self._tokenizer(text, add_special_tokens=not encoded.is_templated)["input_ids"]
+        ids = self._tokenizer(text, add_special_tokens=not text_prompt.is_templated)["input_ids"]
         if completion is None:
             return ScoredText(ids)
         return ScoredText(
-            ids, len(self._tokenizer(before, add_special_tokens=not encoded.is_templated)["input_ids"])
+            ids, len(self._tokenizer(before, add_special_tokens=not text_prompt.is_templated)["input_ids"])
         )
 
     def score(self, texts: "Iterable[ScoredText]", want: "Want", figures: "ScoringFigures") -> Iterator[Any]:

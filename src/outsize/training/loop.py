@@ -279,6 +279,10 @@ def _told(forecast: Forecast | None) -> dict[str, float]:
     """What a result says of predictions."""
     if forecast is None:
         return {}
-    fields_told = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
+    seconds_by_field = {"predicted_step_s": forecast.predicted.step_s, "expected_step_s": forecast.step_s}
     comparison = forecast.comparison
-    return fields_told if comparison is None else {**fields_told, "measured_step_s": comparison.measured_s}
+    return (
+        seconds_by_field
+        if comparison is None
+        else {**seconds_by_field, "measured_step_s": comparison.measured_s}
+    )

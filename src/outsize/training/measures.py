@@ -98,10 +98,10 @@ def promised(names: Sequence[str], dtype: str) -> Peak:
     """Return what the data sheets of GPUs, called as the driver calls them, promise together."""
     gpus = [preset_of(name) for name in names]
     figures = [gpu.peak_flops_per_s.get(dtype) for gpu in gpus if gpu is not None]
-    figures_known = [figure for figure in figures if figure is not None]
-    if len(figures_known) < len(names):
+    present_figures = [figure for figure in figures if figure is not None]
+    if len(present_figures) < len(names):
         return Peak(flops_per_s=None, source=f"no figure for {dtype} on {', '.join(dict.fromkeys(names))}")
-    return Peak(flops_per_s=sum(figure.value for figure in figures_known), source=figures_known[0].source)
+    return Peak(flops_per_s=sum(figure.value for figure in present_figures), source=present_figures[0].source)
 
 
 @cache

@@ -285,15 +285,15 @@ def links_of(
     return counters
 
 
-def take_step_memory(plan: Plan, host: Arena, gradient_memory: Tensor | None) -> StepMemory:
-    """Return what ``plan`` sets aside in host memory; ``gradient_memory`` has room for weights before their step."""
+def take_step_memory(plan: Plan, host: Arena, weights_before: Tensor | None) -> StepMemory:
+    """Return what ``plan`` sets aside in host memory; ``weights_before`` has room for weights before their step."""
     scratch_bytes = 4 * plan.state.scratch_elements(plan.model)
     scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
     tiles = host.take_all([plan.tile_buffer_bytes] * plan.layout.num_tile_buffers, "tile buffers")
     return StepMemory(
         tile_buffers=tiles,
         tile_elements=plan.tile_elements,
-        former=gradient_memory,
+        former=weights_before,
         scratches=[scratch.view(torch.float32) for scratch in scratches],
     )
 
