@@ -1,7 +1,7 @@
 """Directories that exist as long as their user, and those on zram: checks, and what it costs.
 
-It serves as any disk does: by a file system on the device, mounted where ``memory.store_dir`` is. Nothing here sets one
-up, for that takes root; what is missing is said with the commands that mend it. What lies on it takes RAM, which no
+zram serves as any disk does: by a file system on the device, mounted where ``memory.store_dir`` is. Nothing here sets
+one up, for that takes root; what is missing is said with the commands that mend it. What lies on it takes RAM, which no
 budget of a run knows of: `Zram.costs` says how much, from ``mm_stat``.
 
 Attributes and their meaning: Documentation/admin-guide/blockdev/zram.rst of Linux.
