@@ -42,7 +42,7 @@ places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.
 guidance = torch.ones(4) if sizes.guidance_embeds else None
 
 options.out.mkdir(parents=True, exist_ok=True)
-checkpoint, losses = options.out / "checkpoint.pt", []
+checkpoint, partial, losses = options.out / "checkpoint.pt", options.out / "partial.pt", []
 if checkpoint.exists():
     saved = torch.load(checkpoint)
     losses = saved["losses"]
@@ -66,7 +66,8 @@ for step in range(len(losses), options.steps):
     if (step + 1) % 2 == 0:
         weights = {name: parameter.detach().clone() for name, parameter in trained.items()}
         state = {"weights": weights, "optimizer": optimizer.state_dict(), "losses": losses}
-        torch.save({**state, "random": torch.get_rng_state()}, checkpoint)
+        torch.save({**state, "random": torch.get_rng_state()}, partial)
+        partial.replace(checkpoint)
 print(losses)
 if options.full:
     model.save_pretrained(options.out / "transformer")

@@ -304,6 +304,16 @@ def copy(source: Path, target: Path) -> None:
         shutil.copyfileobj(readable, writable, _COPY_BYTES)
 
 
+def cut(path: Path, num_bytes: int) -> None:
+    """Cut a file behind its first bytes, for good; these are never without their place."""
+    descriptor = _system.open(path, os.O_WRONLY)
+    try:
+        _system.truncate(descriptor, num_bytes)
+    finally:
+        _system.close(descriptor)
+    sync(path)
+
+
 def sync(path: Path) -> None:
     """Wait until ``path``, a file or a directory, is on the disk; some file systems do that of no directory."""
     descriptor = _system.open(path, os.O_RDONLY)

@@ -210,6 +210,14 @@ def _(loop: Loop) -> list[Tensor]:
     return [state["lm_head.weight"], view]
 
 
+@row("data of a view assigned, which leaves what it was a view of")
+def _(loop: Loop) -> Tensor:
+    view = loop.head.detach()
+    view.data = view * 0.5
+    loop.head.mul_(0.9)
+    return view
+
+
 @row("data = another shape", all="has room for that shape|was given other sizes after")
 def _(loop: Loop) -> None:
     loop.head.data = torch.zeros(3, 4)

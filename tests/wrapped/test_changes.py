@@ -139,6 +139,22 @@ def test_the_page_on_tests_counts_them():
 
 
 @pytest.mark.parametrize("home", HOMES)
+def test_a_hook_that_fails_leaves_the_gradients_of_others_with_hooks(home: str):
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("a hook's own")
+
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
+        table, head = model.get_input_embeddings().weight, model.lm_head.weight
+        head.register_hook(lambda gradient: gradient)
+        model(**BATCH).loss.backward()
+        want = [table.grad.clone(), head.grad.clone()]
+        table.register_hook(fail)
+        with pytest.raises(ValueError, match="a hook's own"):
+            model(**BATCH).loss.backward()
+        assert all(torch.equal(p.grad, former) for p, former in zip((table, head), want, strict=True))
+
+
+@pytest.mark.parametrize("home", HOMES)
 def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
     with wrapped(zoo.small_llama(), **HOMES[home]) as model:
         loop = Loop(model, outsize.AdamW(model, **SETTINGS), lambda: loop.optimizer, BATCH)

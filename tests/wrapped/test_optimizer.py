@@ -118,6 +118,8 @@ def test_a_disk_home_refuses_other_optimizers():
         others = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(1))])
         with pytest.raises(ConfigError, match="parameters of this model alone"):
             others.step()
+        with pytest.raises(ConfigError, match="differentiable"):
+            torch.optim.AdamW(model.parameters(), differentiable=True).step()
         scaler, own = torch.amp.GradScaler("cpu"), torch.optim.AdamW(model.parameters(), fused=True)
         scaler.scale(torch.ones(1))
         with pytest.raises(ConfigError, match=r"scaler\.unscale_"):
@@ -132,6 +134,7 @@ def test_adamw_of_torch_steps_a_disk_home_as_fused(way: str):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         scaler, found = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+        optimizer.register_step_post_hook(lambda *_: found.append(model.lm_head.weight.detach().clone()))
 
         def backward() -> torch.Tensor:
             optimizer.zero_grad()

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from outsize.errors import ConfigError, NonFiniteError
 from outsize.optim.adamw import PlaneAdamW as Settings
@@ -262,21 +262,30 @@ def make_way_for_others(runner: Runner) -> None:
             if optimizer not in stand_ins:
                 stand_ins[optimizer] = _standing_in(still, optimizer)
             stand_ins[optimizer].take_over(optimizer)
-            return (idle, *args[1:]), kwargs  # calls the closure, if there is one
+            return (idle,), {"closure": _closure(stand_ins[optimizer], optimizer, *args[1:], **kwargs)}
         still.settle()
         still.parameters.multiply_gradients(list(still.parameters.factors))
         still.parameters.round_gradients(due)
         return None
 
-    def end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    weakref.finalize(runner, register_optimizer_step_pre_hook(begin).remove)
+
+
+def _closure(
+    stand_in: AdamW, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+) -> Callable[[], Any]:
+    """Return a closure that steps behind the caller's own: before any hook that runs behind the step."""
+
+    def step() -> Any:
+        loss = None if closure is None else closure()
         overflow = getattr(
             optimizer, "found_inf", None
         )  # of a scaler, which leaves it to the optimizer to stay
-        if args and args[0] is idle and (overflow is None or not overflow.item()):
-            stand_ins[optimizer].step()
+        if overflow is None or not overflow.item():
+            stand_in.step()
+        return loss
 
-    weakref.finalize(runner, register_optimizer_step_pre_hook(begin).remove)
-    weakref.finalize(runner, register_optimizer_step_post_hook(end).remove)
+    return step
 
 
 def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -300,6 +309,9 @@ def _check_stand_in(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
             "parameters of this model alone: use torch.optim.AdamW or outsize.AdamW(model) (of a Trainer: its default, "
             'or optimizers=(outsize.AdamW(model), None)), or wrap the model with home="host" and no codec'
         )
+    for name in ("capturable", "differentiable"):
+        if any(group[name] for group in optimizer.param_groups):
+            raise ConfigError(f"AdamW({name}=True): over a disk home its step is no graph; leave it out")
     if getattr(optimizer, "grad_scale", None) is not None:  # a scaler leaves unscaling to fused kernels
         raise ConfigError(
             "GradScaler.step() has torch.optim.AdamW unscale gradients in its kernel, which does not run over a disk "

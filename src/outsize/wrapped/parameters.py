@@ -180,13 +180,19 @@ class HomeParameters(HomeTensors):
             yield
             ended = True
         finally:
-            for name, parameter in hooked.items():
+            try:
+                for name, parameter in hooked.items():
+                    with plainly():
+                        gradient, before = parameter.grad, former[name]
+                        if not ended or gradient is None:
+                            parameter.grad = former.pop(name)
+                            continue
+                    _run_hooks(parameter, gradient, before)
+                    del former[name]
+            finally:
                 with plainly():
-                    gradient, before = parameter.grad, former[name]
-                    if not ended or gradient is None:
-                        parameter.grad = before
-                        continue
-                _run_hooks(parameter, gradient, before)
+                    for name, before in former.items():  # a hook has failed: what was there is there again
+                        hooked[name].grad = before
 
     def begin_state(self, names: Collection[str], planes: Iterable[str]) -> None:
         """Have the optimizer's state of these names begin anew, at zero."""

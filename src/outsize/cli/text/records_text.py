@@ -170,7 +170,7 @@ class ResumedLines:
         written = content.partition(b"\0")[0]
         complete = written[: written.rfind(b"\n") + 1]
         if len(complete) < len(content):
-            self._out.write_bytes(complete)
+            files.cut(self._out, len(complete))
         for number, text in enumerate(complete.splitlines(), 1):
             try:
                 line = json.loads(text)

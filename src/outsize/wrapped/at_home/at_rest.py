@@ -112,7 +112,10 @@ class AtRest(torch.Tensor):
         value_home = value_to_assign(self.detach(), value)
         if value_home is None:
             return
-        if sys.getrefcount(self._place) > _ONE_HOLDER:  # whoever else looks there keeps what was
+        if self._views:  # a tensor apart from the one that it was seen through, which stays as it is
+            self._place = copy.copy(self._place)
+            self._place.part()
+        elif sys.getrefcount(self._place) > _ONE_HOLDER:  # whoever else looks there keeps what was
             former, self._place = self._place, copy.copy(self._place)
             former.part()
         with torch.no_grad():
