@@ -49,7 +49,7 @@ def commit(prepared, path, steps, record=None):
     spec, own = prepared.split.spec, prepared.own
     with Arena() as arena, IOPool(1) as pool:
         planes = prepared.plan.state.planes
-        held = {"own": own, "whole": prepared.whole, "record": record}
+        held = {"shares": own, "full_planes": prepared.whole, "record": record}
         home = CommittedHome(spec, planes, path, pool, arena=arena, **held)
         with home:
             unit = next(u for u in spec.units if own[u.index])
