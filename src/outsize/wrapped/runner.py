@@ -61,7 +61,7 @@ class Runner(Inferring):
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
         self._caller = Caller(*(each.torch_device for each in self.session.machine.devices.each))
-        self._num_steps = self._num_forwards = 0
+        self._num_steps = self._num_forwards = self._num_targets = 0  # targets of the last forward that keeps
         self._uncut: set[frozenset[str]] = set()  # names of inputs that cannot be cut into microbatches
         self._leaves_nothing: int | None = None  # hooks and mode in which layers left none, see `watching`
         self._leaves_state = False  # whether batches go whole, since a forward leaves state on the model
@@ -76,9 +76,11 @@ class Runner(Inferring):
         """
         model = self._check()
         with without_cache(model, inputs):
-            if self.microbatches == 1 or self._leaves_state:
-                return self._forward(model, inputs)
-            return self._forward_alike(model, inputs)
+            alone = self.microbatches == 1 or self._leaves_state
+            output = self._forward(model, inputs) if alone else self._forward_alike(model, inputs)
+        if self.records is not None and self._num_targets:
+            self.records.scored(output, self._num_targets)
+        return output
 
     def _forward_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Run the model forward in microbatches; where these leave state on it, undo that, and have the batch go whole.
@@ -126,6 +128,7 @@ class Runner(Inferring):
         )
 
     def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        self._num_targets = 0
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
@@ -175,10 +178,8 @@ class Runner(Inferring):
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
             self._keeping = weakref.ref(passage)
-        output = passage.output()
-        if self.records is not None:
-            self.records.scored(output, batching.num_targets(parts, sizes, self._measured.shifted))
-        return output
+        self._num_targets = batching.num_targets(parts, sizes, self._measured.shifted)
+        return passage.output()
 
     def _ready_for(
         self, inputs: Mapping[str, Any], main: Tensor, autocast: Autocast, *, keeps: bool, whole: bool
