@@ -256,3 +256,28 @@ def test_an_adapter_that_no_optimizer_has_comes_and_goes(home: str):
     want = train(adapted())
     with wrapped(adapted(), home=home) as model:
         assert all(torch.equal(one, other) for one, other in zip(train(model), want, strict=True))
+
+
+def test_a_copy_of_a_copy_of_a_layer_computes_with_its_own_weights():
+    """PEFT replicates layers anew for each adapter that it adds; merged, they are called as they stand."""
+    settings: dict[str, Any] = {"layer_replication": [(0, 2), (1, 2)], "init_lora_weights": False}
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], **settings)
+
+    def merged(model: nn.Module) -> list[Tensor]:
+        seen = [logits_with(model, "default")]
+        for adapter in ("two", "three"):
+            torch.manual_seed(2)
+            model.add_adapter(adapter, config)
+            seen.append(logits_with(model, adapter))
+        with torch.no_grad():
+            return [*seen, model.merge_and_unload(adapter_names=["default", "three"])(**BATCH).logits]
+
+    def replicated() -> nn.Module:
+        torch.manual_seed(1)
+        return peft.get_peft_model(zoo.build("llama"), config)
+
+    want = merged(replicated())
+    with wrapped(replicated()) as model:
+        got = merged(model)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)

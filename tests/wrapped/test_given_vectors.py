@@ -1,10 +1,14 @@
 """Forwards that pass over units: given vectors in the place of tokens, or dropping layers; and gradients of inputs."""
 
+import itertools
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import M2M100Config, M2M100ForConditionalGeneration
 
 import outsize
 import zoo
@@ -158,3 +162,106 @@ def test_layers_that_a_forward_drops_are_passed_over_and_have_no_gradient(way: d
             assert torch.equal(
                 got, torch.cat([plain(p) for p in given.split(2 if way.get("microbatches") else 4)])
             )
+
+
+class Drawn(Block):
+    """A block with dropout."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(inputs), 0.2)
+
+
+class DroppingAtRandom(Dropping):
+    """Blocks that the code around them leaves out by a draw, from torch's generator or Python's."""
+
+    def __init__(self, draw: Callable[[], float], block: type[nn.Module] = Drawn) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.draw = nn.ModuleList(block() for _ in range(4)), draw
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.draw() < 0.5:
+                inputs = block(inputs)
+        return inputs.square()
+
+
+def steps(model: nn.Module, given: Tensor) -> list[Tensor | None]:
+    """Return what a model returns, and its gradients, in four steps, and the draws behind them."""
+    torch.manual_seed(4)
+    random.seed(4)
+    seen: list[Tensor | None] = []
+    for _ in range(4):
+        model.zero_grad()
+        output = model(given)
+        if output.requires_grad:
+            output.sum().backward()
+        seen += [output.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+    return [*seen, torch.rand(1), torch.tensor(random.random())]
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand([]).item(), random.random], ids=["torch", "python"])
+@pytest.mark.parametrize("activations", ["recompute", "keep", "offload"])
+def test_layers_dropped_at_random_are_those_of_the_plain_model(draw: Callable[[], float], activations: str):
+    given = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    want = steps(DroppingAtRandom(draw), given)
+    with wrapped(DroppingAtRandom(draw), device="emulated:1", activations=activations, slots=2) as model:
+        got = steps(model, given)
+    for one, other in zip(got, want, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_microbatches_go_backward_through_the_layers_that_each_has_run():
+    """Which layers each drops is told by what it returns."""
+    plain, given = Dropping(), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+    def run(layers: tuple[int, ...], part: Tensor) -> Tensor:
+        for layer in layers:
+            part = plain.blocks[layer](part)
+        return part.square()
+
+    ways = [ways for count in range(5) for ways in itertools.combinations(range(4), count)]
+    with wrapped(DroppingAtRandom(random.random, Block), microbatches=2) as model:
+        torch.manual_seed(5)
+        for _ in range(3):
+            plain.zero_grad(), model.zero_grad()
+            output = model(given)
+            for part, returned in zip(given.split(2), output.split(2), strict=True):
+                (layers,) = (way for way in ways if torch.equal(run(way, part), returned))
+                if layers:
+                    run(layers, part).sum().backward()
+            if output.requires_grad:
+                output.sum().backward()
+            assert_equal(gradients(model), gradients(plain))
+
+
+def test_a_forward_without_the_cache_of_its_config_is_said_and_equals_use_cache_false(
+    caplog: pytest.LogCaptureFixture,
+):
+    """With attention dropout a cache lays keys out otherwise, and products round otherwise."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return M2M100ForConditionalGeneration(
+            M2M100Config(
+                vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64,
+                decoder_ffn_dim=64, encoder_attention_heads=4, decoder_attention_heads=4, pad_token_id=0,
+                max_position_embeddings=64, decoder_start_token_id=2, attention_dropout=0.1,
+                encoder_layerdrop=0.3, decoder_layerdrop=0.3,
+            )
+        ).train()  # fmt: skip
+
+    ids, targets = labels(), labels()[:, :7].clone()
+    plain = build()
+    torch.manual_seed(8)
+    want = plain(input_ids=ids, labels=targets, use_cache=False).loss
+    want.backward()
+    assert plain.model.encoder.layers[0].fc1.weight.grad is None  # passed over
+    with caplog.at_level("INFO", "outsize"), wrapped(build(), device="emulated:1") as model:
+        assert "trains as with use_cache=False" in caplog.text
+        torch.manual_seed(8)
+        got = model(input_ids=ids, labels=targets).loss
+        got.backward()
+        assert torch.equal(got, want)
+        assert_equal(gradients(model), gradients(plain))

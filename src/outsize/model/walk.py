@@ -184,7 +184,13 @@ class Boundaries:
         # A method of that name: a copy of the unit, or a pickled one, has its own, and is no unit.
         def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if called is not module:
-                return real(*args, **kwargs) if had_own else type(called).forward(called, *args, **kwargs)
+                if not had_own:
+                    return type(called).forward(called, *args, **kwargs)
+                if (
+                    isinstance(real, MethodType) and real.__self__ is module
+                ):  # perhaps itself a copy's boundary
+                    return real.__func__(called, *args, **kwargs)
+                return real(*args, **kwargs)
             current = greenlet.getcurrent()
             if isinstance(current, _Coroutine):
                 return current.call(index, args, kwargs)

@@ -31,7 +31,7 @@ from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import choose_dtype
 from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
-from outsize.wrapped.generating import take_generation_config
+from outsize.wrapped.generating import say_without_cache, take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.optimizer import make_way_for_others
 from outsize.wrapped.parameters import Fill
@@ -360,6 +360,7 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
         take_kernels(model, blocks.kernels, devices, _log.info)
         if blocks.products != "native":
             _log.info("products: %s", take_products(split(model), blocks.products, devices))
+        say_without_cache(model)
         runner = Runner(model, settings, fill)
         if blocks.products != "native":
             _log.info("products: %s", error_of(runner.split, partial(_read_first, runner)))

@@ -108,6 +108,17 @@ def on_device(inputs: Any, device: torch.device) -> Any:
     return torch_private.map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)
 
 
+def say_without_cache(model: nn.Module) -> None:
+    """Say that a model which trains goes without the cache of keys and values that a config of it asks for."""
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if trains and any(vars(config).get("use_cache") for config in _configs_of(model)):
+        _log.info(
+            "%s trains as with use_cache=False: a forward that fills a cache, as its config has it, lays keys out "
+            "otherwise, and its gradients may have other last bits",
+            type(model).__name__,
+        )
+
+
 @contextmanager
 def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Have no config of ``model`` ask for a cache while the context lasts, unless the caller's ``inputs`` do."""
