@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from outsize.compat.torch_private import parameters_of
-from outsize.compat.transformers_private import put_output_hooks
 from outsize.optim.adamw import PlaneAdamW
 from outsize.planner.passes.step_parts import Passes, cut_step, lean
 from outsize.planner.program.program import Program
@@ -100,8 +99,6 @@ class Planned(ModelAtHome):
 
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings)
-        if self.session.machine.num_workers > 1:
-            put_output_hooks(model)  # put by the first forward, they would be state that it leaves
         self.microbatches = settings.microbatches
         self.records: LoopRecords | None = None
         self._plan: Plan | None = None
