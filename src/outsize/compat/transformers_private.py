@@ -41,6 +41,10 @@ def output_collector() -> Any:
     return getattr(output_capturing, "_active_collector", None)
 
 
+# What `put_output_hooks` changes, which is no state that a forward leaves.
+OUTPUT_HOOKS = ("._output_capturing_hooks_installed", "._forward_hooks", "._forward_hooks_with_kwargs")
+
+
 def put_output_hooks(model: nn.Module) -> None:
     """Give models inside ``model`` the hooks that record outputs of layers, before a call asks for any."""
     try:

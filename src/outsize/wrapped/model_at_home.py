@@ -15,7 +15,6 @@ from pathlib import Path
 from torch import nn
 
 from outsize.compat.torch_private import parameters_of
-from outsize.compat.transformers_private import put_output_hooks
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
@@ -113,8 +112,6 @@ class ModelAtHome(ABC):
         state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
         machine = describe_machine(memory, self._devices, state_bytes, store_dir)
         check_transport(self._transport, machine.devices, machine.home)
-        if machine.num_workers > 1:
-            put_output_hooks(parts.model)  # put by the first forward, they would be state that it leaves
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(
             state=state,
