@@ -94,7 +94,7 @@ class Runner(Inferring):
             inside = {id(each) for unit in self.split.modules for each in unit.modules()}
             known = self._leaves_nothing == sign
             modules = [each for each in model.modules() if not known or id(each) not in inside]
-            return LeftState(modules, self._device, moves=moves)
+            return LeftState(modules, self._device, moves=moves, first=self._leaves_nothing is None)
 
         before = state = state_of_now()
         for _ in range(2):

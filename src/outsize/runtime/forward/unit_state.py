@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from outsize.compat.torch_private import buffers_of, forward_hooks_of
-from outsize.compat.transformers_private import OUTPUT_HOOKS
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 
@@ -122,10 +121,18 @@ class LeftState:
         modules: which are looked at, with what their code and hooks name.
         device: that computes.
         moves: whether buffers are exchanged for copies on other devices meanwhile.
+        expected: how names end of what changes by the making of replicas, see `put_output_hooks`.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device, *, moves: bool) -> None:
-        self._device, self._random, self._moving_hooks = device, random_states(device), moves
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device,
+        *,
+        moves: bool,
+        expected: tuple[str, ...] = (),
+    ) -> None:
+        self._device, self._random, self._expected = device, random_states(device), expected
         state = UnitState(modules)
         self._leaves, self._outline = outline_of((), state.modules, state.others)
         buffers = {id(buffers_of(module)) for module in state.modules} if moves else set()
@@ -136,8 +143,7 @@ class LeftState:
         """Return the name of something that is another by now; None where nothing is. Changes in place do not count."""
         written = self._outline.written(self._leaves)
         names = (self._outline.name_of(*key) for key in written if key[0] not in self._moving)
-        put = OUTPUT_HOOKS if self._moving_hooks else ()  # before replicas are made, see `Originals`
-        return next((name for name in names if not name.endswith(put)), None)
+        return next((name for name in names if not name.endswith(self._expected)), None)
 
     def undo(self) -> None:
         """Have everything be as it was."""
