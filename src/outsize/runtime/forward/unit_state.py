@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from outsize.compat.torch_private import buffers_of, forward_hooks_of
+from outsize.compat.transformers_private import OUTPUT_HOOKS
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 
@@ -121,7 +122,7 @@ class LeftState:
         modules: which are looked at, with what their code and hooks name.
         device: that computes.
         moves: whether buffers are exchanged for copies on other devices meanwhile.
-        expected: how names end of what changes by the making of replicas, see `put_output_hooks`.
+        first: whether this call may make replicas, which puts hooks that record outputs.
     """
 
     def __init__(
@@ -130,9 +131,10 @@ class LeftState:
         device: torch.device,
         *,
         moves: bool,
-        expected: tuple[str, ...] = (),
+        first: bool = False,
     ) -> None:
-        self._device, self._random, self._expected = device, random_states(device), expected
+        self._device, self._random = device, random_states(device)
+        self._expected = OUTPUT_HOOKS if moves and first else ()
         state = UnitState(modules)
         self._leaves, self._outline = outline_of((), state.modules, state.others)
         buffers = {id(buffers_of(module)) for module in state.modules} if moves else set()
