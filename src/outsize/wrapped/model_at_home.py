@@ -28,7 +28,7 @@ from outsize.session.fill import summary
 from outsize.session.job.machine import check_transport, describe_machine
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
-from outsize.wrapped.arguments import WrapSettings
+from outsize.wrapped.arguments import WrapSettings, check_memory
 from outsize.wrapped.at_home.home_parameter import plainly, weakly
 from outsize.wrapped.moving import Moving
 from outsize.wrapped.parameters import Fill, HomeParameters
@@ -67,6 +67,9 @@ class ModelAtHome(ABC):
         self._with_head, self._transport = settings.with_head, settings.transport
         self._resident: frozenset[str] = frozenset()
         self._choice = ALL_LISTS
+        self._shared: tuple[
+            tuple[str, str], ...
+        ] = ()  # frozen ones that lay in one memory, see `check_memory`
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
@@ -124,6 +127,7 @@ class ModelAtHome(ABC):
 
     def _move_in(self, model: nn.Module, fill: Fill, moving: Moving | None = None) -> None:
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
+        shared = check_memory(model)
         dtype, apart = dtype_and_parts(model, *self._codecs)
         with_head = self._with_head is not False
         parts = split(
@@ -146,6 +150,8 @@ class ModelAtHome(ABC):
         self.split, self.state, self.session, self.parameters = parts, state, session, parameters
         self._apart = apart
         self._flags = flags_of(model)
+        self._shared = *self._shared, *shared
+        self._shared_then = self._version_of_shared()
         self._forget_trials()
 
     def _move(self, model: nn.Module) -> None:
@@ -180,6 +186,7 @@ class ModelAtHome(ABC):
         self.owners = {names[name]: owner for name, owner in self.owners.items() if name in names}
         if self._decays is not None:
             self._decays = frozenset(names[name] for name in self._decays)
+        self._shared = tuple((names.get(one, one), names.get(other, other)) for one, other in self._shared)
         session.close()
 
     def parameters_now(self) -> HomeParameters:
@@ -226,7 +233,20 @@ class ModelAtHome(ABC):
                 f"{strayed} was given other memory than its home's (set_, resize_, swap_tensors): put values in with "
                 "copy_, or by parameter.data ="
             )
+        if self._shared and self._version_of_shared() != self._shared_then:
+            raise ModelError(
+                f"{' and '.join(self._shared[0])} lay in one memory when the model was wrapped, frozen, and are two by "
+                "now; one of them was changed or thawed: give each memory of its own, or make them one parameter, "
+                "before outsize.wrap"
+            )
         return model
+
+    def _version_of_shared(self) -> tuple[int, ...]:
+        """What tells weights that once lay in one memory from those of then: changes, and whether they train."""
+        names = {name for pair in self._shared for name in pair if name in self.parameters.named}
+        trains = [int(self.parameters.named[name].requires_grad) for name in names]
+        units = [u for u in self.split.spec.units if names & {tensor.name for tensor in u.all_tensors}]
+        return sum(trains), *(self.parameters.version(unit, frozen=True) for unit in units)
 
     def _is_in_use(self, gone: Set[int]) -> bool:
         """Whether any of the parameters that the model has no longer, by `id`, has a gradient or optimizer state."""
