@@ -48,6 +48,7 @@ ARROWS = {
     "planner.passes": GROUND | {"planner.memory", "planner.program"},
     "planner.simulate": GROUND
     | {
+        "codecs.codec_spec",
         "codecs.transport",
         "hardware.machine_spec",
         "model.sizes",
@@ -272,6 +273,7 @@ ARROWS = {
     | {
         "accelerators",
         "checkpoint",
+        "choices",
         "compat",
         "config",
         "data",

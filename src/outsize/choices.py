@@ -3,11 +3,18 @@
 They stand apart so that ``--help`` can list them without loading the configuration, and the planner can take them.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 Method = Literal["full", "lora"]
-# What a model is to learn.
+# What a model is to learn, each but sft a row of `outsize.objectives.recipes.RECIPES`; and which of them have a key of
+# section train of their own.
 Objective = Literal["sft", "dpo", "orpo", "kto", "reward", "classify", "embed", "distill"]
+OBJECTIVES_OF: Mapping[str, tuple[Objective, ...]] = {
+    "beta": ("dpo", "orpo", "kto", "distill"),
+    "temperature": ("embed", "distill"),
+    "teacher": ("distill",),
+}
 Home = Literal["auto", "host", "disk"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["auto", ComputeDtype]

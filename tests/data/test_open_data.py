@@ -354,8 +354,19 @@ def test_what_is_printed(tmp_path, make, chatml, cache_dir):
     ]
 
 
-def test_a_missing_chat_template_is_logged_each_time(tmp_path, tokenizer, cache_dir, caplog):
-    path = write_jsonl(tmp_path / "a.jsonl", RECORDS["messages"])
+ASKED = [{"role": "user", "content": "why"}]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        RECORDS["messages"],
+        [{"prompt": ASKED, "completion": [{"role": "assistant", "content": line}]} for line in LINES],
+        [{"instruction": line, "output": "yes", "history": [["a", "b"]]} for line in LINES],
+    ],
+)
+def test_a_missing_chat_template_is_logged_each_time(tmp_path, tokenizer, cache_dir, caplog, records):
+    path = write_jsonl(tmp_path / "a.jsonl", records)
     for _ in range(2):
         caplog.clear()
         with open_small(path, tokenizer, cache_dir) as dataset:

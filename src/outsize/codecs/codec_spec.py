@@ -20,6 +20,9 @@ CountBytes = Callable[[int, str], int]
 _LINKS: Final = frozenset({"weights", "activations", "gradients"})
 # A gradient codec of this ending remembers what it lost, and adds it to the next gradient.
 FEEDBACK: Final = "-ef"
+# Counted in tests/codecs. nf4 widens codes (2.5), looks up pairs (6), scales (8), rounds (6); int8 widens (5), scales
+# (8) and rounds (6); fp8 widens to bf16 (3) and scales (4).
+_MOST_DEVICE_DECODE_BYTES, _INT8_DEVICE_DECODE_BYTES, _FP8_DEVICE_DECODE_BYTES = 22.5, 19.0, 7.0
 _BLOCKWISE = "outsize.codecs.blockwise.BlockwiseCodec"
 
 
@@ -49,6 +52,7 @@ class CodecSpec:
         group: elements that share a scale; 0 where there are no scales.
         encode_bytes_per_s: assumed rate of encoding on one core.
         decode_bytes_per_s: assumed rate of decoding on one core.
+        device_decode_bytes: of a device's memory, moved there to decode an element: what its kernels read and write.
     """
 
     name: str
@@ -64,6 +68,7 @@ class CodecSpec:
     group: int = 0
     encode_bytes_per_s: float
     decode_bytes_per_s: float
+    device_decode_bytes: float = _MOST_DEVICE_DECODE_BYTES
 
     def __post_init__(self) -> None:
         if self.lossless and self.error:
@@ -184,6 +189,7 @@ def _blockwise(
         group=group,
         encode_bytes_per_s=5e9,
         decode_bytes_per_s=7e9,
+        device_decode_bytes=_INT8_DEVICE_DECODE_BYTES,
     )
 
 
@@ -208,6 +214,7 @@ FP8 = replace(
     options={},
     encode_bytes_per_s=1e9,
     decode_bytes_per_s=2.5e9,
+    device_decode_bytes=_FP8_DEVICE_DECODE_BYTES,
 )
 
 # Dettmers et al. (2023), appendix E: quantiles of the normal distribution, with an exact zero, from -1 to 1.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 from yaml.constructor import ConstructorError
 
+from outsize.choices import OBJECTIVES_OF
 from outsize.errors import ConfigError
 from outsize.optim.optimizer_names import OWN, users_of_keys
 
@@ -93,8 +94,8 @@ def _objective(config: "Config") -> list[str]:
     if objective == "sft":
         return []
     refusals = refused_by_trainers(config, f"with train.objective={objective}")
-    if objective == "distill" and config.train.teacher is None:
-        refusals.append("train.teacher: train.objective=distill learns from another model; name it")
+    if objective in OBJECTIVES_OF["teacher"] and config.train.teacher is None:
+        refusals.append(f"train.teacher: train.objective={objective} learns from another model; name it")
     return refusals
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model
 
-from outsize.choices import Method, Objective
+from outsize.choices import OBJECTIVES_OF, Method, Objective
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.config.section import (
     NO_STALL,
@@ -39,12 +39,7 @@ class TrainConfig(Section):
     )
     beta: Annotated[
         float | None,
-        Idle(
-            (
-                "train.objective has no such weight",
-                lambda case: not case.learns("dpo", "orpo", "kto", "distill"),
-            )
-        ),
+        Idle(("train.objective has no such weight", lambda case: not case.learns(*OBJECTIVES_OF["beta"]))),
         TOLD_ON_RESUME,
     ] = Field(
         default=None,
@@ -54,7 +49,12 @@ class TrainConfig(Section):
     )
     temperature: Annotated[
         float | None,
-        Idle(("train.objective has no temperature", lambda case: not case.learns("embed", "distill"))),
+        Idle(
+            (
+                "train.objective has no temperature",
+                lambda case: not case.learns(*OBJECTIVES_OF["temperature"]),
+            )
+        ),
         TOLD_ON_RESUME,
     ] = Field(
         default=None,
@@ -64,7 +64,7 @@ class TrainConfig(Section):
     )
     teacher: Annotated[
         PathText | None,
-        Idle(("train.objective is not distill", lambda case: not case.learns("distill"))),
+        Idle(("train.objective has no teacher", lambda case: not case.learns(*OBJECTIVES_OF["teacher"]))),
         TOLD_ON_RESUME,
     ] = Field(default=None, description="distill: directory or hub id of the model that is learnt from.")
     steps: Annotated[

@@ -177,6 +177,10 @@ class Making:
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
         try:
             store.reach(self.first_tokens or 0)
+            if store.detected.mask_source == "fallback template":
+                logger.warning(
+                    "the tokenizer has no chat template; conversations are written with a plain one"
+                )
             return store, store.detected
         except BaseException:  # a thread may be writing
             store.close()
@@ -192,8 +196,6 @@ class Making:
             template=self.template,
             forgive=reader.forgive,
         )
-        if _mask_source(reader, encoder) == "fallback template":
-            logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
         options = {**reader.corpus.options(), "eos": True}
         entry = self.cache_dir / fingerprint(reader.sources, encoder.fingerprint(), options)
         cached = whole_entry(entry)
@@ -340,9 +342,7 @@ def _mask_source(reader: DocumentReader, encoder: Encoder) -> str:
     format_name = reader.detect()
     if format_name == "text" or reader.corpus.train_on == "all":
         return "all tokens"
-    if format_name in ("messages", "sharegpt"):
-        return encoder.chat.mask_source
-    return "after the prompt"
+    return encoder.chat.mask_source if reader.num_conversations else "after the prompt"
 
 
 def _detect_tokens(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from outsize.accelerators import Devices
+from outsize.choices import OBJECTIVES_OF
 from outsize.config import Config, MemoryConfig
 from outsize.data.reading.conversations import (
     PARTIAL_FLAGS,
@@ -29,7 +30,7 @@ from outsize.data.reading.conversations import (
     system_field,
     with_system,
 )
-from outsize.data.reading.formats import alpaca_prompt
+from outsize.data.reading.formats import CONVERSATIONS, alpaca_prompt
 from outsize.data.reading.text_records import Record
 from outsize.errors import ConfigError, DataError
 from outsize.model.adapters import peft_config
@@ -104,7 +105,7 @@ def open_models(
         OutsizeError: one cannot be opened, or does not fit.
     """
     lora = config.train.method == "lora"
-    other = config.train.teacher if config.train.objective == "distill" else None
+    other = config.train.teacher if config.train.objective in OBJECTIVES_OF["teacher"] else None
     if recipe.compares and not lora:
         other = config.model.path
     memory, frozen_memory = (
@@ -199,7 +200,6 @@ def _shared(
 
 
 Row = dict[str, Any]
-CONVERSATIONS = ("messages", "conversations")
 _ALPACA = ("instruction", "input", "history")
 # Names of a prompt that nothing reads.
 _OTHER_PROMPTS = ("question", "query", "input", "problem", "context")

@@ -11,11 +11,10 @@ from outsize.config import Config
 from outsize.data.reading.conversations import listed, read_template_arguments
 from outsize.data.reading.corpus_files import Corpus, Tolerance, find_sources
 from outsize.data.reading.documents import read_records
-from outsize.data.reading.formats import renamed, unread_fields
+from outsize.data.reading.formats import CONVERSATIONS, renamed, unread_fields
 from outsize.data.reading.text_records import Record
 from outsize.errors import ConfigError, DataError
 from outsize.objectives.objective_models import (
-    CONVERSATIONS,
     Row,
     asks_as_chat,
     finite,

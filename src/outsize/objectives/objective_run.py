@@ -23,6 +23,7 @@ from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest, remove_litter
 from outsize.checkpoint.saver import check_saves, state_bytes, weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
+from outsize.choices import OBJECTIVES_OF
 from outsize.compat.transformers_private import forget_metrics, on_device, use_one_device
 from outsize.config import Config, DataConfig, Surroundings, dump_config
 from outsize.errors import ConfigError, OutsizeError
@@ -256,7 +257,9 @@ def _arguments(
     settings |= {"max_steps": train.steps} if train.epochs is None else {"num_train_epochs": train.epochs}
     if recipe.by_trl:
         settings |= {"max_length": config.data.seq_len, "gradient_checkpointing": False}
-        settings |= {} if train.beta is None or objective == "reward" else {"beta": train.beta}
+        settings |= (
+            {"beta": train.beta} if train.beta is not None and objective in OBJECTIVES_OF["beta"] else {}
+        )
     else:
         settings |= {"remove_unused_columns": False}
         settings |= {"label_names": ["input_ids"]} if objective == "embed" else {}

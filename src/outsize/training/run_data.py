@@ -24,7 +24,7 @@ from outsize.data.reading.conversations import (
     with_system,
 )
 from outsize.data.reading.corpus_files import find_sources
-from outsize.data.reading.formats import unread_fields
+from outsize.data.reading.formats import CONVERSATIONS, unread_fields
 from outsize.detail import Detail
 from outsize.errors import DataError, StorageError
 from outsize.hardware.cpu import read_cpu
@@ -36,8 +36,6 @@ from outsize.session.job.prepare import Job
 from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 
-# Of fields that hold a conversation the first that a record has counts.
-_MESSAGES = ("messages", "conversations", "prompt")
 _BESIDE = (*SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs")
 
 
@@ -96,7 +94,9 @@ def unread_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def _field_of(record: Mapping[str, Any]) -> str:
-    return next((name for name in _MESSAGES if record.get(name) not in (None, "", [], {})), "")
+    return next(
+        (name for name in (*CONVERSATIONS, "prompt") if record.get(name) not in (None, "", [], {})), ""
+    )
 
 
 def chat_text(tokenizer: Any, conversation: Conversation) -> str:

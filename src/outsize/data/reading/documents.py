@@ -151,6 +151,7 @@ class DocumentReader:
         num_files: files read so far.
         num_skipped_files: files of a directory left out so far.
         num_empty: records without text so far.
+        num_conversations: documents that are conversations, so far.
         num_blank: replies that are trained and say nothing, so far.
         bytes_read: bytes of the files read so far, as they are on disk.
     """
@@ -163,6 +164,7 @@ class DocumentReader:
     num_files: int = 0
     num_skipped_files: int = field(init=False)
     num_empty: int = 0
+    num_conversations: int = 0
     num_blank: int = 0
     bytes_read: int = 0
     _unused: Counter[str] = field(default_factory=Counter)
@@ -206,7 +208,7 @@ class DocumentReader:
         Raises:
             DataError: a file or record that cannot be read, or is of another format, with file and line.
         """
-        self.num_files = self.num_empty = self.num_blank = self.bytes_read = 0
+        self.num_files = self.num_empty = self.num_conversations = self.num_blank = self.bytes_read = 0
         self.bad = Tolerance(self.corpus.max_bad_records)
         self._unused.clear()
         self._of_records.clear()
@@ -260,6 +262,7 @@ class DocumentReader:
                 self.forgive(error)
                 continue
             self._unused.update(document.unused)
+            self.num_conversations += document.messages is not None
             if blank := blank_replies(document):
                 self._first_blank = self._first_blank if self.num_blank else where
                 self.num_blank += blank

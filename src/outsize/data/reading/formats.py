@@ -63,11 +63,13 @@ class Format:
         build: makes the document of a record, of which the place is given, as a corpus wants it.
         fields: that a record has; none where it has one text, under the corpus's name for it.
         optional: fields besides that it may have.
+        conversation: whether its field is a conversation.
     """
 
     build: Callable[[Record, str, Corpus], Document]
     fields: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    conversation: bool = False
 
 
 def detect_format(record: Record, text_field: str, where: str) -> DataFormat:
@@ -87,9 +89,14 @@ def detect_format(record: Record, text_field: str, where: str) -> DataFormat:
         return "text"
     raise DataError(
         f"{where}: no known format has the fields {listed(record)}; expected {text_field!r} (text_field), "
-        "'messages', 'conversations', 'prompt' and 'completion', or 'instruction' and 'output'; "
-        f"data.columns maps these to other names, e.g. {_mapping(record)}{_bare(record)}"
+        f"{_expected()}; data.columns maps these to other names, e.g. {_mapping(record)}{_bare(record)}"
     )
+
+
+def _expected() -> str:
+    """Return the fields of all formats."""
+    *first, last = (" and ".join(map(repr, row.fields)) for row in FORMATS.values() if row.fields)
+    return f"{', '.join(first)}, or {last}"
 
 
 def _mapping(record: Record) -> str:
@@ -300,12 +307,14 @@ def _string(record: Record, field: str, where: str) -> str:
 # By name; the first row whose fields a record has is its format. Text and tokens have one field, whose name is said.
 FORMATS: Mapping[DataFormat, Format] = {
     "text": Format(build=_text),
-    "messages": Format(build=_messages, fields=("messages",)),
-    "sharegpt": Format(build=_sharegpt, fields=("conversations",)),
+    "messages": Format(build=_messages, fields=("messages",), conversation=True),
+    "sharegpt": Format(build=_sharegpt, fields=("conversations",), conversation=True),
     "prompt_completion": Format(build=_prompt_completion, fields=("prompt", "completion")),
     "alpaca": Format(build=_alpaca, fields=("instruction", "output"), optional=("input", "history")),
     "tokens": Format(build=_text),
 }
+# Fields that are a conversation; the first that a record has counts.
+CONVERSATIONS = tuple(field for row in FORMATS.values() if row.conversation for field in row.fields)
 # What data sets call a prompt and its completion, for hints.
 _QUESTIONS = ("prompt", "question", "query", "input", "problem", "user", "human", "instruction")
 _ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "target", "reply")

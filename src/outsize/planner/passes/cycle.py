@@ -123,7 +123,7 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
             if not number:
                 before[indices[0]].append(_accumulate(Kind.ACC, unit, own_place))
             if number == layout.num_rounds - 1:
-                after[indices[-1]] += _gradient(unit, layout)
+                after[indices[-1]] += gradient_ops(unit, layout)
             continue
         fitting = [
             i for i, size in enumerate(layout.accumulator_bytes) if size >= layout.gradient_bytes[unit]
@@ -137,9 +137,9 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
             start = next((at for _, at, _ in visits[earliest:visits_before] if free < at), start)
         before[start].append(_accumulate(Kind.SUM if number else Kind.ACC, unit, accumulator))
         last_used[accumulator] = indices[-1]
-        after[indices[-1]] += _gradient(unit, layout, last_round=number == layout.num_rounds - 1)
+        after[indices[-1]] += gradient_ops(unit, layout, last_round=number == layout.num_rounds - 1)
     if layout.rest_trains:
-        after[backwards[-1][-1]] += _gradient(layout.rest, layout)
+        after[backwards[-1][-1]] += gradient_ops(layout.rest, layout)
     return _splice(program, before, after)
 
 
@@ -173,12 +173,15 @@ def _accumulate(kind: Kind, unit: int | None, accumulator: int) -> Op:
     return Op(kind=kind, unit=unit, worker=WORKER, slot=accumulator)
 
 
-def _gradient(unit: int | None, layout: StepLayout, *, last_round: bool = True) -> list[Op]:
+def gradient_ops(
+    unit: int | None, layout: StepLayout, worker: int | None = WORKER, *, last_round: bool = True
+) -> list[Op]:
+    """Return what becomes of the gradient of a unit that a round has summed: its norm, and its way home."""
     norms = last_round and (layout.clip or layout.unit_clip)
-    norm = [Op(kind=Kind.NORM, unit=unit, worker=WORKER)] if norms else []
+    norm = [Op(kind=Kind.NORM, unit=unit, worker=worker)] if norms else []
     if unit in layout.resident:  # it steps at once, or all do behind CLIP
         return norm if layout.clip else [*norm, _step(unit, layout)]
-    return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=WORKER)]
+    return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=worker)]
 
 
 def _visits(program: Program) -> list[tuple[int, int, int]]:

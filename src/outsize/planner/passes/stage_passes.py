@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
+from outsize.planner.passes.cycle import gradient_ops
 from outsize.planner.program.program import Kind, Op, Program
 from outsize.planner.program.stages import Visit, visits_of
 from outsize.planner.program.step_layout import StepLayout
@@ -208,13 +209,10 @@ def _visit(turn: _Turn, layout: StepLayout, ahead: list[Op]) -> list[Op]:
         ops += _compute(visit, microbatch, layout, following)
     ops += (Op(kind=Kind.FREE, unit=u, worker=visit.worker, slot=slot) for u, slot in turn.slots.items())
     for unit in sorted(turn.accumulators, reverse=True):
-        if (layout.clip or layout.unit_clip) and visit.round == layout.num_rounds - 1:
-            ops.append(Op(kind=Kind.NORM, unit=unit, worker=visit.worker))
-        ops.append(Op(kind=Kind.GRAD, unit=unit, worker=visit.worker))
+        last_round = visit.round == layout.num_rounds - 1
+        ops += gradient_ops(unit, layout, visit.worker, last_round=last_round)
     if turn.rest is not None:
-        if (layout.clip or layout.unit_clip) and turn.ends_rest:
-            ops.append(Op(kind=Kind.NORM, unit=layout.rest, worker=visit.worker))
-        ops.append(Op(kind=Kind.GRAD, unit=layout.rest, worker=visit.worker))
+        ops += gradient_ops(layout.rest, layout, visit.worker, last_round=turn.ends_rest)
     return ops
 
 

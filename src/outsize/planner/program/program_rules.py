@@ -97,7 +97,7 @@ class Rules:
         if "accumulator" in row.fills:
             return self._sum if row.carries else self._acc
         if "sum" in row.reads:
-            return self._norm
+            return self._norm if "norm" in row.writes else self._look_at_sum
         return self._grad if "sum" in row.writes else None
 
     def check_end(self) -> None:
@@ -279,14 +279,16 @@ class Rules:
         if self._handover is not None:
             self._handover.check(op, unit, microbatch)
 
-    def _norm(self, op: Op, unit: int, _: int) -> None:
+    def _look_at_sum(self, op: Op, unit: int, _: int) -> None:
         self._check_complete(op, unit)
         require(self._is_final(unit), f"unit {unit} has backwards to run in later rounds")
+
+    def _norm(self, op: Op, unit: int, microbatch: int) -> None:
+        self._look_at_sum(op, unit, microbatch)
         self._home.norm(unit)
 
-    def _update(self, op: Op, unit: int, _: int) -> None:
-        self._check_complete(op, unit)
-        require(self._is_final(unit), f"unit {unit} has backwards to run in later rounds")
+    def _update(self, op: Op, unit: int, microbatch: int) -> None:
+        self._look_at_sum(op, unit, microbatch)
         self._home.update(unit)
         self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from outsize.codecs.codec_spec import codec_spec
 from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS, EXACT, PIECE_ELEMENTS, CodecRates, Transport, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
@@ -40,11 +41,8 @@ TORCH_PACE = 0.25
 COMMIT_S = 0.01
 # An exchange over TCP between machines of one room: a round trip of some ten microseconds, and threads that wake up.
 EXCHANGE_S = 1e-4
-# Bytes of a device's memory that decoding an element moves there, by the kernels of codecs (tests/codecs counts them),
-# each of which reads and writes: nf4 widens codes (2.5), looks up pairs (6), scales (8), rounds (6); int8 widens (5),
-# scales (8) and rounds (6); fp8 widens to bf16 (3) and scales (4).
-DECODE_BYTES = {"nf4": 22.5, "nf4-double": 22.5, "int8": 19.0, "fp8": 7.0}
-# For a piece, and what a launch takes of the thread that asks for it: torch's own 5 to 10 microseconds, not measured.
+# Of decoding a piece, and what a launch takes of the thread that asks for it: torch's own 5 to 10 microseconds, not
+# measured.
 DECODE_KERNELS, LAUNCH_S = 4, 6e-6
 # The same of a step on a device: clip, join, step and split.
 UPDATE_KERNELS = 16
@@ -318,7 +316,7 @@ class _Pricing(OpBytes):
         seconds = 0.0
         for part in self.model.units[unit].frozen:
             if part.codec is not None:
-                moved = part.numel * DECODE_BYTES.get(part.codec, max(DECODE_BYTES.values()))
+                moved = part.numel * codec_spec(part.codec).device_decode_bytes
                 launches = DECODE_KERNELS * -(-part.numel // DEVICE_PIECE_ELEMENTS)
                 seconds += moved / gpu.memory_bytes_per_s.value + launches * LAUNCH_S
         return seconds
