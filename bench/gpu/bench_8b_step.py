@@ -137,7 +137,7 @@ def default_cap(device: str) -> str:
 
 def run(args: argparse.Namespace, config: Config, directory: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    prepared = prepare(RunSpec.of(RunSpec.of(config, directory), print), RandomWeights())
+    prepared = prepare(RunSpec.of(config, directory), print, RandomWeights())
     print(prepared.plan.table, flush=True)
     prepared_s = time.perf_counter() - began
     with StreamedTrainer(prepared, Path(config.memory.store_dir or directory)) as trainer:

@@ -11,7 +11,7 @@
 # torch excepted; with INSTALL=0 nothing is, and no network is needed. C kernels are built where there is a compiler.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 PYTHON="${PYTHON:-python3}" DEVICE="${DEVICE:-cuda}" RESULTS="${RESULTS:-bench/results}" ALL_S="${ALL_S:-1680}"
 mkdir -p "$RESULTS"
 if [[ ${INSTALL:-1} != 0 ]] && lacks=$("$PYTHON" bench/gpu/check_packages.py --names) && [[ -n $lacks ]]; then

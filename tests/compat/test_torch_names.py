@@ -200,7 +200,7 @@ def test_a_profile_of_all_threads_sees_one_that_stood_before():
 
     thread = threading.Thread(target=work)
     thread.start()
-    with torch.profiler.profile(experimental_config=of_all_threads()) as profile:
+    with torch.profiler.profile(experimental_config=of_all_threads(), acc_events=True) as profile:
         begun.set()
         stop.wait()
     thread.join()

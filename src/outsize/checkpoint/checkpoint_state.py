@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from outsize import files
+from outsize import __version__, files
 from outsize.checkpoint.files.checkpoint_format import FileSum
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
@@ -236,7 +236,7 @@ def describe(
         "warmup_steps": config.warmup_steps,
         "steps": config.train.steps,
     }
-    versions = {name: version(name) for name in ("outsize", "torch", "transformers")}
+    versions = {"outsize": __version__, **{name: version(name) for name in ("torch", "transformers")}}
     return {"format": FORMAT, "run": run, "versions": versions, **state}
 
 

@@ -120,6 +120,11 @@ def made_at(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def keeps_alive(node: Any) -> bool:
+    """Return whether the Python object of ``node`` keeps it alive: before torch 2.13 none does of a Python function."""
+    return not isinstance(node, torch._C._FunctionBase)
+
+
 def num_nodes() -> int:
     """Return how many nodes of graphs this thread has made."""
     return int(torch._C._autograd._get_sequence_nr())

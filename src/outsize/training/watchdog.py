@@ -345,7 +345,7 @@ class StepProfiler:
         if kind is not None and VENDORS[kind].activity:
             kinds.append(getattr(ProfilerActivity, VENDORS[kind].activity))
         # Lanes are threads that stand already: without this only those that begin from here on would be seen.
-        self._profile = profile(activities=kinds, experimental_config=of_all_threads())
+        self._profile = profile(activities=kinds, experimental_config=of_all_threads(), acc_events=True)
         self._profile.__enter__()
         self._ranges.on = True
 

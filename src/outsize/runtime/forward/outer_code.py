@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from outsize.compat.torch_private import buffers_of, made_at, parameters_of
+from outsize.compat.torch_private import buffers_of, keeps_alive, made_at, parameters_of
 from outsize.errors import ModelError
 from outsize.model.split import Split
 from outsize.runtime.device.device_group import Workers
@@ -97,11 +97,11 @@ class OuterBackward:
                 box.add(position, one.gradient)
             return
         start = max((end for other, end in self._ends.items() if other < unit), default=0)
-        crossings = _made_before(start, [one.edge.node for one in begun])
+        crossings = _made_before(start, [one.edge for one in begun])
         seeds = [one for node in crossings for one in self._take_all_of(node)]
         with ExitStack() as stack:
-            for node in crossings:
-                stack.callback(node.register_prehook(partial(self._hold_back, node)).remove)
+            for node, owner in crossings.items():
+                stack.callback(node.register_prehook(partial(self._hold_back, node, owner)).remove)
             pairs = [*seeds, *begun]
             torch.autograd.backward([p.edge for p in pairs], [p.placed() for p in pairs], retain_graph=True)
 
@@ -109,11 +109,11 @@ class OuterBackward:
         """Forget all that waits."""
         self._waiting.clear()
 
-    def _hold_back(self, node: Node, gradients: tuple[Tensor | None, ...]) -> tuple[None, ...]:
+    def _hold_back(self, node: Node, owner: Node, gradients: tuple[Tensor | None, ...]) -> tuple[None, ...]:
         """What ``node``, of a piece before, was given waits for that piece."""
         for at, gradient in enumerate(gradients):
             if gradient is not None:
-                self.defer(GradientEdge(node, at), gradient)
+                self.defer(GradientEdge(node, at, owner), gradient)
         return (None,) * len(gradients)
 
     def _take_all_of(self, node: Node) -> Iterable[_Waiting]:
@@ -138,23 +138,30 @@ def _is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
-def _made_before(start: int, nodes: Sequence[Node]) -> list[Node]:
-    """Return where the graph behind ``nodes`` goes on into nodes that were made before ``start``."""
-    waiting, visited, nodes_before = list(nodes), set[Node](), list[Node]()
+def _made_before(start: int, edges: Sequence[GradientEdge]) -> dict[Node, Node]:
+    """Return where the graph behind ``edges`` goes on into nodes that were made before ``start``, with their owners.
+
+    Before torch 2.13 the Python object of a node of `torch.autograd.Function` does not keep the node alive; its owner
+    does, a node further on in the graph.
+    """
+    waiting = [(edge.node, edge.ownership_token or edge.node) for edge in edges]
+    visited, before_start = set[Node](), dict[Node, Node]()
     while waiting:
-        node = waiting.pop()
+        node, owner = waiting.pop()
         if node in visited:
             continue
         visited.add(node)
+        if keeps_alive(node):
+            owner = node
         for before, _ in node.next_functions:
             if before is None or before in visited or _is_leaf(before):
                 continue
             if made_at(before) < start:
                 visited.add(before)
-                nodes_before.append(before)
+                before_start[before] = owner
             else:
-                waiting.append(before)
-    return nodes_before
+                waiting.append((before, owner))
+    return before_start
 
 
 T = TypeVar("T")
