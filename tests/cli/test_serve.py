@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -10,21 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+import torch
+import trl.chat_template_utils
+from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing import parse_response
 
 from cli.command_line import status_of
 from outsize import local_server
 from outsize.cli.openai_requests import ChatRequest, read_request
 from outsize.cli.openai_server import Completions, make_app
-from outsize.cli.text_writer import ModelOptions, TextWriter
+from outsize.cli.text_writer import ModelOptions, ReplyReader, TextWriter
 from outsize.local_server import LocalServer
+from outsize.training.run_data import Conversation
 from patience import PATIENCE_S
-from support import make_model_dir
+from support import make_model_dir, make_tokenizer
 
 PLAIN, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+QWEN_REPLIES = get_response_template(None, SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -81,6 +89,23 @@ def held(
     return began, goes_on
 
 
+def write_only(completions: Completions, reply: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the model write one reply, whatever it is asked."""
+    write, tokenizer = completions._writer.write, completions._writer._tokenizer
+    wanted = tokenizer(reply)["input_ids"]
+
+    def written(prompts: Any, on_text: Any, **choice: Any) -> Any:
+        before = completions._writer.num_tokens(prompts[0])
+
+        def only(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            token = wanted[max(ids.shape[1] - before, 0)]  # settings are tried on less
+            return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
+
+        return write(prompts, on_text, **choice, logits_processor=[only])
+
+    monkeypatch.setattr(completions._writer, "write", written)
+
+
 def connect(address: str) -> socket.socket:
     host, port = address.split(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
@@ -109,6 +134,17 @@ def test_a_chat_is_answered_as_a_whole_and_piece_by_piece(served: tuple[str, Com
     assert (
         "".join(json.loads(p)["choices"][0]["delta"]["content"] for p in pieces)
         == choice["message"]["content"]
+    )
+    silent: list[Any] = [{"role": "assistant"}, {"role": "assistant", "content": None}]
+    blank = {"role": "assistant", "content": ""}
+    assert (
+        len(
+            {
+                str(json.loads(ask(address, CHAT, {**body, "messages": [one, *HELLO]})[1])["choices"])
+                for one in (*silent, blank)
+            }
+        )
+        == 1
     )
     in_parts = [
         {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}
@@ -352,8 +388,9 @@ def test_a_text_ends_before_a_string_wherever_tokens_divide_it(served: tuple[str
 def test_tools_are_offered_to_the_template(served: tuple[str, Completions]):
     address, completions = served
     completions._writer._tokenizer.chat_template = (
-        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}once"
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}once<|im_start|>assistant{{ '\n' }}"
     )
+    completions._writer._tokenizer.response_template = QWEN_REPLIES
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     counts = [
         json.loads(ask(address, CHAT, {"messages": HELLO, "tools": [tool], "max_tokens": 1, **more})[1])[
@@ -362,6 +399,135 @@ def test_tools_are_offered_to_the_template(served: tuple[str, Completions]):
         for more in ({}, {"tool_choice": "none"})
     ]
     assert counts[0]["prompt_tokens"] > counts[1]["prompt_tokens"]
+
+
+def test_tools_of_a_model_whose_calls_nobody_can_read_are_refused(served: tuple[str, Completions]):
+    address, completions = served
+    completions._writer._tokenizer.chat_template = "{{ tools }}once"
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    status, text = ask(address, CHAT, {"messages": HELLO, "tools": tools})
+    assert (status, "response_template in tokenizer_config.json" in text) == (400, True)
+    status, text = ask(address, CHAT, {"messages": HELLO, "tools": [{"type": "custom"}]})
+    assert (status, "tools.0 has to be of the type 'function'" in text) == (400, True)
+
+
+def test_a_reply_is_taken_apart(served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch):
+    """Into reasoning, content and calls, as a whole and in a stream, as transformers' own server does."""
+    address, completions = served
+    tokenizer = completions._writer._tokenizer
+    tokenizer.chat_template = "{{ messages[-1].content }}<|im_start|>assistant\n<think>"
+    tokenizer.response_template = QWEN_REPLIES
+    reply = (
+        " the sum \n</think>\n\nI add\n<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1, "to": "é"}}\n</tool_call>\n'
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call><eos>'
+    )
+    write_only(completions, reply, monkeypatch)
+    monkeypatch.setattr(completions._writer._model.generation_config, "eos_token_id", 0)
+    prompt = completions._writer.text_of(Conversation(HELLO))
+    want = tokenizer.parse_response(reply, prefix=prompt)
+    calls = [one["function"] for one in want["tool_calls"]]
+    tools: Any = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+    asked: Any = {"model": "tiny", "messages": HELLO, "tools": tools, "max_tokens": 200}
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as client:
+        (choice,) = client.chat.completions.create(**asked).choices
+        assert choice.finish_reason == "tool_calls"
+        message = choice.message
+        assert (message.content, message.to_dict()["reasoning_content"]) == (
+            "I add",
+            want["reasoning_content"],
+        )
+        told = [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls or ()]
+        assert told == [(one["name"], one["arguments"]) for one in calls]
+        assert all(len(one.id) == 9 for one in message.tool_calls or ())
+        with client.chat.completions.stream(**asked) as stream:
+            end = stream.get_final_completion().choices[0]
+        assert end.finish_reason == "tool_calls"
+        assert (end.message.content, end.message.to_dict()["reasoning_content"]) == ("I add", "the sum")
+        streamed = [
+            (one.function.name, json.loads(one.function.arguments)) for one in end.message.tool_calls or ()
+        ]
+        assert streamed == told
+        (one,) = client.chat.completions.create(**asked, parallel_tool_calls=False).choices
+        assert [call.function.name for call in one.message.tool_calls or ()] == ["add"]
+        again: Any = [*HELLO, message.model_dump(), {"role": "tool", "tool_call_id": "x", "content": "2"}]
+        assert client.chat.completions.create(**{**asked, "messages": again}).choices
+
+
+TEMPLATES = {
+    "qwen": (
+        QWEN_REPLIES,
+        'so <tool_call>{"name": "f", "arguments": {"a": [1, "<b>"]}}</tool_call><|im_end|>',
+    ),
+    "llama": (
+        trl.chat_template_utils.llama3_template,
+        '{"name": "f", "parameters": {"a": "1"}}<|eot_id|>',
+    ),
+    "gpt-oss": (
+        trl.chat_template_utils.gptoss_template,
+        "<|channel|>analysis<|message|>so<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+        '<|message|>{"a": 1}<|call|>',
+    ),
+    "glm": (
+        trl.chat_template_utils.glm4moe_template,
+        "<think>so</think>\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|user|>",
+    ),
+    "qwen 3.5": (
+        trl.chat_template_utils.qwen3_5_template,
+        "so\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>",
+    ),
+    "lfm2": (
+        trl.chat_template_utils.lfm2_2_5_template,
+        "so<|tool_call_start|>[f(a='x', b=2), g()",
+    ),
+    "nothing but text": (QWEN_REPLIES, "two words \n and < more<eos>"),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_replies_of_many_kinds_come_apart_as_transformers_has_it(kind: str):
+    """Piece by piece: characters, and special tokens as they are, which are nothing of what is shown."""
+    template, reply = TEMPLATES[kind]
+    tokenizer = make_tokenizer(eot="<|eot_id|>", im="<|im_end|>", user="<|user|>", call="<|call|>")
+    prompt = template["start_anchor"]
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    want = parse_response(reply.removesuffix("<eos>"), template, prefix=prompt, tools=[tool])
+    reader = ReplyReader(template, tokenizer, prompt, [tool], None)
+    pieces = re.findall(r"<\|\w+\|>|.", reply, re.DOTALL)
+    parts = [part for piece in pieces for part in reader.put(piece)] + reader.end()
+    if kind.startswith("nothing"):
+        reader = ReplyReader(template, tokenizer, prompt, [], None)
+        parts = [*reader.put("two words"), *reader.put(" \n and < more"), *reader.put("<eos>"), *reader.end()]
+    texts = {
+        name: "".join(part.text for part in parts if part.kind == name)
+        for name in ("content", "reasoning_content")
+    }
+    assert texts["content"] == want.get("content", "")
+    assert texts["reasoning_content"] == (want.get("reasoning_content") or want.get("thinking") or "")
+    calls = [(part.name, json.loads(part.text)) for part in parts if part.kind == "tool_calls"]
+    assert calls == [
+        (one["function"]["name"], one["function"]["arguments"]) for one in want.get("tool_calls") or ()
+    ]
+
+
+@pytest.mark.parametrize("call", ["{bad", '["f"]', '{"arguments": {}}', '"f"'])
+def test_a_call_that_is_none_is_shown_as_written(call: str):
+    reader = ReplyReader(QWEN_REPLIES, make_tokenizer(), "", [], None)
+    parts = reader.put(f"a <tool_call>{call}</tool_call>") + reader.end()
+    assert [part.kind for part in parts] == ["content", "content"]
+    assert parts[1].text in (call, json.loads(call) if call == '"f"' else call)
+
+
+def test_choices_draw_by_seeds_of_their_own(served: tuple[str, Completions]):
+    """The first is that of its seed alone, the next that of the next seed; without a seed no two are alike."""
+    address, _ = served
+
+    def texts(**more: Any) -> list[str]:
+        body = {"messages": HELLO, "max_tokens": 12, "temperature": 1.5, **more}
+        return [one["message"]["content"] for one in json.loads(ask(address, CHAT, body)[1])["choices"]]
+
+    assert texts(n=3, seed=5) == [text for seed in (5, 6, 7) for text in texts(seed=seed)]
+    assert len({*texts(n=2), *texts()}) == 3
 
 
 def test_the_client_of_openai_reads_every_answer(served: tuple[str, Completions]):

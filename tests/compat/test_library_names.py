@@ -49,6 +49,22 @@ def test_a_tokenizer_with_code_of_its_own_is_told():
     assert not transformers_private.encodes_as_the_library(Own(tokenizer_object=backend, unk_token="[UNK]"))
 
 
+def test_ways_to_take_replies_apart_are_those_of_tokenizer_family_and_template():
+    from trl.chat_template_utils import llama3_1_chat_template, llama3_template
+
+    def ways(tokenizer, family):
+        return list(transformers_private.response_templates(tokenizer, zoo.build(family)))
+
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+    assert ways(tokenizer, "llama") == []
+    (qwen,) = ways(tokenizer, "qwen2")
+    assert qwen["fields"]["tool_calls"]["close"] == "</tool_call>"
+    tokenizer.chat_template = llama3_1_chat_template
+    assert ways(tokenizer, "llama") == [llama3_template]
+    tokenizer.response_template = qwen
+    assert ways(tokenizer, "llama")[0] == qwen
+
+
 def test_a_trainer_takes_the_steps_that_stand_before_it(tmp_path):
     """Else a trainer would clip and save as the library does, and nobody would notice."""
     taken = []

@@ -1,15 +1,33 @@
-"""What requests of OpenAI's interface may ask for: each field, its kind and its bounds, in one table of pydantic's.
+"""OpenAI's interface: what a request may ask for, in one table of pydantic's, and how its answer looks.
 
 What is not done is refused where leaving it out would change the answer; a field that asks for nothing is taken.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from outsize.errors import DataError
+from outsize.cli.text_writer import ReplyPart
+from outsize.errors import ConfigError, DataError
 from outsize.training.run_data import Conversation, read_prompt
+from outsize.wrapped.writing.detokenizer import UNKNOWN
+
+try:
+    from openai import types
+    from openai.types import chat
+except ImportError as error:
+    raise ConfigError(
+        f"outsize serve needs the package openai ({error}): pip install 'outsize[serve]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from outsize.cli.text_writer import ReplyReader
+    from outsize.wrapped.writing.detokenizer import Token
+    from outsize.wrapped.writing.text import Written
 
 # What is not done, and the values of it that ask for nothing; of what is named nowhere only None does.
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -146,12 +164,28 @@ class ChatRequest(TextRequest):
                 isinstance(part, dict) and part.get("type") == "text" for part in parts
             ):
                 raise DataError("content has to be a text, or a list of parts that are texts")
+        for number, tool in enumerate(self.offered):
+            if not (isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool):
+                raise DataError(f"tools.{number} has to be of the type 'function'")
         record = {
-            "messages": self.messages,
+            # Some clients leave out what is null.
+            "messages": [
+                {"content": None, **one} if one.get("role") == "assistant" else one for one in self.messages
+            ],
             "chat_template_kwargs": self.chat_template_kwargs,
-            "tools": None if self.tool_choice == "none" else self.tools,
+            "tools": self.offered,
         }
         return [read_prompt(record, "the request")]
+
+    @property
+    def offered(self) -> list[Any]:
+        """Tools that the reply may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def most_calls(self) -> int | None:
+        """Calls of tools in a reply, at most; None for any number."""
+        return 1 if self.parallel_tool_calls is False else None
 
     @property
     def num_likeliest(self) -> int | None:
@@ -202,3 +236,157 @@ def _first_problem(error: ValidationError) -> str:
 def _asks_nothing(name: str, value: Any) -> bool:
     """Return whether a field that is not done has a value that asks for nothing; `True` is not 1 there."""
     return any(type(value) is type(one) and value == one for one in _REFUSED.get(name, (None,)))
+
+
+def _call(part: ReplyPart) -> dict[str, Any]:
+    """Return a call of a tool; its id is as long as templates of Mistral's want it."""
+    function = {"name": part.name, "arguments": part.text}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+
+class Answer:
+    """How an answer looks, as a whole and as a stream.
+
+    Args:
+        request: what is answered.
+        num_choices: texts that are written.
+        model: its name.
+        text_of: gives the text of a token.
+
+    Attributes:
+        readers: that take the texts apart, one each; there before the first token is.
+        prompt_tokens: there with them.
+    """
+
+    def __init__(
+        self, request: TextRequest, num_choices: int, model: str, text_of: Callable[[int], str]
+    ) -> None:
+        self.num_choices = num_choices
+        self.readers: list[ReplyReader] = []
+        self.prompt_tokens = 0
+        self._request, self._text_of = request, text_of
+        self._is_chat = isinstance(request, ChatRequest)
+        self._num_calls = [0] * num_choices  # that a stream has shown
+        kind = "chatcmpl" if self._is_chat else "cmpl"
+        self._head: dict[str, Any] = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, tokens: "Sequence[Token]", texts: "Sequence[Written]") -> dict[str, Any]:
+        """Return an answer as a whole."""
+        choices = []
+        for index, one in enumerate(texts):
+            written = [token for token in tokens if token.row == index]
+            reader = self.readers[index]
+            parts = reader.put("".join(token.text for token in written)) + reader.end()
+            holds = {"message": self._message(parts)} if self._is_chat else {"text": one.text}
+            ends = {"logprobs": self._logprobs(written), "finish_reason": self._why(parts, one)}
+            choices.append({"index": index, **holds, **ends})
+        kind, form = (
+            ("chat.completion", chat.ChatCompletion)
+            if self._is_chat
+            else ("text_completion", types.Completion)
+        )
+        body = form(**self._head, object=kind, choices=choices, usage=self._usage(texts))  # type: ignore[arg-type]
+        return body.model_dump(exclude_unset=True)
+
+    def beginning(self) -> Iterator[str]:
+        """Yield the events that a stream begins with: who speaks."""
+        for index in range(self.num_choices if self._is_chat else 0):
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def pieces(self, token: "Token") -> Iterator[str]:
+        """Yield the events of a token; its logprob goes with the first."""
+        parts = self.readers[token.row].put(token.text)
+        if not parts and token.logprob is not None:
+            parts = [ReplyPart("content", "")]
+        logprobs = self._logprobs([token])
+        for part in parts:
+            yield self._chunk(token.row, {**self._holds(token.row, part), "logprobs": logprobs})
+            logprobs = None
+
+    def ending(self, texts: "Sequence[Written]") -> Iterator[str]:
+        """Yield the events that a stream ends with: what has waited, why each choice ends, the usage, the end."""
+        for index, one in enumerate(texts):
+            parts = self.readers[index].end()
+            for part in parts:
+                yield self._chunk(index, self._holds(index, part))
+            why = self._why(parts, one, self._num_calls[index])
+            yield self._chunk(index, {"delta": {}} if self._is_chat else {"text": ""}, why)
+        if self._request.tells_usage:
+            yield self._event(choices=[], usage=self._usage(texts))
+        yield "data: [DONE]\n\n"
+
+    def _holds(self, index: int, part: ReplyPart) -> dict[str, Any]:
+        """Return what a chunk of a choice holds."""
+        if not self._is_chat:
+            return {"text": part.text}
+        if part.kind != "tool_calls":
+            return {"delta": {part.kind: part.text}}
+        self._num_calls[index] += 1
+        return {"delta": {"tool_calls": [{"index": self._num_calls[index] - 1, **_call(part)}]}}
+
+    def _message(self, parts: Sequence[ReplyPart]) -> dict[str, Any]:
+        """Return the message of a reply as a whole."""
+        message: dict[str, Any] = {"role": "assistant"}
+        for part in parts:
+            if part.kind == "tool_calls":
+                message.setdefault("tool_calls", []).append(_call(part))
+            else:
+                message[part.kind] = message.get(part.kind, "") + part.text
+        message.setdefault("content", None if "tool_calls" in message else "")
+        return message
+
+    def _why(self, parts: Sequence[ReplyPart], text: "Written", num_calls: int = 0) -> str:
+        """Return why a choice ends; ``num_calls`` came before these parts."""
+        calls = num_calls or any(part.kind == "tool_calls" for part in parts)
+        return "tool_calls" if calls else text.finish_reason
+
+    def _chunk(self, index: int, holds: Mapping[str, Any], why: str | None = None) -> str:
+        return self._event(choices=[{"index": index, **holds, "finish_reason": why}])
+
+    def _event(self, **holds: Any) -> str:
+        # Not validated: of prompts the type has no choice that has not ended.
+        kind, form = (
+            ("chat.completion.chunk", chat.ChatCompletionChunk)
+            if self._is_chat
+            else ("text_completion", types.Completion)
+        )
+        chunk = form.construct(**self._head, object=kind, **holds)
+        return f"data: {chunk.model_dump_json(exclude_unset=True, warnings=False)}\n\n"
+
+    def _logprob(self, token: "Token") -> dict[str, Any]:
+        """Return what is told of the logprobs of a token, as chats have it."""
+
+        def told(number: int, logprob: float) -> dict[str, Any]:
+            text = self._text_of(number)
+            is_whole = UNKNOWN not in text  # else part of a character, and its bytes are not told
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+
+        assert token.token is not None
+        assert token.logprob is not None
+        return {
+            **told(token.token, token.logprob),
+            "top_logprobs": [told(*likely) for likely in token.likeliest],
+        }
+
+    def _logprobs(self, tokens: "Sequence[Token]") -> dict[str, Any] | None:
+        """Return what is told of the logprobs of tokens; None where nobody wants them."""
+        entries = [self._logprob(token) for token in tokens if token.logprob is not None]
+        if self._is_chat or not entries:
+            return {"content": entries, "refusal": None} if entries else None
+        ends = list(itertools.accumulate((len(one["token"]) for one in entries), initial=0))
+        return {
+            "tokens": [one["token"] for one in entries],
+            "token_logprobs": [one["logprob"] for one in entries],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in entries
+            ],
+            "text_offset": ends[:-1],
+        }
+
+    def _usage(self, texts: "Sequence[Written]") -> dict[str, int]:
+        before, written = self.prompt_tokens, sum(one.num_tokens for one in texts)
+        return {"prompt_tokens": before, "completion_tokens": written, "total_tokens": before + written}

@@ -7,24 +7,21 @@ queue. A client that goes ends its request at the next token, also while it wait
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
+import random
 import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from outsize.cli.openai_requests import ChatRequest, PromptRequest, TextRequest, read_request
+from outsize.cli.openai_requests import Answer, ChatRequest, PromptRequest, TextRequest, read_request
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError, OutsizeError
 from outsize.local_server import read_body, refusal
-from outsize.wrapped.writing.detokenizer import UNKNOWN
 
 try:
-    from openai import types
-    from openai.types import chat
+    from openai.types import Model
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
@@ -32,7 +29,7 @@ try:
     from starlette.routing import Route
 except ImportError as error:
     raise ConfigError(
-        f"outsize serve needs the packages starlette and openai ({error}): pip install 'outsize[serve]'"
+        f"outsize serve needs the package starlette ({error}): pip install 'outsize[serve]'"
     ) from error
 
 if TYPE_CHECKING:
@@ -58,13 +55,12 @@ class _Job:
 
     Args:
         request: what is asked for.
-        num_choices: texts that are written.
+        answer: as it will look.
     """
 
-    def __init__(self, request: TextRequest, num_choices: int) -> None:
-        self.request, self.num_choices = request, num_choices
+    def __init__(self, request: TextRequest, answer: Answer) -> None:
+        self.request, self.answer = request, answer
         self.is_over = threading.Event()
-        self.prompt_tokens = 0
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Token | list[Written] | Exception] = asyncio.Queue()
 
@@ -112,7 +108,8 @@ class Completions:
             yield None
             return
         prompts = request.prompts
-        job = _Job(request, len(prompts) * (request.n or 1))
+        num_choices = len(prompts) * (request.n or 1)
+        job = _Job(request, Answer(request, num_choices, self.name, self._writer.token_text))
         self.jobs.append(job)
         future = self._thread.submit(self._run, job, prompts)
         future.add_done_callback(lambda _: self._leave(job))
@@ -153,20 +150,23 @@ class Completions:
         self._check(job)
         request, n = job.request, job.request.n or 1
         counts = [self._writer.num_tokens(prompt) for prompt in prompts]
-        job.prompt_tokens = sum(counts)
+        job.answer.prompt_tokens = sum(counts)
         most = request.most_tokens
         if most is None:
             positions = self._writer.num_positions
             most = self.max_new_tokens
             if positions is not None:
                 most = max(1, min(most, positions - max(counts, default=0)))
-        if request.seed is not None:
-            torch.manual_seed(request.seed)
+        prompts = [prompt for prompt in prompts for _ in range(n)]
+        offers = (request.offered, request.most_calls) if isinstance(request, ChatRequest) else ()
+        job.answer.readers = [self._writer.reply_reader(prompt, *offers) for prompt in prompts]
         written, _ = self._writer.write(
-            [prompt for prompt in prompts for _ in range(n)],
+            prompts,
             lambda _: None,
             max_new_tokens=most,
-            batch_size=max(job.num_choices, 1),
+            batch_size=max(job.answer.num_choices, 1),
+            seed=random.getrandbits(62) if request.seed is None else request.seed,
+            shows_special=any(reader.reads_special for reader in job.answer.readers),
             stop=request.stop,
             num_likeliest=request.num_likeliest,
             on_token=job.put,
@@ -181,25 +181,10 @@ class Completions:
         if job.is_over.is_set():
             raise _GoneError("the client has gone")
 
-    def logprobs(self, token: "Token") -> dict[str, Any]:
-        """Return what is told of the logprobs of a token, as chats have it."""
-
-        def told(number: int, logprob: float) -> dict[str, Any]:
-            text = self._writer.token_text(number)
-            is_whole = UNKNOWN not in text  # else part of a character, and its bytes are not told
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
-
-        assert token.token is not None
-        assert token.logprob is not None
-        return {
-            **told(token.token, token.logprob),
-            "top_logprobs": [told(*likely) for likely in token.likeliest],
-        }
-
 
 def make_app(completions: Completions) -> Starlette:
     """Return the application that answers for a model."""
-    model = types.Model(id=completions.name, object="model", created=0, owned_by="outsize")
+    model = Model(id=completions.name, object="model", created=0, owned_by="outsize")
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model.model_dump()]})
@@ -255,10 +240,9 @@ async def _answer(completions: Completions, text_request: TextRequest, request: 
         await asyncio.wait({gone, first}, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
             return Response(status_code=499)  # to nobody
-        answer = _Answer(completions, job)
         if not text_request.stream:
-            return JSONResponse(answer.whole(*first.result()))
-        events = answer.events(first.result(), stack.pop_all())
+            return JSONResponse(job.answer.whole(*first.result()))
+        events = _events(job, first.result(), stack.pop_all())
         return StreamingResponse(events, media_type="text/event-stream")
     raise AssertionError("a context that swallows")
 
@@ -289,96 +273,21 @@ def _failure(error: Exception) -> JSONResponse:
     return refusal(500, f"{type(error).__name__}: {error}")
 
 
-class _Answer:
-    """How an answer looks, as a whole and as a stream.
-
-    Args:
-        completions: who answers.
-        job: what is answered.
-    """
-
-    def __init__(self, completions: Completions, job: _Job) -> None:
-        self._completions, self._job = completions, job
-        self._is_chat = isinstance(job.request, ChatRequest)
-        kind = "chatcmpl" if self._is_chat else "cmpl"
-        self._head: dict[str, Any] = {
-            "id": f"{kind}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": completions.name,
-        }
-
-    def whole(self, tokens: "Sequence[Token]", texts: "Sequence[Written]") -> dict[str, Any]:
-        """Return an answer as a whole."""
-        choices = []
-        for index, one in enumerate(texts):
-            holds = (
-                {"message": {"role": "assistant", "content": one.text}}
-                if self._is_chat
-                else {"text": one.text}
-            )
-            logprobs = self._logprobs([token for token in tokens if token.row == index])
-            choices.append(
-                {"index": index, **holds, "logprobs": logprobs, "finish_reason": one.finish_reason}
-            )
-        kind, form = (
-            ("chat.completion", chat.ChatCompletion)
-            if self._is_chat
-            else ("text_completion", types.Completion)
-        )
-        body = form(**self._head, object=kind, choices=choices, usage=self._usage(texts))  # type: ignore[arg-type]
-        return body.model_dump(exclude_unset=True)
-
-    async def events(self, event: Any, stack: contextlib.AsyncExitStack) -> AsyncIterator[str]:
-        """Yield the events of a stream: who speaks, pieces, why each choice ends, the usage, the end."""
-        async with stack:
-            for index in range(self._job.num_choices if self._is_chat else 0):
-                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-            try:
-                while not isinstance(event, list):
-                    if event is None:
-                        yield ": the model is at work\n\n"
-                    elif event.text or event.logprob is not None:
-                        logprobs = self._logprobs([event])
-                        holds = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
-                        yield self._chunk(event.row, {**holds, "logprobs": logprobs})
-                    event = await _first(self._job)
-            except Exception as error:
-                yield f"data: {bytes(_failure(error).body).decode()}\n\n"
-                return
-            for index, one in enumerate(event):
-                yield self._chunk(index, {"delta": {}} if self._is_chat else {"text": ""}, one.finish_reason)
-            if self._job.request.tells_usage:
-                yield self._event(choices=[], usage=self._usage(event))
-            yield "data: [DONE]\n\n"
-
-    def _chunk(self, index: int, holds: Mapping[str, Any], why: str | None = None) -> str:
-        return self._event(choices=[{"index": index, **holds, "finish_reason": why}])
-
-    def _event(self, **holds: Any) -> str:
-        # Not validated: of prompts the type has no choice that has not ended.
-        kind, form = (
-            ("chat.completion.chunk", chat.ChatCompletionChunk)
-            if self._is_chat
-            else ("text_completion", types.Completion)
-        )
-        chunk = form.construct(**self._head, object=kind, **holds)
-        return f"data: {chunk.model_dump_json(exclude_unset=True, warnings=False)}\n\n"
-
-    def _logprobs(self, tokens: "Sequence[Token]") -> dict[str, Any] | None:
-        """Return what is told of the logprobs of tokens; None where nobody wants them."""
-        entries = [self._completions.logprobs(token) for token in tokens if token.logprob is not None]
-        if self._is_chat or not entries:
-            return {"content": entries, "refusal": None} if entries else None
-        ends = list(itertools.accumulate((len(one["token"]) for one in entries), initial=0))
-        return {
-            "tokens": [one["token"] for one in entries],
-            "token_logprobs": [one["logprob"] for one in entries],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in entries
-            ],
-            "text_offset": ends[:-1],
-        }
-
-    def _usage(self, texts: "Sequence[Written]") -> dict[str, int]:
-        before, written = self._job.prompt_tokens, sum(one.num_tokens for one in texts)
-        return {"prompt_tokens": before, "completion_tokens": written, "total_tokens": before + written}
+async def _events(job: _Job, event: Any, stack: contextlib.AsyncExitStack) -> AsyncIterator[str]:
+    """Yield the events of a stream, of which the first is there."""
+    async with stack:
+        for chunk in job.answer.beginning():
+            yield chunk
+        try:
+            while not isinstance(event, list):
+                if event is None:
+                    yield ": the model is at work\n\n"
+                else:
+                    for chunk in job.answer.pieces(event):
+                        yield chunk
+                event = await _first(job)
+        except Exception as error:
+            yield f"data: {bytes(_failure(error).body).decode()}\n\n"
+            return
+        for chunk in job.answer.ending(event):
+            yield chunk

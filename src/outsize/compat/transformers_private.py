@@ -4,10 +4,12 @@ They are of models and tokenizers, of padding that models read as text, of the s
 PEFT changes.
 """
 
+import copy
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -72,6 +74,23 @@ def encodes_as_the_library(tokenizer: Any) -> bool:
         kind._encode_plus is PreTrainedTokenizerFast._encode_plus
         and kind.__call__ is PreTrainedTokenizerFast.__call__
     )
+
+
+def response_templates(tokenizer: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield ways to take replies of a model apart: the tokenizer's or transformers' for its kind, and TRL's."""
+    try:
+        from transformers.cli.serving.utils import get_response_template
+
+        template = get_response_template(tokenizer, cast(Any, model))
+    except ImportError:  # an older transformers
+        template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        yield template
+    if importlib.util.find_spec("trl"):
+        from trl.chat_template_utils import add_response_schema
+
+        with suppress(ValueError):  # a chat template that TRL does not know
+            yield add_response_schema(copy.copy(tokenizer)).response_template
 
 
 def sampling_by(draw: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

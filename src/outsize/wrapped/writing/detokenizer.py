@@ -38,11 +38,13 @@ class Detokenizer:
     """Turns the tokens of one text into pieces of text.
 
     Args:
-        tokenizer: of transformers; special tokens are left out.
+        tokenizer: of transformers.
+        shows_special: whether special tokens have text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._shows_special = shows_special
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._ids: list[int] = []
         self._shown = ""  # of the text of these ids
@@ -107,7 +109,7 @@ class Detokenizer:
                 return
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=not self._shows_special)
         return text
 
 
@@ -117,14 +119,15 @@ class TextUntil:
     Args:
         tokenizer: of transformers.
         stop: strings that end the text, none of them empty; what may begin one of them waits.
+        shows_special: see `Detokenizer`.
 
     Attributes:
         num_tokens: that were put in.
         has_ended: whether one of the strings was written.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shows_special: bool = False) -> None:
+        self._detokenizer = Detokenizer(tokenizer, shows_special)
         self._stop = stop
         self._waiting = ""
         self.num_tokens = 0
@@ -160,9 +163,11 @@ class TextUntil:
         return text[:count]
 
 
-def text_of(tokenizer: Any, tokens: Iterable[int], stop: Sequence[str] = ()) -> tuple[str, int, bool]:
+def text_of(
+    tokenizer: Any, tokens: Iterable[int], stop: Sequence[str] = (), shows_special: bool = False
+) -> tuple[str, int, bool]:
     """Return the text of tokens, the same as a stream of them, of how many it is, and whether a string has ended it."""
-    until = TextUntil(tokenizer, stop)
+    until = TextUntil(tokenizer, stop, shows_special)
     pieces = []
     for token in tokens:
         pieces.append(until.put(token))
@@ -249,6 +254,7 @@ class TextProgress:
         stop: see `write`.
         num_likeliest: see `write`.
         first_row: number of the first text.
+        shows_special: see `Detokenizer`.
 
     Attributes:
         num_passes: forwards of these texts.
@@ -265,12 +271,14 @@ class TextProgress:
         stop: Sequence[str],
         num_likeliest: int | None,
         first_row: int,
+        shows_special: bool = False,
     ) -> None:
         if on_token is None and num_likeliest is not None:
             raise ConfigError("generation_config.json: num_beams: beams have no logprobs; ask for none")
         self.num_passes = self._num_before = 0
         self._endings, self._on_token, self._stop = endings, on_token, stop
         self._num_likeliest, self.first_row = num_likeliest, first_row
+        self._shows_special = shows_special
         self._texts: list[TextUntil] = []
         self._logprobs: Tensor | None = None  # of the next token [B, V]
 
@@ -292,7 +300,9 @@ class TextProgress:
         ends = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         if self._on_token is None:
             return ends
-        self._texts = self._texts or [TextUntil(self._endings.tokenizer, self._stop) for _ in ids]
+        self._texts = self._texts or [
+            TextUntil(self._endings.tokenizer, self._stop, self._shows_special) for _ in ids
+        ]
         for row, (text, tokens) in enumerate(zip(self._texts, ids.tolist(), strict=True)):
             before, written = tokens[: self._num_before], tokens[self._num_before :]
             if not (text.has_ended or self._endings.is_end(before, written[: text.num_tokens])):

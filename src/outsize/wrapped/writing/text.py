@@ -98,6 +98,7 @@ class WritingOptions:
         seed: of draws; see `outsize.wrapped.writing.generations.generate`. None leaves them to torch's own generator.
         stop: strings that end a text, which is written up to the first of them.
         num_likeliest: of each token the logprob, and those of so many at its place; None for no logprobs.
+        shows_special: whether special tokens have text.
     """
 
     max_new_tokens: int
@@ -106,6 +107,7 @@ class WritingOptions:
     seed: int | None = None
     stop: Sequence[str] = ()
     num_likeliest: int | None = None
+    shows_special: bool = False
 
 
 class _Texts:
@@ -137,7 +139,12 @@ class _Texts:
         """Return arguments of `generate` that show a batch as it is written."""
         options = self._options
         self._progress[first_row] = progress = TextProgress(
-            self._endings, self._on_token, options.stop, options.num_likeliest, first_row
+            self._endings,
+            self._on_token,
+            options.stop,
+            options.num_likeliest,
+            first_row,
+            options.shows_special,
         )
         return progress.watching(num_before, asked)
 
@@ -149,7 +156,9 @@ class _Texts:
         texts = []
         for prompt, before, row in zip(self._prompts[len(self.written) :], ids, rows, strict=False):
             tokens, ended = self._endings.cut([] if self._encodes else before, row)
-            text, num_tokens, stopped = text_of(self._endings.tokenizer, tokens, self._options.stop)
+            text, num_tokens, stopped = text_of(
+                self._endings.tokenizer, tokens, self._options.stop, self._options.shows_special
+            )
             texts.append(Written(prompt.text, text, num_tokens, "stop" if ended or stopped else "length"))
         self.written += texts
         return texts
