@@ -25,9 +25,10 @@ from cli.command_line import status_of
 from outsize import local_server
 from outsize.cli.openai_requests import ChatRequest, read_request
 from outsize.cli.openai_server import Completions, make_app
-from outsize.cli.text_writer import ModelOptions, ReplyReader, TextWriter
+from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.local_server import LocalServer
 from outsize.training.run_data import Conversation
+from outsize.wrapped.writing.detokenizer import ReplyReader
 from patience import PATIENCE_S
 from support import make_model_dir, make_tokenizer
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from outsize.cli.text_writer import ReplyPart
 from outsize.errors import ConfigError, DataError
 from outsize.training.run_data import Conversation, read_prompt
-from outsize.wrapped.writing.detokenizer import UNKNOWN
+from outsize.wrapped.writing.detokenizer import UNKNOWN, ReplyPart
 
 try:
     from openai import types
@@ -25,8 +24,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from outsize.cli.text_writer import ReplyReader
-    from outsize.wrapped.writing.detokenizer import Token
+    from outsize.wrapped.writing.detokenizer import ReplyReader, Token
     from outsize.wrapped.writing.text import Written
 
 # What is not done, and the values of it that ask for nothing; of what is named nowhere only None does.

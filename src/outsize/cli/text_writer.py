@@ -1,10 +1,7 @@
 """A model and its tokenizer, open for writing: what the commands that write text have in common."""
 
 import contextlib
-import copy
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,6 +14,7 @@ from outsize.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from outsize.training.run_data import Conversation
+    from outsize.wrapped.writing.detokenizer import ReplyReader
     from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures, Want
     from outsize.wrapped.writing.text import Figures, Prompt, Written
 
@@ -43,114 +41,6 @@ class ModelOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
     ] = False
-
-
-_Kind = Literal["content", "reasoning_content", "tool_calls"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyPart:
-    """A piece of a reply.
-
-    Attributes:
-        kind: what it is of.
-        text: of a call the arguments, as JSON.
-        name: of the tool that is called.
-    """
-
-    kind: _Kind
-    text: str
-    name: str = ""
-
-
-class ReplyReader:
-    """Takes a reply apart as it is written, by transformers' parser: content, reasoning, and calls of tools.
-
-    Space around content and reasoning is left out. Calls that cannot be read are content, as the model wrote them.
-
-    Args:
-        template: how, in the form of a ``response_template`` of transformers; None where all of it is content.
-        tokenizer: whose special tokens are no content; the reply is put in with them.
-        prompt: text that it follows, which may begin it.
-        tools: whose schemas say of what kind arguments are.
-        most_calls: further ones are left out, and all that follows them; None for any number.
-    """
-
-    def __init__(
-        self,
-        template: dict[str, Any] | None,
-        tokenizer: Any,
-        prompt: str,
-        tools: Sequence[Any],
-        most_calls: int | None,
-    ) -> None:
-        self._parser: Any = None
-        self._most_calls = most_calls
-        self._spaces = {"content": "", "reasoning_content": ""}  # that wait for more
-        self._begun: set[str] = set()
-        if template is not None:
-            from transformers.utils.chat_parsing import ResponseParser
-
-            template = copy.deepcopy(template)
-            for field in template["fields"].values():
-                if field.get("content") == "json":
-                    field.setdefault("content_args", {})["allow_non_json"] = True
-            self._parser = ResponseParser(template, prefix=prompt, tools=list(tools))
-            special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-            self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-
-    @property
-    def reads_special(self) -> bool:
-        """Whether special tokens are to be put in as text."""
-        return self._parser is not None
-
-    def put(self, text: str) -> list[ReplyPart]:
-        """Return what is new with a piece of the reply."""
-        if self._parser is not None:
-            with contextlib.suppress(ValueError):  # of a call
-                return self._parts(self._parser.feed(text))
-            self._parser = None
-        return [ReplyPart("content", text)] if text else []
-
-    def end(self) -> list[ReplyPart]:
-        """Return what has waited for more."""
-        return [] if self._parser is None else self._parts(self._parser.finalize()[1])
-
-    def _parts(self, events: Sequence[Mapping[str, Any]]) -> list[ReplyPart]:
-        parts = []
-        for event in events:
-            if self._most_calls == 0:
-                break
-            if event["type"] == "region_chunk" and not event["dirty"]:
-                kind: _Kind = "content" if event["field"] == "content" else "reasoning_content"
-                if text := self._stripped(kind, event["text"]):
-                    parts.append(ReplyPart(kind, text))
-            elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                parts.append(self._call(event["value"]))
-        return parts
-
-    def _call(self, value: Any) -> ReplyPart:
-        function = value.get("function") if isinstance(value, dict) else value
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            return ReplyPart("content", function if isinstance(function, str) else json.dumps(function))
-        if self._most_calls is not None:
-            self._most_calls -= 1
-        arguments = function.get("arguments") or {}
-        return ReplyPart(
-            "tool_calls",
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-            function["name"],
-        )
-
-    def _stripped(self, kind: _Kind, text: str) -> str:
-        text = self._spaces[kind] + self._special.sub("", text)
-        if kind not in self._begun:
-            text = text.lstrip()
-        shown = text.rstrip()
-        self._spaces[kind] = text[len(shown) :]
-        if shown:
-            self._begun.add(kind)
-        return shown
 
 
 class TextWriter:
@@ -199,14 +89,18 @@ class TextWriter:
 
     def reply_reader(
         self, prompt: "str | Conversation", tools: Sequence[Any] = (), most_calls: int | None = None
-    ) -> ReplyReader:
+    ) -> "ReplyReader":
         """Return what takes apart the reply to a conversation, and gives a text back as it is.
 
         Raises:
             ConfigError: there are tools, and nobody knows how the model writes calls of them.
         """
+        from outsize.wrapped.writing.detokenizer import ReplyReader, response_template_of
+
         text = self.text_of(prompt)
-        template = None if isinstance(prompt, str) else self._response_template(text)
+        template = (
+            None if isinstance(prompt, str) else response_template_of(self._tokenizer, self._model, text)
+        )
         if tools and template is None:
             raise ConfigError(
                 "tools: neither the tokenizer (response_template in tokenizer_config.json) nor transformers or TRL say "
@@ -214,15 +108,6 @@ class TextWriter:
                 "not have tool_calls; leave tools out, or offer them as text in a message of the system"
             )
         return ReplyReader(template, self._tokenizer, text, tools, most_calls)
-
-    def _response_template(self, prompt: str) -> dict[str, Any] | None:
-        """Return the first way to take a reply apart that knows where in a prompt it begins."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        from outsize.compat.transformers_private import response_templates
-
-        ways = response_templates(self._tokenizer, self._model)
-        return next((way for way in ways if load_response_template(way).start_anchor_re.search(prompt)), None)
 
     def text_of(self, prompt: "str | Conversation") -> str:
         """Return a prompt as text; a conversation by the tokenizer's template, open for a reply.

@@ -11,18 +11,21 @@ before it, and what the text is longer by is new. Three things keep that exact:
    that what is special about the beginning of a text is left behind with it.
 
 The whole of a text is put together from the same pieces, so a stream cannot differ from it.
-It ends at a token that marks it or at a string.
+It ends at a token that marks it or at a string. A reply comes apart into content, reasoning and calls.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from outsize.errors import ConfigError
+from outsize.compat.transformers_private import response_templates
 from outsize.wrapped.writing.generation_settings import ends_of
 
 UNKNOWN = "\ufffd"
@@ -245,84 +248,117 @@ class Token:
     likeliest: Sequence[tuple[int, float]] = ()
 
 
-class TextProgress:
-    """What transformers calls after each token: counts passes, shows the text of each row, and ends it at a string.
+_Kind = Literal["content", "reasoning_content", "tool_calls"]
 
-    Args:
-        endings: where texts end.
-        on_token: given each token; None where beams write, whose texts are known at their end.
-        stop: see `write`.
-        num_likeliest: see `write`.
-        first_row: number of the first text.
-        shows_special: see `Detokenizer`.
+
+@dataclass(frozen=True, slots=True)
+class ReplyPart:
+    """A piece of a reply.
 
     Attributes:
-        num_passes: forwards of these texts.
-        first_row: as above.
+        kind: what it is of.
+        text: of a call the arguments, as JSON.
+        name: of the tool that is called.
+    """
 
-    Raises:
-        ConfigError: logprobs of beams.
+    kind: _Kind
+    text: str
+    name: str = ""
+
+
+class ReplyReader:
+    """Takes a reply apart as it is written, by transformers' parser: content, reasoning, and calls of tools.
+
+    Space around content and reasoning is left out. Calls that cannot be read are content, as the model wrote them.
+
+    Args:
+        template: how, in the form of a ``response_template`` of transformers; None where all of it is content.
+        tokenizer: whose special tokens are no content; the reply is put in with them.
+        prompt: text that it follows, which may begin it.
+        tools: whose schemas say of what kind arguments are.
+        most_calls: further ones are left out, and all that follows them; None for any number.
     """
 
     def __init__(
         self,
-        endings: "Endings",
-        on_token: Callable[[Token], None] | None,
-        stop: Sequence[str],
-        num_likeliest: int | None,
-        first_row: int,
-        shows_special: bool = False,
+        template: dict[str, Any] | None,
+        tokenizer: Any,
+        prompt: str,
+        tools: Sequence[Any],
+        most_calls: int | None,
     ) -> None:
-        if on_token is None and num_likeliest is not None:
-            raise ConfigError("generation_config.json: num_beams: beams have no logprobs; ask for none")
-        self.num_passes = self._num_before = 0
-        self._endings, self._on_token, self._stop = endings, on_token, stop
-        self._num_likeliest, self.first_row = num_likeliest, first_row
-        self._shows_special = shows_special
-        self._texts: list[TextUntil] = []
-        self._logprobs: Tensor | None = None  # of the next token [B, V]
+        self._parser: Any = None
+        self._most_calls = most_calls
+        self._spaces = {"content": "", "reasoning_content": ""}  # that wait for more
+        self._begun: set[str] = set()
+        if template is not None:
+            from transformers.utils.chat_parsing import ResponseParser
 
-    def watching(self, num_before: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments of `generate` that have this called; texts begin behind ``num_before`` tokens."""
-        self._num_before = num_before
-        criteria = [*asked.get("stopping_criteria", ()), *self._endings.criteria, self]
-        scored = {} if self._num_likeliest is None else {"logits_processor": [self.scored]}
-        return {**asked, "stopping_criteria": criteria, **scored}
+            template = copy.deepcopy(template)
+            for field in template["fields"].values():
+                if field.get("content") == "json":
+                    field.setdefault("content_args", {})["allow_non_json"] = True
+            self._parser = ResponseParser(template, prefix=prompt, tools=list(tools))
+            special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def scored(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Keep the logprobs that the next token of each row is chosen from; a logits processor of transformers."""
-        self._logprobs = scores.log_softmax(-1)
-        return scores
+    @property
+    def reads_special(self) -> bool:
+        """Whether special tokens are to be put in as text."""
+        return self._parser is not None
 
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Show the tokens that are new, and return of which rows the text has ended; as a stopping criterion."""
-        self.num_passes += 1
-        ends = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        if self._on_token is None:
-            return ends
-        self._texts = self._texts or [
-            TextUntil(self._endings.tokenizer, self._stop, self._shows_special) for _ in ids
-        ]
-        for row, (text, tokens) in enumerate(zip(self._texts, ids.tolist(), strict=True)):
-            before, written = tokens[: self._num_before], tokens[self._num_before :]
-            if not (text.has_ended or self._endings.is_end(before, written[: text.num_tokens])):
-                for token in written[text.num_tokens :]:
-                    self._say(row, text.put(token), token)
-            ends[row] = text.has_ended
-        return ends
+    def put(self, text: str) -> list[ReplyPart]:
+        """Return what is new with a piece of the reply."""
+        if self._parser is not None:
+            with contextlib.suppress(ValueError):  # of a call
+                return self._parts(self._parser.feed(text))
+            self._parser = None
+        return [ReplyPart("content", text)] if text else []
 
-    def end(self) -> None:
-        """Show what has waited for more."""
-        for row, text in enumerate(self._texts):
-            if piece := text.end():
-                self._say(row, piece)
+    def end(self) -> list[ReplyPart]:
+        """Return what has waited for more."""
+        return [] if self._parser is None else self._parts(self._parser.finalize()[1])
 
-    def _say(self, row: int, piece: str, token: int | None = None) -> None:
-        assert self._on_token is not None
-        logprob, likeliest = None, []
-        if self._logprobs is not None and token is not None:
-            logprobs = self._logprobs[row]
-            logprob = float(logprobs[token])
-            values, found = logprobs.topk(min(self._num_likeliest or 0, len(logprobs)))
-            likeliest = list(zip(found.tolist(), values.tolist(), strict=True))
-        self._on_token(Token(self.first_row + row, piece, token, logprob, likeliest))
+    def _parts(self, events: Sequence[Mapping[str, Any]]) -> list[ReplyPart]:
+        parts = []
+        for event in events:
+            if self._most_calls == 0:
+                break
+            if event["type"] == "region_chunk" and not event["dirty"]:
+                kind: _Kind = "content" if event["field"] == "content" else "reasoning_content"
+                if text := self._stripped(kind, event["text"]):
+                    parts.append(ReplyPart(kind, text))
+            elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                parts.append(self._call(event["value"]))
+        return parts
+
+    def _call(self, value: Any) -> ReplyPart:
+        function = value.get("function") if isinstance(value, dict) else value
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            return ReplyPart("content", function if isinstance(function, str) else json.dumps(function))
+        if self._most_calls is not None:
+            self._most_calls -= 1
+        arguments = function.get("arguments") or {}
+        return ReplyPart(
+            "tool_calls",
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+            function["name"],
+        )
+
+    def _stripped(self, kind: _Kind, text: str) -> str:
+        text = self._spaces[kind] + self._special.sub("", text)
+        if kind not in self._begun:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._spaces[kind] = text[len(shown) :]
+        if shown:
+            self._begun.add(kind)
+        return shown
+
+
+def response_template_of(tokenizer: Any, model: nn.Module, prompt: str) -> dict[str, Any] | None:
+    """Return the first way to take a reply apart that knows where in a prompt it begins; None where none does."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    ways = response_templates(tokenizer, model)
+    return next((way for way in ways if load_response_template(way).start_anchor_re.search(prompt)), None)

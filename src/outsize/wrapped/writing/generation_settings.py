@@ -246,6 +246,19 @@ def _error_of(model: nn.Module, settled: Any, choice: Mapping[str, Any]) -> Exce
     return None
 
 
+def check_counts(max_new_tokens: int, batch_size: int, in_flight: int | None) -> None:
+    """Refuse counts of nothing.
+
+    Raises:
+        ConfigError: one is below 1.
+    """
+    if min(max_new_tokens, batch_size, 1 if in_flight is None else in_flight) < 1:
+        flying = "" if in_flight is None else f", in_flight {in_flight}"
+        raise ConfigError(
+            f"max_new_tokens is {max_new_tokens}, batch_size {batch_size}{flying}; all are at least 1"
+        )
+
+
 def _said(config: Any) -> list[str]:
     modes = [key for keys in MODES.values() for key in keys]
     return [key for key in (*modes, *sorted(HONOURED)) if getattr(config, key, None) is not None]

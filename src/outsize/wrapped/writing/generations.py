@@ -20,11 +20,95 @@ from outsize.inference.kv_cache import ForwardExtent, Growth
 from outsize.inference.waves import in_order
 from outsize.model.sizes.model_spec import num_positions
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.writing.generation_settings import looks_at_padding, settled_in
+from outsize.wrapped.writing.detokenizer import Endings, TextUntil, Token
+from outsize.wrapped.writing.generation_settings import check_counts, looks_at_padding, settled_in
 
 _SEVERAL = ("num_return_sequences", "return_dict_in_generate")  # what would return more than rows of tokens
 
 Watch = Callable[[int, int, Mapping[str, Any]], dict[str, Any]]
+
+
+class TextProgress:
+    """What transformers calls after each token: counts passes, shows the text of each row, and ends it at a string.
+
+    Args:
+        endings: where texts end.
+        on_token: given each token; None where beams write, whose texts are known at their end.
+        stop: see `write`.
+        num_likeliest: see `write`.
+        first_row: number of the first text.
+        shows_special: see `Detokenizer`.
+
+    Attributes:
+        num_passes: forwards of these texts.
+        first_row: as above.
+
+    Raises:
+        ConfigError: logprobs of beams.
+    """
+
+    def __init__(
+        self,
+        endings: Endings,
+        on_token: Callable[[Token], None] | None,
+        stop: Sequence[str],
+        num_likeliest: int | None,
+        first_row: int,
+        shows_special: bool = False,
+    ) -> None:
+        if on_token is None and num_likeliest is not None:
+            raise ConfigError("generation_config.json: num_beams: beams have no logprobs; ask for none")
+        self.num_passes = self._num_before = 0
+        self._endings, self._on_token, self._stop = endings, on_token, stop
+        self._num_likeliest, self.first_row = num_likeliest, first_row
+        self._shows_special = shows_special
+        self._texts: list[TextUntil] = []
+        self._logprobs: Tensor | None = None  # of the next token [B, V]
+
+    def watching(self, num_before: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments of `generate` that have this called; texts begin behind ``num_before`` tokens."""
+        self._num_before = num_before
+        criteria = [*asked.get("stopping_criteria", ()), *self._endings.criteria, self]
+        scored = {} if self._num_likeliest is None else {"logits_processor": [self.scored]}
+        return {**asked, "stopping_criteria": criteria, **scored}
+
+    def scored(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Keep the logprobs that the next token of each row is chosen from; a logits processor of transformers."""
+        self._logprobs = scores.log_softmax(-1)
+        return scores
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Show the tokens that are new, and return of which rows the text has ended; as a stopping criterion."""
+        self.num_passes += 1
+        ends = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        if self._on_token is None:
+            return ends
+        self._texts = self._texts or [
+            TextUntil(self._endings.tokenizer, self._stop, self._shows_special) for _ in ids
+        ]
+        for row, (text, tokens) in enumerate(zip(self._texts, ids.tolist(), strict=True)):
+            before, written = tokens[: self._num_before], tokens[self._num_before :]
+            if not (text.has_ended or self._endings.is_end(before, written[: text.num_tokens])):
+                for token in written[text.num_tokens :]:
+                    self._say(row, text.put(token), token)
+            ends[row] = text.has_ended
+        return ends
+
+    def end(self) -> None:
+        """Show what has waited for more."""
+        for row, text in enumerate(self._texts):
+            if piece := text.end():
+                self._say(row, piece)
+
+    def _say(self, row: int, piece: str, token: int | None = None) -> None:
+        assert self._on_token is not None
+        logprob, likeliest = None, []
+        if self._logprobs is not None and token is not None:
+            logprobs = self._logprobs[row]
+            logprob = float(logprobs[token])
+            values, found = logprobs.topk(min(self._num_likeliest or 0, len(logprobs)))
+            likeliest = list(zip(found.tolist(), values.tolist(), strict=True))
+        self._on_token(Token(self.first_row + row, piece, token, logprob, likeliest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,19 +251,6 @@ def encodes(model: nn.Module) -> bool:
 def positions_of(model: nn.Module) -> int | None:
     """Return how many tokens a model takes; None where nothing limits them."""
     return num_positions(cast(Any, model).config.get_text_config().to_dict())
-
-
-def check_counts(max_new_tokens: int, batch_size: int, in_flight: int | None) -> None:
-    """Refuse counts of nothing.
-
-    Raises:
-        ConfigError: one is below 1.
-    """
-    if min(max_new_tokens, batch_size, 1 if in_flight is None else in_flight) < 1:
-        flying = "" if in_flight is None else f", in_flight {in_flight}"
-        raise ConfigError(
-            f"max_new_tokens is {max_new_tokens}, batch_size {batch_size}{flying}; all are at least 1"
-        )
 
 
 def check_lengths(

@@ -11,11 +11,11 @@ from outsize.errors import DataError, ModelError
 from outsize.inference.inference_session import InferenceStatistics
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.writing.detokenizer import Endings, TextProgress, Token, text_of
-from outsize.wrapped.writing.generation_settings import settle_settings
+from outsize.wrapped.writing.detokenizer import Endings, Token, text_of
+from outsize.wrapped.writing.generation_settings import check_counts, settle_settings
 from outsize.wrapped.writing.generations import (
     GenerationChoice,
-    check_counts,
+    TextProgress,
     check_lengths,
     encodes,
     generate_batches,
