@@ -1,7 +1,7 @@
 """What does every fault at every operation do to a run? A clear error or a correct result, and nothing left behind.
 
 Four tiny runs of three steps: state on the host, state on disk, resumed from a checkpoint, and from a home on disk.
-Then six other commands: verify, score, generate, serve, export, report.
+Then seven other commands: verify, score, score of logits, generate, serve, export, report.
 Every operation of each (calls to the file system and ops of lanes) gets everything that can go wrong there, one at a
 time, each in a run of its own; see `crash.campaign` for what is checked. A worker that hangs is ended and
 counted. Then whole commands whose words do not arrive, or that are told to end: see `crash.tellers`.
@@ -33,7 +33,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import common
 
-SCENARIOS = ("host", "disk", "resume", "home", "verify", "score", "generate", "serve", "export", "report")
+SCENARIOS = (
+    "host",
+    "disk",
+    "resume",
+    "home",
+    "verify",
+    "score",
+    "logits",
+    "generate",
+    "serve",
+    "export",
+    "report",
+)
 OUTCOMES = ("equal", "refused", "missed", "hung", "broken")
 EACH = 4
 HANG_S = 300.0

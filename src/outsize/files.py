@@ -41,8 +41,20 @@ _MODES = {
 }
 
 
+@contextlib.contextmanager
+def _naming(descriptor: int) -> Iterator[None]:
+    """Have an error of a call that is given a descriptor name the file, as those of calls that are given a path do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            with contextlib.suppress(OSError):
+                error.filename = os.readlink(f"/proc/self/fd/{descriptor}")
+        raise
+
+
 class System:
-    """The calls that the operating system makes; arguments and errors are those of `os`."""
+    """The calls that the operating system makes; arguments and errors are those of `os`, which all name their file."""
 
     def open(self, path: Path, flags: int, mode: int = 0o666) -> int:
         """Open a file or directory, not for child processes; return its descriptor.
@@ -63,27 +75,33 @@ class System:
 
     def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
         """Read at most ``len(into)`` bytes from ``offset``; return how many."""
-        return os.preadv(descriptor, [into], offset)
+        with _naming(descriptor):
+            return os.preadv(descriptor, [into], offset)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Write at most all of ``data`` at ``offset``; return how much."""
-        return os.pwritev(descriptor, [data], offset)
+        with _naming(descriptor):
+            return os.pwritev(descriptor, [data], offset)
 
     def fsync(self, descriptor: int) -> None:
         """Wait until a file or directory is on the disk."""
-        os.fsync(descriptor)
+        with _naming(descriptor):
+            os.fsync(descriptor)
 
     def fdatasync(self, descriptor: int) -> None:
         """The same for the bytes of a file alone."""
-        os.fdatasync(descriptor)
+        with _naming(descriptor):
+            os.fdatasync(descriptor)
 
     def allocate(self, descriptor: int, num_bytes: int) -> None:
         """Take the space that a file of ``num_bytes`` needs."""
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        with _naming(descriptor):
+            os.posix_fallocate(descriptor, 0, num_bytes)
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         """Cut a file, or lengthen it with zeros."""
-        os.ftruncate(descriptor, num_bytes)
+        with _naming(descriptor):
+            os.ftruncate(descriptor, num_bytes)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or directory another name, at once; a file of that name is replaced."""

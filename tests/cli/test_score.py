@@ -75,7 +75,7 @@ def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_p
         place = tmp_path / want
         with files.replaced(Watched()):
             assert run(model, "--data", data, "--out", place, "--context", 16, "--want", want, *ROOM) == 0
-        named = done.index("rename 00000000.part")
-        assert done[named - 1] == "sync 00000000.part"
+        named = done.index("rename 00000000.safetensors.partial")
+        assert done[named - 1] == "sync 00000000.safetensors.partial"
         assert load_file(place / "00000000.safetensors")[want].shape[0] == (16 if want == "hidden" else 15)
     assert run(model, "--data", tmp_path / "none.txt", "--out", tmp_path / "x", *ROOM) == 2

@@ -18,12 +18,13 @@ from outsize.training.run import train
 from tiny import tiny_run
 
 _MEMORY = "--device cpu --device-memory 512MiB"
-_STORE = "--home disk --store-dir OUT/store"
+_ROOM = f"{_MEMORY} --home disk --store-dir OUT/store"
 COMMANDS = {
     "verify": f"verify RUN/config.yaml --run-dir OUT/run --steps 1 {_MEMORY}",
-    "score": f"score RUN --data RUN/../data.txt --context 16 --out OUT/scores.jsonl {_MEMORY} {_STORE}",
-    "generate": f"generate RUN --prompt a --out OUT/texts.jsonl --max-new-tokens 2 {_MEMORY} {_STORE}",
-    "serve": f"serve RUN --port 0 {_MEMORY} {_STORE}",
+    "score": f"score RUN --data RUN/../data.txt --context 16 --out OUT/scores.jsonl {_ROOM}",
+    "logits": f"score RUN --data RUN/../data.txt --context 60 --want logits --out OUT/logits {_ROOM}",
+    "generate": f"generate RUN --prompt a --prompt bc --prompt d --out OUT/texts.jsonl --max-new-tokens 2 {_ROOM}",
+    "serve": f"serve RUN --port 0 {_ROOM}",
     "export": "export RUN --out OUT/model",
     "report": "report RUN -o OUT/page.html",
 }
@@ -53,14 +54,12 @@ class CommandCampaign(Campaign):
         self._run_dir.mkdir()
 
     def _train(self, *, again: bool = False) -> int:
-        """Run the command.
+        """Run the command, ``again`` over what the one that failed has left.
 
         Raises:
             OutsizeError: the command says so.
             AssertionError: it ends otherwise.
         """
-        if again:
-            self._reset()
         out, err = io.StringIO(), io.StringIO()
         with (
             mock.patch.object(signal, "pause", side_effect=lambda: _ask(out)),

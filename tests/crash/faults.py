@@ -101,7 +101,7 @@ class Layer(files.System):
             if (
                 fault is Fault.EIO
             ):  # the descriptor is gone all the same, as of a share that could not be reached
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(operation.path))
 
     def pread(self, descriptor: int, into: memoryview, offset: int) -> int:
         """See `System.pread`; what a short read left out is filled with rubbish, for callers who do not look."""
@@ -125,7 +125,7 @@ class Layer(files.System):
             moved = super().pwrite(descriptor, part, offset) if len(part) else 0
             done.append(moved)
             if fault is Fault.TORN:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(operation.path))
             return moved
 
     def fsync(self, descriptor: int) -> None:
@@ -248,7 +248,7 @@ class Layer(files.System):
                 time.sleep(self._delay_s)
             if fault in (Fault.EIO, Fault.ENOSPC, Fault.WRECK):
                 number = errno.EIO if fault is Fault.EIO else errno.ENOSPC
-                raise OSError(number, os.strerror(number))
+                raise OSError(number, os.strerror(number), str(operation.path))
             if fault is Fault.EXCEPTION:
                 raise RuntimeError("injected")
             yield moved

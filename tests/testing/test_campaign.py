@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -9,6 +10,7 @@ from crash.campaign import Campaign, does_harm, scenario
 from crash.commands import CommandCampaign
 from crash.faults import Fault, Key
 from crash.tellers import Stage
+from outsize.cli.text.records_text import ResumedLines
 
 POINTS = 5
 # Each once broke a promise: an error that was not ours, a descriptor left open.
@@ -32,12 +34,22 @@ def test_a_fault_is_a_clear_error_or_changes_nothing(tmp_path: Path, name: str):
     assert {verdict.outcome for verdict in verdicts.values()} <= {"equal", "refused"}
 
 
-@pytest.mark.parametrize("name", ["verify", "score", "serve", "report"])
+@pytest.mark.parametrize("name", ["verify", "score", "logits", "serve", "report"])
 def test_a_fault_under_another_command_is_a_clear_error_or_changes_nothing(tmp_path: Path, name: str):
     campaign = CommandCampaign(name, tmp_path)
-    points = [point for point in campaign.points(does_harm) if point[1] is Fault.EIO]
+    points = [point for point in campaign.points(does_harm) if point[1] in (Fault.EIO, Fault.TORN)]
     found = {point: campaign.judge(*point).problems for point in random.Random(7).sample(points, 6)}
     assert {point: problems for point, problems in found.items() if problems} == {}
+
+
+def test_lines_that_are_written_twice_after_a_fault_are_found(tmp_path: Path):
+    campaign = CommandCampaign("generate", tmp_path)
+    points = campaign.points(lambda operation, fault: fault is Fault.ENOSPC and operation.kind == "pwrite")
+    last = [point for point in points if point[0].path == "out/texts.jsonl"][-1]
+    assert campaign.judge(*last).problems == ()
+    with mock.patch.object(ResumedLines, "_read", return_value=()):
+        found = campaign.judge(*last).problems
+    assert found == ("ends with other weights, state or losses when resumed",)
 
 
 def test_a_look_that_fails_or_a_clean_up_after_a_full_disk_is_a_clear_error(tmp_path: Path):

@@ -50,6 +50,12 @@ def test_only_what_disks_say_is_a_storage_error(number: int):
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/a/file")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_write_that_fails_names_its_file():
+    with pytest.raises(OSError, match="'/dev/full'"), files.open_text(Path("/dev/full"), "w") as file:
+        file.write("a")
+
+
 def test_loading_a_model_from_a_disk_that_fails_says_so_and_not_to_download_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

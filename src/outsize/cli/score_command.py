@@ -1,5 +1,6 @@
 """``outsize score``: logprobs, logits, hidden states and embeddings of many texts, by weights streamed once a wave."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -139,9 +140,15 @@ class _Results:
             from safetensors.torch import save_file
 
             place = self._file(self.num_done)
-            save_file({self._want: result.contiguous()}, place.with_suffix(".part"))
-            files.sync(place.with_suffix(".part"))  # else a loss of power leaves an empty file of that name
-            files.system().rename(place.with_suffix(".part"), place)
+            partial = place.with_name(place.name + files.PARTIAL)
+            try:
+                save_file({self._want: result.contiguous()}, partial)
+                files.sync(partial)  # else a loss of power leaves an empty file of that name
+                files.system().rename(partial, place)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    files.system().unlink(partial)
+                raise
         else:
             self._lines.add(self._line(result))
         self.num_done += 1

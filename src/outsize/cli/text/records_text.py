@@ -154,7 +154,7 @@ class ResumedLines:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Write a line."""
-        with self._out.open("a", encoding="utf-8") as file:
+        with files.open_text(self._out, "a") as file:
             file.write(json.dumps(line) + "\n")
         self.count += 1
 
