@@ -4,6 +4,8 @@ slows it down, and neither do more tokens a step."""
 import json
 from dataclasses import replace
 from itertools import pairwise, product
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,17 @@ from outsize.planner.search.microbatch_search import NEAR
 
 # What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
 # as slower.
-LITTLE = 0.95
+LITTLE = 0.94
+# Of several cards clocks choose stages, which know little of what the host steps meanwhile.
+LITTLE_OF_SEVERAL = 0.9
+WIDE: dict[str, int] = {}
+NARROW = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+METHODS: tuple[dict[str, Any], ...] = (
+    {},
+    {"method": "lora"},
+    {"method": "lora", "base_codec": "nf4"},
+    {"optimizer": "muon"},
+)
 CASES = list(
     product(
         ("4090", "h100"),
@@ -44,7 +56,9 @@ def tokens_per_s(asked):
 
 
 @pytest.mark.parametrize(("gpus", "method", "step"), CASES)
-def test_no_number_of_microbatches_that_is_named_is_a_percent_faster(config, gpus, method, step):
+def test_no_number_of_microbatches_that_is_named_is_a_percent_faster(tmp_path, gpus, method, step):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**SHAPE, "num_hidden_layers": 12}))
     asked = question(config, gpus, method, *step)
     searched = tokens_per_s(asked)
     for count in cuts_to_try(asked.sequences, asked.seq_len, 1):
@@ -55,27 +69,46 @@ def test_no_number_of_microbatches_that_is_named_is_a_percent_faster(config, gpu
         assert named <= searched * NEAR, count
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("step", [(16384, 2048), (65536, 2048)])
-def test_more_device_memory_is_never_slower(config, method, step):
-    sizes = (8, 12, 16, 20, 22)
-    rates = [
-        tokens_per_s(question(config, "4090", method, *step, device_memory=f"{size}GiB")) for size in sizes
-    ]
-    for (less, slow), (more, fast) in pairwise(zip(sizes, rates, strict=True)):
-        assert fast >= slow * LITTLE, f"{less} GiB: {slow:.0f}, {more} GiB: {fast:.0f}"
+def drawn_chains(number: int) -> list[tuple[dict[str, Any], list[tuple[int, str]]]]:
+    """Questions of which each is about more memory than the one before it, or about more tokens a step, by turns."""
+    draw = Random(0)
+    chains = []
+    for index in range(number):
+        shape, card = draw.choice((NARROW, WIDE)), draw.choice(("4090", "4090", "h100"))
+        cards, seq_len = draw.choice((1, 1, 1, 2, 4, 8)), 1024 << draw.randrange(6)
+        low, high = draw.choice((3, 4, 6)), 21 if card == "4090" else 70
+        tokens = cards * seq_len
+        sizes = [f"{low + (high - low) * third / 3:.1f}GiB" for third in range(4)]
+        tokens_per_step = tokens << draw.randrange(4)
+        steps = [(tokens_per_step, size) for size in sizes]
+        if index % 2:
+            size = f"{draw.uniform(low, high):.1f}GiB"
+            steps = [(tokens << doubled, size) for doubled in range(4)]
+        flags = {"gpus": f"{cards}x{card}", "seq_len": seq_len, **draw.choice(METHODS)}
+        chains.append(({"shape": shape, **flags}, steps))
+    return chains
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("size", [10, 22])
-def test_more_tokens_a_step_are_never_slower(config, method, size):
-    counts = [2**power for power in range(12, 18)]
-    rates = [
-        tokens_per_s(question(config, "4090", method, count, 2048, device_memory=f"{size}GiB"))
-        for count in counts
-    ]
-    for (less, slow), (more, fast) in pairwise(zip(counts, rates, strict=True)):
-        assert fast >= slow * LITTLE, f"{less} tokens: {slow:.0f}, {more} tokens: {fast:.0f}"
+def test_neither_more_memory_nor_more_tokens_a_step_are_slower(tmp_path):
+    """216 drawn cases: full, LoRA, QLoRA and Muon, sequences of 1K to 32K, one to eight cards."""
+    slower, cases = [], 0
+    for flags, steps in drawn_chains(54):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**SHAPE, "num_hidden_layers": 4, **flags.pop("shape")}))
+        rates = []
+        for tokens, size in steps:
+            asked = PlanFlags(
+                model=str(path), tokens_per_step=tokens, device_memory=size, ram="512GB", **flags
+            )
+            try:
+                rates.append(tokens_per_s(ask_what_fits(asked).question))
+            except InfeasiblePlanError:
+                rates.append(0.0)
+        cases += len(rates)
+        little = LITTLE if flags["gpus"].startswith("1x") else LITTLE_OF_SEVERAL
+        slower += [(flags, steps, rates) for slow, fast in pairwise(rates) if fast < slow * little]
+    assert cases >= 200
+    assert not slower
 
 
 @pytest.mark.parametrize(("gpus", "enough"), [("4090", 21.5), ("h100", 24)])

@@ -147,8 +147,16 @@ def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -
     """Return what lanes take in rounds of ``size`` with room for everything on the device."""
     choices = everywhere(Choice.KEEP, layout.keepable, layout.num_streamed, size)
     tiles = (0,) * layout.num_units
+    sizes = zip(layout.weight_bytes[: layout.num_streamed], layout.gradient_bytes, strict=False)
+    frozen = {unit for unit, (weights, gradient) in enumerate(sizes) if weights > gradient}
     roomy = replace(
-        layout, round_microbatches=size, offload=frozenset(), kept=choices, ring=False, tiles=tiles
+        layout,
+        round_microbatches=size,
+        offload=frozenset(),
+        kept=choices,
+        ring=False,
+        tiles=tiles,
+        stays=layout.stays | frozen,
     )
     return phases(roomy, demand, rates)
 

@@ -170,6 +170,7 @@ class Phases:
         backward_down_s: gradients going down meanwhile.
         steps_s: optimizer steps in host memory, beside the next forward where a norm is waited for.
         updates_s: those on the device.
+        first_load_s: weights of the first unit coming up, before which nothing computes.
         clips: whether a norm is waited for.
     """
 
@@ -181,6 +182,7 @@ class Phases:
     backward_down_s: float
     steps_s: float = 0.0
     updates_s: float = 0.0
+    first_load_s: float = 0.0
     clips: bool = False
 
     @property
@@ -191,14 +193,15 @@ class Phases:
     @property
     def step_s(self) -> float:
         """Seconds of a step whose lanes never wait for each other within a phase."""
-        forward_s = max(self.forward_s, self.forward_up_s, self.forward_down_s)
+        forward_s = max(self.first_load_s + self.forward_s, self.forward_up_s, self.forward_down_s)
         return forward_s + max(self.backward_s, self.backward_up_s, self.backward_down_s)
 
     @property
     def stepped_s(self) -> float:
         """The same with the optimizer."""
         steps_s = self.steps_s if self.clips else 0.0
-        forward_s = max(self.forward_s + self.updates_s, self.forward_up_s, self.forward_down_s, steps_s)
+        computing_s = self.first_load_s + self.forward_s + self.updates_s
+        forward_s = max(computing_s, self.forward_up_s, self.forward_down_s, steps_s)
         step_s = forward_s + max(self.backward_s, self.backward_up_s, self.backward_down_s)
         return max(step_s, self.steps_s)
 
@@ -236,7 +239,18 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
         backward_down_s=rounds * sums / rates.store_bytes_per_s,
         steps_s=sums * rates.host_step_s,
         updates_s=updated * rates.update_s,
+        first_load_s=_moved_bytes(layout)[0] / rates.load_bytes_per_s,
         clips=layout.clip,
+    )
+
+
+def _moved_bytes(layout: StepLayout) -> tuple[int, ...]:
+    """Return the bytes of each unit's weights that come up when it is loaded."""
+    return tuple(
+        min(size, layout.gradient_bytes[unit] * (unit not in layout.resident))
+        if unit in layout.stays
+        else size
+        for unit, size in enumerate(layout.weight_bytes)
     )
 
 
@@ -246,17 +260,18 @@ def _loaded_bytes(layout: StepLayout, rounds: int) -> list[int]:
     The last units of a forward still lie in their slots when the backward begins, and so do the first of a round when
     the next one begins. Of units that stay what trains is loaded again, no larger than its gradient.
     """
-    moved = tuple(
-        min(size, layout.gradient_bytes[unit] * (unit not in layout.resident))
-        if unit in layout.stays
-        else size
-        for unit, size in enumerate(layout.weight_bytes)
-    )
     units = range(layout.num_streamed)
     forward, backward = list(units), list(units[layout.first_backward : layout.last])[::-1]
     places = (layout.weight_bytes, layout.slot_bytes, layout.prefetch_depth)
     return list(
-        _loads(tuple(forward), tuple(backward), rounds, moved, *places, tuple(layout.own_slots.items()))
+        _loads(
+            tuple(forward),
+            tuple(backward),
+            rounds,
+            _moved_bytes(layout),
+            *places,
+            tuple(layout.own_slots.items()),
+        )
     )
 
 

@@ -309,6 +309,10 @@ class Sizing:
         for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
             yield replace(knobs, stays=spread(frozen, number))
 
+    def all_frozen_stay(self, knobs: Knobs) -> bool:
+        """Return whether no unit with weights that never train moves."""
+        return {*frozen_units(self.model)} <= knobs.stays | knobs.resident
+
     def more_resident(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with more units resident, where that is the planner's to say."""
         options = self.options

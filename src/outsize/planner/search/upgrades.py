@@ -115,21 +115,22 @@ def _spend_on_moving(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callabl
 
     if (stays_first := staying(inputs_first)) is not inputs_first:
         ways = [min(staying(ways[0]), kept(stays_first), key=step_s)]
-    if not options.leaves_unasked or _keeps_all(sizing.layout(ways[0])):
-        return staying(ways[0])
+    ways = [staying(way) for way in ways]
+    if not options.leaves_unasked or (sizing.all_frozen_stay(ways[0]) and _keeps_all(sizing.layout(ways[0]))):
+        return ways[0]
     leaving = _upgraded(sizing, knobs, BEFORE_INPUTS, fits)
     if inputs_first.num_kept > leaving.num_kept:
-        ways.append(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits))
+        ways.append(staying(_upgraded(sizing, kept(leaving), AFTER_INPUTS, fits)))
     # What leaves needs room on its way: where slots and accumulators have taken it, with as few of them as can be.
     for start in dict.fromkeys((leaving, _upgraded(sizing, knobs, BEFORE_INPUTS[:1], fits))):
         away = balanced(sizing.layout(start), demand, rates, partial(_fits_with, fits, start))
-        ways.append(_upgraded(sizing, replace(start, kept=away), UPGRADES, fits))
+        ways.append(staying(_upgraded(sizing, replace(start, kept=away), UPGRADES, fits)))
         if _keeps_all(sizing.layout(ways[-1])):
             break
     best = ways[0]
     for way in ways[1:]:
         best = way if step_s(way) < ENOUGH * step_s(best) else best
-    return staying(best)
+    return best
 
 
 def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, choices: Kept) -> bool:
