@@ -22,8 +22,14 @@ from outsize.planner.search.microbatch_search import NEAR
 LITTLE = 0.94
 # Of several cards clocks choose stages, which know little of what the host steps meanwhile.
 LITTLE_OF_SEVERAL = 0.9
-WIDE: dict[str, int] = {}
-NARROW = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+WIDE: dict[str, Any] = {}
+NARROW = {
+    **WIDE,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+}
 METHODS: tuple[dict[str, Any], ...] = (
     {},
     {"method": "lora"},
@@ -144,3 +150,13 @@ def test_units_that_may_be_resident_are_never_slower_and_gain_with_memory(config
             question(config, "4090", "full", 4096, 2048, resident="none", **memory)
         )
     assert rates == sorted(rates)
+
+
+def test_masters_are_no_longer_split_where_units_step_on_the_device_sooner_so(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**SHAPE, **NARROW, "num_hidden_layers": 16}))
+    found = {
+        masters: tokens_per_s(question(config, "4090", "full", 1024, 1024, masters=masters))
+        for masters in ("auto", "split", "separate")
+    }
+    assert found["auto"] == found["separate"] > 1.03 * found["split"]

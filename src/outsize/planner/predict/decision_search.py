@@ -69,7 +69,7 @@ def decide(question: Question) -> Decision:
         failure = error
     fits_raw = best is not None
     if best is not None:
-        best = _multiplying(best)
+        best = _with_whole_masters(_multiplying(best))
     for crossing in question.auto:
         best = _encoded(question if best is None else best.question, best, crossing)
     if best is None:
@@ -81,6 +81,22 @@ def decide(question: Question) -> Decision:
 def worth_it(former_s: float, step_s: float) -> bool:
     """Return whether steps of ``step_s`` seconds are enough shorter than those of ``former_s`` for a change."""
     return step_s < former_s * (1 - GAIN)
+
+
+def _with_whole_masters(split: Decision) -> Decision:
+    """Return ``split``, or with masters in planes of their own what is enough faster, if that is open and fits.
+
+    A step on the device joins split masters in several torch ops, which move as much memory again.
+    """
+    state = split.question.options.state
+    is_open = split.question.masters_open and split.question.timed and split.plan.layout.resident
+    if not is_open or state is None or state.masters != "split":
+        return split
+    try:
+        best = _fastest(split.question.deciding(state=replace(state, masters="separate")))
+    except InfeasiblePlanError:
+        return split
+    return best if worth_it(split.compared_s, best.compared_s) else split
 
 
 def _multiplying(on_host: Decision) -> Decision:

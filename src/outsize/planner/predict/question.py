@@ -77,6 +77,7 @@ class Question:
         home: where weights and optimizer state rest; ``auto`` is the host if the plan fits there.
         auto: crossings of which the codec is to be chosen, see `Transport`; those of ``options`` are the first tried.
         products_open: whether products of Muon may run on the device, if that shortens a step.
+        masters_open: whether masters may be planes of their own, if units step on the device sooner so.
         sequences: of an optimizer step, on each node.
         seq_len: tokens of a sequence.
         microbatches: of a step; None lets the search choose.
@@ -101,6 +102,7 @@ class Question:
     home: Home = "auto"
     auto: tuple[str, ...] = ()
     products_open: bool = False
+    masters_open: bool = False
     sequences: int
     seq_len: int
     microbatches: int | None = None

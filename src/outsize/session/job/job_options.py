@@ -120,6 +120,7 @@ def question_for(
         home=config.memory.home,
         auto=() if in_place else open_crossings(config.transport),
         products_open=own_processor and products_open(config.optimizer),
+        masters_open=config.optimizer.masters == AUTO,
         sequences=-(-config.sequences_per_step // options.nodes),
         seq_len=config.data.seq_len,
         microbatches=config.train.microbatches,
