@@ -19,12 +19,9 @@ from outsize.planner.search.microbatch_search import NEAR
 
 # What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
 # as slower.
-LITTLE = 0.94
-# Of several cards clocks choose stages, which know little of what the host steps meanwhile.
-LITTLE_OF_SEVERAL = 0.9
+LITTLE = 0.95
 WIDE: dict[str, Any] = {}
 NARROW = {
-    **WIDE,
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_attention_heads": 32,
@@ -75,9 +72,9 @@ def test_no_number_of_microbatches_that_is_named_is_a_percent_faster(tmp_path, g
         assert named <= searched * NEAR, count
 
 
-def drawn_chains(number: int) -> list[tuple[dict[str, Any], list[tuple[int, str]]]]:
+def drawn_chains(number: int, seed: int = 0) -> list[tuple[dict[str, Any], list[tuple[int, str]]]]:
     """Questions of which each is about more memory than the one before it, or about more tokens a step, by turns."""
-    draw = Random(0)
+    draw = Random(seed)
     chains = []
     for index in range(number):
         shape, card = draw.choice((NARROW, WIDE)), draw.choice(("4090", "4090", "h100"))
@@ -111,8 +108,7 @@ def test_neither_more_memory_nor_more_tokens_a_step_are_slower(tmp_path):
             except InfeasiblePlanError:
                 rates.append(0.0)
         cases += len(rates)
-        little = LITTLE if flags["gpus"].startswith("1x") else LITTLE_OF_SEVERAL
-        slower += [(flags, steps, rates) for slow, fast in pairwise(rates) if fast < slow * little]
+        slower += [(flags, steps, rates) for slow, fast in pairwise(rates) if fast < slow * LITTLE]
     assert cases >= 200
     assert not slower
 

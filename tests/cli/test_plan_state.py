@@ -118,9 +118,8 @@ def test_exact_states_lose_nothing_first(asked, capsys):
     assert wanted in capsys.readouterr().err
     assert run(*asked, "--host-memory", "128GB", "--home", "host") != 0
     assert "first try --clip unit, with which it fits" in capsys.readouterr().err
-    found = answer(
-        capsys, *asked, "--host-memory", "128GB", "--home", "host", "--masters", "split", "--clip", "unit"
-    )
+    named = ("--masters", "split", "--clip", "unit", "--resident", "none")
+    found = answer(capsys, *asked, "--host-memory", "128GB", "--home", "host", *named)
     home = sum(
         found["memory_bytes"]["host"][name] for name in ("weights", "master weights", "optimizer state")
     )

@@ -137,7 +137,7 @@ def rounds_to_try(
     """
     step_s = phases(layout, demand, rates).step_s
     least = {size: _all_kept(layout, demand, rates, size) for size in sizes}
-    hidden = [size for size, lanes in least.items() if lanes.step_s <= lanes.forward_s + lanes.backward_s]
+    hidden = [size for size, lanes in least.items() if lanes.step_s <= lanes.compute_s]
     for size in sizes:
         if least[size].step_s * NEAR < step_s and size <= min(hidden, default=size):
             yield size

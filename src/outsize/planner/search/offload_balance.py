@@ -191,6 +191,11 @@ class Phases:
         return self.forward_down_s <= self.forward_s and self.backward_up_s <= self.backward_s
 
     @property
+    def compute_s(self) -> float:
+        """Seconds of a step that waits for the link until its first unit is there, and never again."""
+        return self.first_load_s + self.forward_s + self.backward_s
+
+    @property
     def step_s(self) -> float:
         """Seconds of a step whose lanes never wait for each other within a phase."""
         forward_s = max(self.first_load_s + self.forward_s, self.forward_up_s, self.forward_down_s)
