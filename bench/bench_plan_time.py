@@ -36,7 +36,7 @@ QUESTIONS = (
     "qwen2.5-14b --gpus 4090 --ram 512GB",
     "qwen3-8b --gpus 8x4090",
     "qwen2.5-14b --gpus 4x4090 --ram 512GB",
-    "qwen3-235b --gpus 8x4090 --method lora --ram 768GB",
+    "qwen3-235b --gpus 8x4090 --method lora --lora-modules q_proj,v_proj --ram 768GB",
     "llama-70b --gpus b580 --method lora",
     "llama-70b --gpus 3060 --disk 4TB",
     "llama-405b --gpus 4090 --method lora",

@@ -6,8 +6,9 @@ from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards import parse_gpus
 from outsize.hardware.machine_spec import Figure
 from outsize.planner.predict import decision, decision_search
-from outsize.planner.predict.decision_search import decide, missing_host_bytes, planned_at
+from outsize.planner.predict.decision_search import decide, planned_at
 from outsize.planner.predict.prediction import fastest, figures_used, predict
+from outsize.planner.predict.what_if import missing_host_bytes
 from outsize.planner.search.microbatch_search import FULL_TOKENS, NEAR, PER_GPU, cuts_to_try
 from outsize.planner.search.plan_stages import plan_stages
 from outsize.planner.search.step_plan import Budgets

@@ -135,12 +135,15 @@ def _adapted(model: nn.Module, config: Any, seed: int) -> nn.Module:
     import peft
 
     base = config.base_model_name_or_path
+    is_open = not (getattr(config, "target_modules", None) or getattr(config, "target_parameters", None))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         try:
             adapted = cast(nn.Module, peft.get_peft_model(cast(Any, model), config))
         except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            if is_open and "target_modules" in str(error):
+                error = ValueError("PEFT has no default for this architecture: name lora.target_modules")
             raise ConfigError(f"lora: {error}; {linear_layers(model)}") from error
     config.base_model_name_or_path = base  # PEFT writes there where it thinks that the model came from
     return adapted

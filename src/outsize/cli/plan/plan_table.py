@@ -13,9 +13,8 @@ from outsize.cli.plan.plan_question import Asked, in_options
 from outsize.cli.text.console import table_width
 from outsize.hardware.cards import COMPILED, LIGER
 from outsize.hardware.topology import slower_than_fp32
-from outsize.planner.predict.decision_search import host_refusal
 from outsize.planner.predict.prediction import ALWAYS, Prediction, UsedFigure, figures_used
-from outsize.planner.predict.what_if import LEAST_GAIN, Outcome
+from outsize.planner.predict.what_if import LEAST_GAIN, Outcome, host_refusal
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
 

@@ -92,10 +92,7 @@ def _with_whole_masters(split: Decision) -> Decision:
     is_open = split.question.masters_open and split.question.timed and split.plan.layout.resident
     if not is_open or state is None or state.masters != "split":
         return split
-    try:
-        best = _fastest(split.question.deciding(state=replace(state, masters="separate")))
-    except InfeasiblePlanError:
-        return split
+    best = _with_state(split, replace(state, masters="separate"))
     return best if worth_it(split.compared_s, best.compared_s) else split
 
 
@@ -111,14 +108,18 @@ def _multiplying(on_host: Decision) -> Decision:
     there = replace(state, products_on_device=True)
     if _products_s(on_host, state) <= _products_s(on_host, there):
         return on_host
-    question = on_host.question.deciding(state=there)
-    try:
-        best = _fastest(question)
-    except InfeasiblePlanError:
-        return on_host
+    best = _with_state(on_host, there)
     if not worth_it(on_host.step_s, best.step_s):
         return on_host
     return _same(best, former={**best.former, PRODUCTS_KEY: on_host})
+
+
+def _with_state(decision: Decision, state: StateLayout) -> Decision:
+    """Return what is decided where units lie at home as ``state`` says; ``decision`` where nothing fits so."""
+    try:
+        return _fastest(decision.question.deciding(state=state))
+    except InfeasiblePlanError:
+        return decision
 
 
 def _products_s(decision: Decision, state: StateLayout) -> float:
@@ -393,18 +394,3 @@ def fits_at_all(question: Question) -> bool:
 def fits_encoded(question: Question) -> bool:
     """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
     return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))
-
-
-def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
-    """Return why the home is not in host memory, with what to try; None where it fits there."""
-    try:
-        planned_at(question, microbatches, "host")
-    except InfeasiblePlanError as error:
-        return error
-    return None
-
-
-def missing_host_bytes(question: Question, microbatches: int) -> int:
-    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
-    refusal = host_refusal(question, microbatches)
-    return 0 if refusal is None else refusal.short_by.get("host", 0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.planner.predict.changes import parse_change
-from outsize.planner.predict.decision_search import clocked_s, missing_host_bytes
+from outsize.planner.predict.decision_search import clocked_s, planned_at
 from outsize.planner.predict.prediction import (
     COMPUTE,
     FULL_SHARE,
@@ -198,3 +198,18 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
         *nodes,
         *home,
     )
+
+
+def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:
+    """Return why the home is not in host memory, with what to try; None where it fits there."""
+    try:
+        planned_at(question, microbatches, "host")
+    except InfeasiblePlanError as error:
+        return error
+    return None
+
+
+def missing_host_bytes(question: Question, microbatches: int) -> int:
+    """Return how much host memory is lacking to have the home there; 0 where none is, or something else is."""
+    refusal = host_refusal(question, microbatches)
+    return 0 if refusal is None else refusal.short_by.get("host", 0)
