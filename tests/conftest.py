@@ -1,6 +1,7 @@
 """What every test is held to: it leaves no thread and no open file behind."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -90,6 +91,15 @@ def open_files() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def open_context() -> None:
+    """Have a GPU's driver open what it keeps for the life of the process: pipes and events of its own."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
 def live_threads() -> set[threading.Thread]:
     """Return the Python threads of this process that tests answer for."""
     # A native thread that has run Python (autograd of a CUDA device) shows as a dummy; tqdm keeps a monitor.
@@ -114,6 +124,7 @@ def same_numbers_in_any_order() -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a Python thread running or a file open."""
     directory_of_process()  # one for all tests, locked while the process runs
+    open_context()
     threads_before, files_before = live_threads(), open_files()
     yield
     leaked_threads = live_threads() - threads_before
