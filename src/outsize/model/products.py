@@ -1,6 +1,4 @@
-"""Matrix products of units: their types and modes.
-
-Products of linear layers in blocks in 8 bits, as torchao's float8 training computes them (extra ``fp8``).
+"""Products of linear layers in blocks in 8 bits, as torchao's float8 training computes them (extra ``fp8``).
 
 A layer keeps its parameters, and its place; it gets the class of one that `torchao.float8` has converted, and computes
 forward and backward by torchao from then on: whatever streams, recomputes, keeps or compiles it runs the operations of
@@ -12,26 +10,17 @@ a resident model with the same layers. Scales are made of the numbers of a call,
    else is no `torch.nn.Linear`.
 3. Of frozen weights no gradient is computed, which torchao's own layer would (`model.linear8`).
 4. A CPU has no such products. There they are emulated, in fp32, also where a run on a GPU is tried on the CPU.
-
-What the model's own code has turned on around a unit: no gradients, another autocast.
-
-Such modes belong to a thread, and a forward that pauses at its units (`outsize.model.walk`) shares its thread with
-whoever goes on meanwhile. So a boundary tells a unit's forward the modes that it was called in, where they are others
-than those that the model's forward runs in, and takes them again when the model goes on.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outsize.accelerators import VENDORS, Devices, module_of, title_of
+from outsize.accelerators import Devices, module_of, title_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.build import quiet_torchao
 from outsize.model.split import Split
@@ -167,67 +156,3 @@ def _lacks(kind: str, index: int) -> str:
     major, minor = module_of(kind).get_device_capability(index)
     supported = (major, minor) >= _FIRST
     return "" if supported else f"sm_{major}{minor} has none; Ada (sm_89), Hopper and later GPUs have"
-
-
-# The keyword argument that tells a unit's forward what to run in.
-MODES = "_outsize_modes"
-
-
-@cache
-def _kinds() -> tuple[str, ...]:
-    """Return the types of devices that this torch knows; those of extensions once they are imported."""
-    return ("cpu", *(kind for kind in VENDORS if hasattr(torch, kind)))
-
-
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """Modes of a thread.
-
-    Attributes:
-        grad: whether graphs are made.
-        autocast: the dtype of each type of device, where its operations are cast.
-    """
-
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-
-    @classmethod
-    def of_now(cls) -> Self:
-        """Return those of the calling thread."""
-        active = [kind for kind in _kinds() if torch.is_autocast_enabled(kind)]
-        return cls(torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in active))
-
-    def take(self) -> None:
-        """Have the calling thread in these modes."""
-        torch.set_grad_enabled(self.grad)
-        given = dict(self.autocast)
-        for kind in _kinds():
-            if torch.is_autocast_enabled(kind) != (kind in given):
-                torch.set_autocast_enabled(kind, kind in given)
-            if kind in given and torch.get_autocast_dtype(kind) != given[kind]:
-                torch.set_autocast_dtype(kind, given[kind])
-
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Run in these modes while the context lasts; graphs are made where both have them."""
-        outer_modes = Modes.of_now()
-        cached = torch.is_autocast_cache_enabled()
-        Modes(self.grad and outer_modes.grad, self.autocast).take()
-        torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that have left their slot
-        try:
-            yield
-        finally:
-            outer_modes.take()
-            torch.set_autocast_cache_enabled(cached)
-
-
-def check_inference(before: bool) -> None:
-    """Check that code of the model has not turned inference mode on before it calls a unit.
-
-    Raises:
-        ModelError: it has.
-    """
-    if torch.is_inference_mode_enabled() != before:
-        raise ModelError(
-            "the model calls a unit within torch.inference_mode() of its own, which cannot pause; write torch.no_grad()"
-        )

@@ -78,9 +78,9 @@ class Home(ABC):
         Raises:
             ValueError: there is no such plane, or it does not lie in memory as it is.
         """
-        self._layout.extent(unit, plane)
         lent = self.lend(unit, plane, elements)
         if lent is None:
+            self._layout.extent(unit, plane)
             raise ValueError(f"plane {plane!r} of unit {unit} does not lie in memory as it is; read it")
         return lent
 

@@ -19,7 +19,6 @@ from outsize.hardware.topology import slower_than_fp32
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named
 from outsize.planner.program.table import Price
-from outsize.planner.simulate.comparison import compute_lanes
 from outsize.planner.simulate.simulator import Event, Timeline, idle_s
 from outsize.planner.simulate.stalls import Waits, Window
 from outsize.runtime.device.allocator import resident_bytes
@@ -142,7 +141,7 @@ def lane_times(timeline: Timeline) -> LaneTimes:
     by_price: defaultdict[Price, float] = defaultdict(float)
     for event in timeline.events:
         by_price["free" if event.row is None else event.row.price] += event.end_s - event.start_s
-    stalls = (timeline.stall_s_by_owner(lane) for lane in compute_lanes(timeline))
+    stalls = (timeline.stall_s_by_owner(lane) for lane in timeline.compute_lanes)
     return LaneTimes(
         busy_s={lane: timeline.busy_s(lane) for lane in timeline.lanes},
         stall_s=max(stalls, key=lambda owners: sum(owners.values()), default={}),

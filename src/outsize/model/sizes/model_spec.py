@@ -10,7 +10,7 @@ that trains and a large one that does not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -146,6 +146,7 @@ class TensorSpec:
         decay: factor of weight decay; 0 where it does not apply.
         lr_scale: factor of the learning rate.
         muon: whether Muon may step it, where it is a matrix of a block.
+        numel: number of elements, which follows from the shape.
     """
 
     name: str
@@ -155,11 +156,10 @@ class TensorSpec:
     decay: float = 1.0
     lr_scale: float = 1.0
     muon: bool = True
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outsize.planner.program.program import Lane, lane_named
 from outsize.planner.simulate.simulator import Timeline
 from outsize.planner.simulate.stalls import waits_by_cause
 from outsize.units import format_seconds
@@ -170,16 +169,10 @@ def compare(predicted: StepParts, measured: StepParts, expected_s: float) -> Com
     )
 
 
-def compute_lanes(timeline: Timeline) -> list[Lane]:
-    """Return the lanes that compute, one for each worker, in their order."""
-    lanes = (lane_named(lane) for lane in timeline.lanes)
-    return sorted((lane for lane in lanes if lane.kind == "compute"), key=lambda lane: lane.worker or 0)
-
-
 def _parts(steps: Steps) -> dict[str, float]:
     """Return the seconds per step of each part, on the mean over workers; they add up to the step's."""
     timeline = steps.within
-    lanes = compute_lanes(timeline)
+    lanes = timeline.compute_lanes
     seconds_by_part: defaultdict[str, float] = defaultdict(float)
     for lane, waits in zip(lanes, waits_by_cause(timeline, lanes), strict=True):
         seconds_by_part[COMPUTE] += timeline.busy_s(lane) / (len(lanes) * steps.count)

@@ -18,7 +18,7 @@ from math import inf
 from typing import Final
 
 from outsize.planner.program.hazards import Hazards
-from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program, lane_of
+from outsize.planner.program.program import COMPUTE_KINDS, Kind, Lane, Op, Program, lane_named, lane_of
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.program.table import OpRow
 from outsize.planner.simulate.discrete import Cost, LaneRun, Order, run_order
@@ -95,6 +95,12 @@ class Timeline:
     def lanes(self) -> tuple[str, ...]:
         """Names of the lanes that have events, sorted."""
         return tuple(sorted(self._lanes))
+
+    @property
+    def compute_lanes(self) -> list[Lane]:
+        """The lanes that compute, one for each worker, in their order."""
+        lanes = map(lane_named, self._lanes)
+        return sorted((lane for lane in lanes if lane.kind == "compute"), key=lambda lane: lane.worker or 0)
 
     @cached_property
     def start_s(self) -> float:

@@ -25,10 +25,11 @@ from outsize.runtime.engine.op_handlers import (
     MovedByOp,
     handlers_of,
     lane_thread,
+    links_of,
     run_on_worker,
     run_op,
 )
-from outsize.runtime.engine.workers import Resources, links_of, make_crew, rule_on, take_step_memory
+from outsize.runtime.engine.workers import Resources, make_crew, rule_on, take_step_memory
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import CommitOps, Sink, StoreOps
@@ -83,7 +84,7 @@ class Engine:
         settings: EngineSettings,
         shared: Shared | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self._programs = plan, plan.programs
         self._split = split
         self._settings = settings
         self.num_submitted = 0
@@ -160,7 +161,7 @@ class Engine:
 
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step, after the decision of the one before; returns at once."""
-        programs = self.plan.programs
+        programs = self._programs
         if self._last is not None and self._last.context.skipped:
             self._skipped.add(self._last.context.number)
         context.skipped_before = self._skipped

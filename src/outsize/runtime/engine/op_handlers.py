@@ -4,14 +4,15 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outsize.optim.planes import UpdateRule, WholeRule
-from outsize.planner.program.program import COMPUTE_KINDS, Op, lane_named, lane_of
+from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named, lane_of
 from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
@@ -26,7 +27,7 @@ from outsize.runtime.ops.optimizer_ops import OptimizerOps, ResidentOps
 from outsize.storage.disk_file import Tally
 
 if TYPE_CHECKING:
-    from outsize.runtime.engine.workers import Worker
+    from outsize.runtime.engine.workers import Crew, Worker
 
 
 # What crosses links in STEPs.
@@ -153,6 +154,33 @@ class MovedByOp:
             written = sum(tally.written_bytes for tally in self._tallies)
             moved |= {"disk:read": Moved(read, read), "disk:write": Moved(written, written)}
         return moved
+
+
+def links_of(
+    crew: "Crew", peers: Iterable[tuple[int, int]], exchange: ExchangeOps | None, optimizer: OptimizerOps
+) -> dict[str, Callable[[], Moved]]:
+    """Return how to ask what has moved over each link, by lane; what STEPs move by its way and ``products``."""
+
+    def up(worker: "Worker") -> Moved:
+        summed_on = worker.gradients.bytes_up
+        return worker.weights.up.and_then(*worker.activations.up).and_then(summed_on, summed_on)
+
+    def down(worker: "Worker") -> Moved:
+        return worker.gradients.down.and_then(*worker.activations.down)
+
+    def across(source: int, target: int) -> Moved:
+        return crew.workers[source].activations.across[target]
+
+    counters: dict[str, Callable[[], Moved]] = {}
+    for index, worker in enumerate(crew.workers):
+        counters |= {Lane("up", index): partial(up, worker), Lane("down", index): partial(down, worker)}
+    for source, target in sorted(peers):
+        counters[Lane("peer", source, target)] = partial(across, source, target)
+    if optimizer.state.products_on_device:
+        counters |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
+    if exchange is not None:
+        counters |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
+    return counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

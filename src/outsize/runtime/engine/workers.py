@@ -2,10 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +15,20 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.muon import Muon
 from outsize.optim.planes import UpdateRule, WholeRule
-from outsize.planner.program.program import Lane
 from outsize.planner.program.stages import Extent
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import num_handed_over
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.device import Device
 from outsize.runtime.device.device_group import Workers
-from outsize.runtime.device.driver import Moved
-from outsize.runtime.engine.op_handlers import PRODUCTS_WAYS
 from outsize.runtime.forward.binding import Binder, GradientSums, ModuleReplica, Originals, replicate
 from outsize.runtime.forward.outer_code import OuterForward
 from outsize.runtime.ops.activation_ops import ActivationOps, Below, count_fetches
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings, Stage
-from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, count_times_home
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
 from outsize.runtime.ops.load_ops import WeightOps
-from outsize.runtime.ops.optimizer_ops import DeviceProducts, OptimizerOps, StepMemory
+from outsize.runtime.ops.optimizer_ops import DeviceProducts, StepMemory
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.prealloc import IOPool
@@ -256,33 +251,6 @@ def _asked_of_units(plan: Plan, settings: "EngineSettings") -> ComputeSettings:
 def _turns(devices: Sequence[Device]) -> dict[torch.device, threading.Lock]:
     """Return a lock for each device that has a generator of random numbers."""
     return {device.torch_device: threading.Lock() for device in devices}
-
-
-def links_of(
-    crew: Crew, peers: Iterable[tuple[int, int]], exchange: ExchangeOps | None, optimizer: OptimizerOps
-) -> dict[str, Callable[[], Moved]]:
-    """Return how to ask what has moved over each link, by lane; what STEPs move by its way and ``products``."""
-
-    def up(worker: Worker) -> Moved:
-        summed_on = worker.gradients.bytes_up
-        return worker.weights.up.and_then(*worker.activations.up).and_then(summed_on, summed_on)
-
-    def down(worker: Worker) -> Moved:
-        return worker.gradients.down.and_then(*worker.activations.down)
-
-    def across(source: int, target: int) -> Moved:
-        return crew.workers[source].activations.across[target]
-
-    counters: dict[str, Callable[[], Moved]] = {}
-    for index, worker in enumerate(crew.workers):
-        counters |= {Lane("up", index): partial(up, worker), Lane("down", index): partial(down, worker)}
-    for source, target in sorted(peers):
-        counters[Lane("peer", source, target)] = partial(across, source, target)
-    if optimizer.state.products_on_device:
-        counters |= dict.fromkeys(PRODUCTS_WAYS, optimizer.products_moved)
-    if exchange is not None:
-        counters |= {"net:reduce": lambda: exchange.reduced, "net:gather": lambda: exchange.gathered}
-    return counters
 
 
 def take_step_memory(plan: Plan, host: Arena, weights_before: Tensor | None) -> StepMemory:

@@ -131,6 +131,7 @@ class OptimizerOps:
         self._encoded = encoded
         self._own = [range(unit.numel) for unit in spec.units] if shares is None else shares
         self.state = state or StateLayout(dtype=spec.dtype)
+        self._stepped = self.state.write_planes
         self._seed = seed
         self._spec = spec
         self._home = home
@@ -180,8 +181,7 @@ class OptimizerOps:
         self, unit: UnitSpec, start: int, stop: int, gradient: Tensor, context: StepContext
     ) -> None:
         """Step a range of a unit in its host home by a gradient that has just arrived."""
-        names = self.state.write_planes
-        planes = {name: self._home.view(unit.index, name, range(start, stop)) for name in names}
+        planes = {name: self._home.view(unit.index, name, range(start, stop)) for name in self._stepped}
         planes[GRADIENT] = gradient
         self._apply(unit, range(start, stop), planes, context)
         if self._encoded is not None and stop == unit.numel:
@@ -193,7 +193,8 @@ class OptimizerOps:
         if not share:
             self._count(unit, context)
             return
-        planes = {name: self._home.view(unit.index, name, share) for name in self.state.planes}
+        part = None if share == range(unit.numel) else share
+        planes = {name: self._home.view(unit.index, name, part) for name in self.state.planes}
         if self._memory.former is None:
             self._apply(unit, share, planes, context)
         else:
@@ -228,7 +229,7 @@ class OptimizerOps:
         """WRITE of a tile: tile buffer → disk."""
         if context.skipped:
             return
-        unit, start, parts = self._parts(op, self.state.write_planes)
+        unit, start, parts = self._parts(op, self._stepped)
         self._home.write_planes(unit, start, parts)
 
     def _apply(
@@ -278,7 +279,7 @@ class OptimizerOps:
         Weights beside separate masters are made of these by the step where it ``rounds``, and else by the caller.
         """
         forms = self.state.planes
-        items = {name: planes[name][: -(-numel // forms[name].group)] for name in self.state.write_planes}
+        items = {name: planes[name][: -(-numel // forms[name].group)] for name in self._stepped}
         if self._master != WEIGHTS and not rounds:
             items[WEIGHTS] = items.pop(self._master)
         return StatePlanes.of(items)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from outsize.compat import torch_private
 from outsize.compat.torch_private import forward_hooks_of, memory_key
 from outsize.model.compiled import is_compiled
-from outsize.model.products import Modes
 from outsize.model.split import Split
-from outsize.model.walk import UnitCall
+from outsize.model.walk import Modes, UnitCall
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial
