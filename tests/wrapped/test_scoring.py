@@ -3,7 +3,7 @@
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import outsize
+from outsize.codecs.codec import open_codec
 from outsize.errors import ConfigError, DataError
+from outsize.testing.device_contract import encode
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.scoring import Logprobs, ScoredText, ScoringFigures, score
-from support import make_model_dir
+from support import DTYPES, make_model_dir
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHITECTURES = (
@@ -39,10 +41,9 @@ def load() -> Iterator[Callable[..., Any]]:
         yield loaded
 
 
-def make_texts(count: int = 24) -> list[ScoredText]:
-    """Texts of a few lengths, so that some are computed together; of the others only the end counts."""
+def make_texts(lengths: Sequence[int] = range(4, 44, 3)) -> list[ScoredText]:
+    """Texts of lengths that differ, so that each is computed as it is alone; of some only the end counts."""
     draws = random.Random(0)
-    lengths = [draws.choice([5, 9, 17]) for _ in range(count)]
     return [
         ScoredText([draws.randrange(3, 200) for _ in range(length)], draws.randrange(1, length))
         for length in lengths
@@ -61,21 +62,23 @@ def expected(model: Any, texts: list[ScoredText]) -> list[Logprobs]:
     return found
 
 
-def assert_equal(got: list[Logprobs], want: list[Logprobs], *, exactly: bool) -> None:
-    assert [one.is_greedy for one in got] == [one.is_greedy for one in want]
+def assert_equal(got: list[Logprobs], want: list[Logprobs]) -> None:
     for one, other in zip(got, want, strict=True):
-        assert list(one.tokens) == (list(other.tokens) if exactly else pytest.approx(other.tokens, abs=2e-5))
+        assert (list(one.tokens), one.is_greedy) == (list(other.tokens), other.is_greedy)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scores_are_those_of_transformers(name: str, tmp_path: Path, load: Callable[..., Any]):
+def test_scores_are_those_of_transformers(name: str, dtype: str, tmp_path: Path, load: Callable[..., Any]):
+    """Number by number."""
     place = make_model_dir(tmp_path / "model", name)
     texts = make_texts()
-    model = load(place)
+    model = load(place, dtype=dtype)
     figures = ScoringFigures()
     got = list(score(model, texts, wave_tokens=120, figures=figures))
-    want = expected(AutoModelForCausalLM.from_pretrained(place).eval(), texts)
-    assert_equal(got, want, exactly=False)
+    assert_equal(
+        got, expected(AutoModelForCausalLM.from_pretrained(place, dtype=DTYPES[dtype]).eval(), texts)
+    )
     assert figures.num_tokens == sum(len(text.ids) for text in texts)
     assert figures.num_waves > 1
     moved = runner_of(model).inference_statistics()
@@ -83,34 +86,41 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path, load: Calla
     assert moved.num_passes <= figures.num_waves  # and not one for each group
 
 
-def test_scores_in_bf16_are_those_of_transformers_bit_by_bit(tmp_path: Path, load: Callable[..., Any]):
+def test_texts_of_one_length_are_scored_as_transformers_scores_the_batch(
+    tmp_path: Path, load: Callable[..., Any]
+):
     place = make_model_dir(tmp_path / "model", "llama")
-    texts = [ScoredText(list(range(9, 18))), ScoredText(list(range(5, 35)), 3)]
-    model = load(place, dtype="bf16")
+    texts = make_texts([9] * 5)
     resident = AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).eval()
-    assert_equal(list(score(model, texts)), expected(resident, texts), exactly=True)
-    for text, logits in zip(texts, score(model, texts, want="logits"), strict=True):
-        with torch.no_grad():
-            assert torch.equal(logits, resident(torch.tensor([text.ids])).logits[0, text.start - 1 : -1])
-
-
-def test_scores_of_adapters_and_of_quantised_weights(tmp_path: Path, load: Callable[..., Any]):
-    """Of quantised weights those of the same model, which calls of it one by one give."""
-    place = make_model_dir(tmp_path / "model", "llama")
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_pretrained(place)
-    adapted = peft.get_peft_model(
-        plain, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
     with torch.no_grad():
-        for parameter in adapted.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.1 * parameter.requires_grad)
-    adapted.save_pretrained(tmp_path / "adapters")
-    texts = make_texts(6)
-    model = load(tmp_path / "adapters", base=place)
-    assert_equal(list(score(model, texts)), expected(adapted.eval(), texts), exactly=False)
-    model = load(place, base_codec="nf4", device_memory="4MiB")
-    assert_equal(list(score(model, texts)), expected(model, texts), exactly=False)
+        want = resident(torch.tensor([text.ids for text in texts])).logits
+    got = score(load(place, dtype="bf16"), texts, want="logits")
+    for text, row, logits in zip(texts, want, got, strict=True):
+        assert torch.equal(logits, row[text.start - 1 : -1])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["adapters", "nf4", "adapters over nf4"])
+def test_scores_of_adapters_and_of_quantised_weights(
+    kind: str, dtype: str, tmp_path: Path, load: Callable[..., Any]
+):
+    """Number by number those of PEFT, over the weights that the codec gives back."""
+    place = make_model_dir(tmp_path / "model", "llama")
+    resident: Any = AutoModelForCausalLM.from_pretrained(place, dtype=DTYPES[dtype]).eval()
+    if "nf4" in kind:
+        codec = open_codec("nf4")
+        for name, parameter in resident.named_parameters():
+            if ".layers." in name and parameter.ndim == 2:
+                codec.decode(encode(codec, parameter.data), parameter.data)
+    if "adapters" in kind:
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        resident = peft.get_peft_model(resident, adapters).eval()
+        resident.save_pretrained(tmp_path / "adapters")
+    place, base = (tmp_path / "adapters", place) if "adapters" in kind else (place, None)
+    settings = {"base_codec": "nf4"} if "nf4" in kind else {}
+    model = load(place, base=base, dtype=dtype, device_memory="4MiB", **settings)
+    assert_equal(list(score(model, make_texts())), expected(resident, make_texts()))
 
 
 @pytest.mark.parametrize("home", ["disk", "host"])
