@@ -57,6 +57,22 @@ def test_it_writes_what_the_resident_model_writes(model: Path, home: str, capsys
     assert (found["bytes_per_pass"] > 0) == (home == "disk")
 
 
+@pytest.mark.parametrize(
+    ("home", "room", "says"),
+    [
+        ("disk", "64MiB", "all weights stayed on the device"),
+        ("disk", "90KiB", "break-even batch"),
+        ("host", "64MiB", "nothing moved"),
+    ],
+)
+def test_what_is_said_of_weights_is_what_they_did(model: Path, home: str, room: str, says: str, capsys: Any):
+    given = ("--prompt", "a", "--max-new-tokens", 5, "--home", home, "--device-memory", room)
+    assert run(model, *given, "--device", "cpu") == 0
+    said = capsys.readouterr().err
+    kinds = ("all weights stayed on the device", "break-even batch", "nothing moved")
+    assert [kind for kind in kinds if kind in said] == [says]
+
+
 def test_a_text_ends_before_a_string_that_stops_it(model: Path, capsys: Any):
     whole = resident(model, "the square", 24)
     stop = whole[8:11]

@@ -56,15 +56,23 @@ def test_tokens_are_those_of_the_resident_model(name: str, implementation: str):
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_only_chosen_experts_move_and_hot_ones_stay(home: str):
     whole = sum(parameter.nbytes for parameter in mixture("qwen3_moe").parameters())
-    moved = []
+    expert_bytes = 3 * 32 * 24 * 4
+    moved, shares = [], []
     for budget in (480_000, 3_000_000):
         with wrapped(mixture("qwen3_moe"), device="emulated:1", home=home, device_memory=budget) as model:
             assert torch.equal(write(model), write(mixture("qwen3_moe")))
             found = runner_of(model).inference_statistics()
             assert found is not None
             moved.append(found.bytes_moved / found.num_passes)
+            experts = found.experts
+            assert experts is not None
+            assert experts.num_experts == 3 * 16
+            shares.append(experts.num_hits / experts.num_uses)
+            assert experts.num_uses - experts.num_hits == round(experts.bytes_moved / expert_bytes)
+            assert experts.hot_bytes == experts.num_hot * expert_bytes
     tight, roomy = moved
     assert roomy < tight < whole
+    assert shares[0] < shares[1]
 
 
 def test_a_host_home_takes_no_more_of_the_device_than_a_disk_home():

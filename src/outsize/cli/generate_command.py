@@ -241,11 +241,20 @@ def _summary(figures: "Figures") -> str:
             f"break-even batch {figures.break_even_batch:.0f}: with so many prompts at once computing takes as long as "
             f"moving weights at {format_rate(figures.link_bytes_per_s)}"
         )
-    elif figures.num_kept:
-        lines.append("all weights stayed on the device")
-    else:
+    elif figures.num_kept and not figures.num_streamed:
+        apart = " but experts" if figures.experts else ""
+        lines.append(
+            f"all weights{apart} stayed on the device, rows of embeddings came as they were asked for"
+        )
+    elif not figures.num_streamed:
         lines.append(
             "weights were used where they rest, in host memory, and nothing moved: --device-memory bounds what is held "
             "beside them; --home disk streams them"
+        )
+    if (experts := figures.experts) is not None:
+        lines.append(
+            f"experts: {experts.num_hits} of {experts.num_uses} were on the device when a layer asked for them, "
+            f"{format_bytes(experts.bytes_moved)} came up; {experts.num_hot} hot ones of {experts.num_experts} stay, "
+            f"{format_bytes(experts.hot_bytes)}"
         )
     return "\n".join(lines)

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,34 @@ class Experts:
     module: nn.Module
     choice: str
     tensors: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStatistics:
+    """How experts came up that are fetched one by one.
+
+    Attributes:
+        num_experts: of all layers.
+        num_uses: of an expert in a call of its layer, by however many tokens.
+        num_hits: of them, those that found it on the device.
+        bytes_moved: of those that did not.
+        num_hot: experts that are on the device now.
+        hot_bytes: of them.
+    """
+
+    num_experts: int
+    num_uses: int
+    num_hits: int
+    bytes_moved: int
+    num_hot: int
+    hot_bytes: int
+
+    def since(self, earlier: "ExpertStatistics | None") -> "ExpertStatistics":
+        """Return what came after earlier statistics."""
+        if earlier is None:
+            return self
+        counts = ("num_uses", "num_hits", "bytes_moved")
+        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counts})
 
 
 def find_experts(split: Split) -> list[Experts]:
@@ -107,7 +135,7 @@ class ExpertCache:
         self._rows: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._count: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], int] = {}
-        self._calls = 0
+        self._calls = self._uses = self._hits = self._bytes_moved = 0
         self._decay = 0.5 ** (1.0 / (HALF_LIFE * max(len(experts), 1)))
         self.room_bytes = self.held_bytes = 0
         for one in experts:
@@ -129,6 +157,19 @@ class ExpertCache:
                     one.module.forward = real
                 else:
                     del one.module.forward
+
+    def statistics(self) -> ExpertStatistics | None:
+        """Return counts since the model was opened; None where no expert is fetched."""
+        if not self._experts:
+            return None
+        return ExpertStatistics(
+            num_experts=sum(cast(Any, one.module).num_experts for one in self._experts),
+            num_uses=self._uses,
+            num_hits=self._hits,
+            bytes_moved=self._bytes_moved,
+            num_hot=len(self._rows),
+            hot_bytes=self.held_bytes,
+        )
 
     def shrink(self, room_bytes: int) -> None:
         """Keep no more than ``room_bytes`` from now on."""
@@ -161,15 +202,19 @@ class ExpertCache:
     def _fetch(self, number: int, experts: Experts, needed: list[int]) -> list[dict[str, Tensor]]:
         self._calls += 1
         fetched = []
+        self._uses += len(needed)
         for expert in needed:
             key = (number, expert)
+            self._hits += key in self._rows
             if key not in self._rows:
                 with ordinary():
                     self._rows[key] = {
                         name: self._source.rows(experts.unit, tensor, torch.tensor([expert]))
                         for name, tensor in experts.tensors.items()
                     }
-                self.held_bytes += sum(row.nbytes for row in self._rows[key].values())
+                num_bytes = sum(row.nbytes for row in self._rows[key].values())
+                self.held_bytes += num_bytes
+                self._bytes_moved += num_bytes
             self._count[key] = self._worth(key) + 1.0
             self._last[key] = self._calls
             fetched.append(self._rows[key])

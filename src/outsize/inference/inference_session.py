@@ -12,8 +12,7 @@ pass on, the rest of the model and the cache of keys and values counted; as the 
 after the other. A later pass that is larger than any before holds what is left beside an estimate, or nothing but slots
 where that leaves nothing; only what was measured is a reason to refuse it, after the first unit that takes too much.
 And before the first token is chosen, the cache of all tokens to come has to have a place.
-A byte of weights and a byte of cache are both read once per token, so it makes no difference to the link which of them
-stays; and a unit gives way without anything to write back.
+A byte of weights and one of cache are both read once per token: either may stay, and a unit is not written back.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from outsize.errors import InfeasiblePlanError
-from outsize.inference.experts import ExpertCache, find_experts, without
+from outsize.inference.experts import ExpertCache, ExpertStatistics, find_experts, without
 from outsize.inference.kv_cache import (
     ForwardExtent,
     Growth,
@@ -70,6 +69,7 @@ class InferenceStatistics:
         workspace_bytes: most that a forward took beside weights and cache.
         cache_bytes: keys and values, as of the last pass.
         cache_bytes_moved: of them, between device and host, where a cache rests on the host.
+        experts: those that are fetched one by one; None where there are none.
     """
 
     num_passes: int
@@ -82,6 +82,7 @@ class InferenceStatistics:
     workspace_bytes: int
     cache_bytes: int
     cache_bytes_moved: int
+    experts: ExpertStatistics | None
 
 
 class _NoGradients:
@@ -168,8 +169,7 @@ class InferenceSession:
         """Have the model's own forward compute here while the context lasts.
 
         Args:
-            growth: how far a generation goes on, whose cache has to have room before its first token; None where
-                nobody knows.
+            growth: how far a generation goes on, whose cache has to have room before its first token, if known.
         """
         self._depth += 1
         if self._depth == 1:
@@ -201,6 +201,7 @@ class InferenceSession:
             workspace_bytes=self._workspace.known_bytes,
             cache_bytes=self._cache_bytes,
             cache_bytes_moved=self._cache_moved,
+            experts=self._experts.statistics(),
         )
 
     def close(self) -> None:
@@ -228,11 +229,10 @@ class InferenceSession:
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether forwards may hold so many bytes, keys and values too, beside the slots of units and one forward."""
-        try:
+        with contextlib.suppress(InfeasiblePlanError):
             self._plan_beside(num_bytes)
-        except InfeasiblePlanError:
-            return False
-        return not self._hosted
+            return not self._hosted
+        return False
 
     def _plan_beside(self, num_bytes: int) -> Scan:
         room = self._room_bytes - self._workspace.known_bytes - num_bytes

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError
+from outsize.inference.experts import ExpertStatistics
 from outsize.inference.waves import LoadHiding
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.generations import positions_of
@@ -72,6 +73,7 @@ class ScoringFigures:
         bytes_moved: weights that came up.
         stall_s: seconds that computing waited for them.
         wave_tokens: of the largest wave.
+        experts: those that are fetched one by one, since the model was opened; None where there are none.
     """
 
     num_texts: int = 0
@@ -82,6 +84,7 @@ class ScoringFigures:
     bytes_moved: int = 0
     stall_s: float = 0.0
     wave_tokens: int = 0
+    experts: ExpertStatistics | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -183,6 +186,7 @@ class _Pace:
         figures.num_waves += 1
         figures.seconds += took
         if after is not None:
+            figures.experts = after.experts
             figures.bytes_moved += after.bytes_moved - (before.bytes_moved if before else 0)
             figures.stall_s += after.stall_s - (before.stall_s if before else 0.0)
         figures.wave_tokens = max(figures.wave_tokens, num_tokens)

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from outsize.errors import DataError, ModelError
+from outsize.inference.experts import ExpertStatistics
 from outsize.inference.inference_session import InferenceStatistics
 from outsize.planner.search.forward_plan import break_even_batch
 from outsize.wrapped.module import runner_of
@@ -40,6 +41,7 @@ class Figures:
         num_streamed: units that did not.
         cache_bytes: keys and values at the end of the last batch.
         most_rows: texts that were written at once, at most.
+        experts: those that are fetched one by one; None where there are none.
     """
 
     num_prompts: int
@@ -55,6 +57,7 @@ class Figures:
     num_streamed: int
     cache_bytes: int
     most_rows: int
+    experts: ExpertStatistics | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,4 +320,5 @@ def _figures(
         num_streamed=after.num_streamed if after else 0,
         cache_bytes=after.cache_bytes if after else 0,
         most_rows=most_rows,
+        experts=after.experts.since(before.experts if before else None) if after and after.experts else None,
     )
