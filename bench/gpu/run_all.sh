@@ -4,7 +4,7 @@
 # and what is under way is interrupted: it tells what it has by then, and all else lies in RESULTS already.
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
-#   bench/gpu/run_all.sh tests verify    # or some of: tests verify step probe families accelerator
+#   bench/gpu/run_all.sh tests verify    # or some of: tests decode verify step probe families accelerator
 #   DEVICE=emulated:1 bench/gpu/run_all.sh   # that it runs, on a machine without a GPU
 #
 # PYTHON names the interpreter. Packages that it lacks are installed into a virtual environment beside the checkout,
@@ -82,6 +82,13 @@ run_step() {
         "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" --label expandable --steps 3 "${tiny[@]}"
 }
 
+run_decode() {
+    local few=(--device cuda)
+    [[ $DEVICE == cuda ]] || few=(--device cpu --numel 1000000)
+    part decode 60 bash -o pipefail -c '"$@" | tee "$0"' "$RESULTS/gpu_decode.json" \
+        "$PYTHON" bench/gpu/bench_decode.py "${few[@]}"
+}
+
 run_probe() {
     part probe 200 "$PYTHON" -m outsize probe --full --output "$RESULTS/gpu_machine.json"
     part "probe beside the vendor" 60 "$PYTHON" bench/bench_interconnect.py --machine "$RESULTS/gpu_machine.json" \
@@ -89,7 +96,7 @@ run_probe() {
     part "ways of feeding" 120 "$PYTHON" bench/bench_feed.py --output "$RESULTS/gpu_feed.json"
 }
 
-for name in "${@:-tests verify step probe families accelerator}"; do
+for name in "${@:-tests decode verify step probe families accelerator}"; do
     for each in $name; do "run_$each"; done
 done
 if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi

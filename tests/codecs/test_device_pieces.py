@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.codecs import blockwise, nf4
+from outsize.codecs import blockwise, frozen
 from outsize.codecs.codec import open_codec
 from outsize.runtime.ops import gradient_ops
 from outsize.testing.device_contract import encode, normal
@@ -68,12 +68,12 @@ def test_large_pieces_have_the_bits_of_small_ones(name: str, finite: bool, monke
     source = normal(3 * 2**18 + 4097, torch.float32)
     if not finite:
         source[[5, 2**18 + 9, 3 * 2**18 + 4000]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    for module in (nf4, blockwise):
+    for module in (frozen, blockwise):
         monkeypatch.setattr(module, "native_serves", lambda *_: False)
     found = []
     for large in (False, True):
         if large:
-            for module in (nf4, blockwise):
+            for module in (frozen, blockwise):
                 monkeypatch.setattr(module, "pieces_on", lambda device, on_host: 2**24)
         codec = open_codec(name)
         encoded = encode(codec, source)

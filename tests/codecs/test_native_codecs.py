@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize import native
-from outsize.codecs import blockwise, nf4, window_layout
+from outsize.codecs import blockwise, frozen, window_layout
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.window import decode_window, encode_window, join_halves, split_halves
@@ -34,7 +34,7 @@ def level(request):
 def by_torch(codec, source, monkeypatch):
     """Encoding and decoded elements of the torch form."""
     with monkeypatch.context() as patch:
-        for module in (blockwise, nf4):
+        for module in (blockwise, frozen):
             patch.setattr(module, "native_serves", lambda *_: False)
         encoded = encode(codec, source)
         decoded = torch.empty_like(source)

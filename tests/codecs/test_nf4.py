@@ -5,7 +5,7 @@ import torch
 
 from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_spec import NF4_LEVELS, codec_spec
-from outsize.codecs.nf4 import NF4Codec
+from outsize.codecs.frozen import NF4Codec
 from outsize.testing.device_contract import CodecContract, encode, normal
 
 NAMES = ["nf4", "nf4-double"]
@@ -70,7 +70,7 @@ def test_zeros_and_what_is_not_finite(name: str):
 def test_blocks_do_not_depend_on_pieces(name: str, monkeypatch: pytest.MonkeyPatch):
     source = normal(64 * 1000 + 7, torch.bfloat16)
     whole = decoded(name, source)
-    monkeypatch.setattr("outsize.codecs.nf4._PIECE_BLOCKS", 3)
+    monkeypatch.setattr("outsize.codecs.frozen._PIECE_BLOCKS", 3)
     assert torch.equal(decoded(name, source), whole)
 
 

@@ -11,7 +11,7 @@ scales are rounded up and zero points down, so that no element is cut off. What 
 
 An encoding is the integers of all groups, then their scales, then their zero points. A last group that is shorter is
 filled up with its last element. Integers of 4 bits lie two to a byte, the first in the lower half. All of it is torch,
-in pieces that stay in a cache; on the host, where its kernels are built, C does the same.
+in pieces that stay in a cache; on the host, where its kernels are built, C does the same, on a GPU Triton where it is.
 """
 
 import ctypes
@@ -19,12 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec import Codec, pieces_on
+from outsize.codecs.codec import Codec, OnDevice, device_kernels, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -102,7 +103,7 @@ def _grid(grid: "Grid", factor: float, dtype: torch.dtype) -> _Grid:
 PIECE_ELEMENTS = 2**18
 LEAST_SCALE = 2.0**-126
 # Multipliers of splitmix64, to spread seeds and pieces over the table of noise.
-_SPREAD_SEED, _SPREAD_PIECE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+_SPREAD_SEED, SPREAD_PIECE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class BlockwiseCodec(Codec):
         self.grid = Grid(bits, symmetric, spec.group)
         self._stochastic = stochastic
         self._seed = seed
-        self._noise: dict[torch.device, Tensor] = {}
+        self._noise = OnDevice(_noise() if stochastic else torch.empty(0))
 
     def seeded(self, seed: int) -> "BlockwiseCodec":
         """Return the same codec with chances of its own; what it writes follows from seed and source."""
@@ -168,6 +169,10 @@ class BlockwiseCodec(Codec):
         sections = Sections(self.grid, source.numel(), into)
         if native_serves(source, into):
             native_encode(self.grid, self._scale_of_spread, sections, source, self._places(source))
+            return sections.num_bytes
+        if (kernels := device_kernels(source.device.type)) is not None:
+            chances = (self._noise.on(source.device), self._seed * _SPREAD_SEED) if self._stochastic else None
+            kernels.encode_blockwise(self.grid, self._scale_of_spread, sections, source, chances)
             return sections.num_bytes
         step = pieces_on(source.device, PIECE_ELEMENTS)
         values = torch.empty(min(step, sections.padded), dtype=torch.float32, device=source.device)
@@ -240,11 +245,8 @@ class BlockwiseCodec(Codec):
             num_pieces, rest = divmod(numel, PIECE_ELEMENTS)
             sizes = [PIECE_ELEMENTS] * num_pieces + [rest] * bool(rest)
             return torch.cat([self._chances(piece + i, size, device) for i, size in enumerate(sizes)])
-        if device not in self._noise:
-            generator = torch.Generator().manual_seed(0)
-            self._noise[device] = torch.rand(2 * PIECE_ELEMENTS, generator=generator).to(device)
-        start = ((self._seed * _SPREAD_SEED + piece * _SPREAD_PIECE) >> 40) % PIECE_ELEMENTS
-        return self._noise[device][start : start + numel]
+        start = ((self._seed * _SPREAD_SEED + piece * SPREAD_PIECE) >> 40) % PIECE_ELEMENTS
+        return self._noise.on(device)[start : start + numel]
 
     def _places(self, source: Tensor) -> list[Tensor]:
         """Return the chances of each piece of ``source``; none where it is rounded to the nearest."""
@@ -258,6 +260,15 @@ class BlockwiseCodec(Codec):
         if native_serves(into, encoded):
             native_decode(self.grid, sections, into)
             return
+        if (kernels := device_kernels(into.device.type)) is not None:
+            kernels.decode_blockwise(self.grid, sections, into)
+            return
+        if self.grid.symmetric and self.grid.bits == 8:  # every dtype holds its integers: no memory is taken
+            step = into.numel() if into.device.type != "cpu" else PIECE_ELEMENTS
+            for extent, groups in whole_groups(into.numel(), self.grid.group, step):
+                part = into[extent].copy_(sections.codes.view(torch.int8).view(-1)[extent])
+                part.view(groups.stop - groups.start, -1).mul_(sections.scales[groups, None])
+            return
         step = pieces_on(into.device, PIECE_ELEMENTS)
         values = torch.empty(min(step, sections.padded), dtype=torch.float32, device=into.device)
         for first, last in sections.pieces(step):
@@ -268,6 +279,18 @@ class BlockwiseCodec(Codec):
                 y += sections.zeros[first:last].float()[:, None]
             elements = into[first * self.grid.group : last * self.grid.group]
             elements.copy_(y.view(-1)[: elements.numel()])
+
+
+def _noise() -> Tensor:
+    """Return the table that roundings by chance read, the same one everywhere."""
+    return torch.rand(2 * PIECE_ELEMENTS, generator=torch.Generator().manual_seed(0))
+
+
+def whole_groups(numel: int, group: int, step: int) -> Iterator[tuple[slice, slice]]:
+    """Yield elements and their groups: ``step`` elements of whole groups at a time, then those of a shorter group."""
+    end = numel - numel % group
+    for start, stop in pairwise(sorted({*range(0, end, step), end, numel})):
+        yield slice(start, stop), slice(start // group, -(-stop // group))
 
 
 class Sections:

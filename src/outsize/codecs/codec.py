@@ -9,10 +9,13 @@ What codecs make of given tensors: ratio beside its bound, rates of one core, er
 
 import ctypes
 import importlib
+import importlib.util
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,16 +24,51 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outsize import native
 from outsize.codecs.codec_spec import SPECS, CodecSpec, codec_spec
 from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS
 from outsize.errors import CodecError
 
+# As torch calls devices of NVIDIA and AMD, and of Intel.
+TRITON_KINDS = ("cuda", "xpu")
 DTYPE_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def pieces_on(device: torch.device, on_host: int) -> int:
     """Return the elements of a piece: so many on the host, where one stays in a cache, and more elsewhere."""
     return on_host if device.type == "cpu" else DEVICE_PIECE_ELEMENTS
+
+
+@cache
+def device_kernels(kind: str) -> Any:
+    """Return `outsize.codecs.device_kernels` for devices of a kind that Triton serves; None where torch does its work.
+
+    One is compiled first: Triton needs a C compiler on this machine. Of a kind that has Triton and cannot use it, it is
+    said why.
+    """
+    if kind not in TRITON_KINDS or importlib.util.find_spec("triton") is None or native.turned_off():
+        return None
+    try:
+        kernels = importlib.import_module("outsize.codecs.device_kernels")
+        kernels.compile_one(torch.device(kind))
+    except Exception as error:  # whatever Triton, its compiler or the driver raise
+        warnings.warn(f"on {kind} codecs run op by op, since Triton fails there: {error}", stacklevel=2)
+        return None
+    return kernels
+
+
+class OnDevice:
+    """A small constant tensor, copied once to each device that asks for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copies = {tensor.device: tensor}
+        self._tensor = tensor
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return it there."""
+        if device not in self._copies:
+            self._copies[device] = self._tensor.to(device)
+        return self._copies[device]
 
 
 class Codec(ABC):

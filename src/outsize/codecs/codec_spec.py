@@ -210,7 +210,7 @@ BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4
 FP8_GROUP = 128
 FP8 = replace(
     _blockwise("fp8", FP8_GROUP, 8, 2 * 448 // 32, uses=("rest",)),
-    opens="outsize.codecs.fp8.FP8Codec",
+    opens="outsize.codecs.frozen.FP8Codec",
     options={},
     encode_bytes_per_s=1e9,
     decode_bytes_per_s=2.5e9,
@@ -253,7 +253,7 @@ def _nf4_double_bytes(numel: int, dtype: str) -> int:
 
 NF4 = CodecSpec(
     name="nf4",
-    opens="outsize.codecs.nf4.NF4Codec",
+    opens="outsize.codecs.frozen.NF4Codec",
     uses=frozenset({"rest"}),
     lossless=False,
     fixed_rate=True,
@@ -266,7 +266,7 @@ NF4 = CodecSpec(
 )
 NF4_DOUBLE = CodecSpec(
     name="nf4-double",
-    opens="outsize.codecs.nf4.NF4Codec",
+    opens="outsize.codecs.frozen.NF4Codec",
     options={"double": True},
     uses=frozenset({"rest"}),
     lossless=False,

@@ -4,8 +4,8 @@ fp32 is taken apart: its upper half is a bf16, which is encoded, and its lower h
 front of the encoding. All three write the same bytes. What the kernels find to be no encoding is left to NumPy, which
 says what is wrong with it.
 
-In torch nothing waits for the device: what must be known beforehand follows from the length of the encoding. Under
-``torch.compile`` the masks and shifts become one kernel.
+On a GPU that has Triton, one kernel decodes. In torch nothing waits for the device: what must be known beforehand
+follows from the length of the encoding. Under ``torch.compile`` the masks and shifts become one kernel.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outsize import native
 from outsize.codecs import window_layout
-from outsize.codecs.codec import Codec, host_bytes
+from outsize.codecs.codec import Codec, device_kernels, host_bytes
 from outsize.codecs.codec_spec import CodecSpec
 from outsize.codecs.window_layout import (
     BLOCK_ELEMENTS,
@@ -42,9 +42,7 @@ def decode_window_torch(layout: WindowLayout, encoded: Tensor, numel: int) -> Te
     if encoded.numel() == 2 * numel:
         return encoded.view(torch.int16)
     sections = WindowSections(layout, numel)
-    num_exceptions = sections.num_exceptions(encoded.numel())
-    if not 0 <= num_exceptions <= numel:
-        raise ValueError(f"{encoded.numel()} bytes hold no {numel} elements")
+    num_exceptions = sections.check(encoded.numel())
     words = encoded[: sections.num_bytes(num_exceptions) - sections.num_bases].view(torch.int16)
     bases = encoded[-sections.num_bases :].to(torch.int16) << layout.mantissa_bits
     hosts = layout.num_hosts
@@ -206,8 +204,8 @@ def _sections(layout: WindowLayout, numel: int) -> _Sections:
 class WindowCodec(Codec):
     """Exponents in a window per block, everything else as it is.
 
-    Encodes on the host. Decodes where the bytes lie: by a kernel or NumPy on the host, in torch elsewhere, without a
-    synchronisation.
+    Encodes on the host. Decodes where the bytes lie: by a kernel or NumPy on the host, by a kernel or in torch
+    elsewhere, without a synchronisation.
 
     Args:
         spec: see `outsize.codecs.codec_spec.LOSSLESS4` and ``LOSSLESS3``.
@@ -232,6 +230,8 @@ class WindowCodec(Codec):
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         lower_bytes = 2 * into.numel() if into.dtype is torch.float32 else 0
         try:
+            if self._by_kernel(encoded, into):
+                return
             upper = self._decode_words(self._layout(into.dtype), encoded[lower_bytes:], into)
         except ValueError as error:
             raise CodecError(
@@ -246,6 +246,19 @@ class WindowCodec(Codec):
         halves = into.view(torch.int16)
         halves[::2] = encoded[:lower_bytes].view(torch.int16)
         halves[1::2] = upper
+
+    def _by_kernel(self, encoded: Tensor, into: Tensor) -> bool:
+        """Fill ``into`` by one kernel, where there is one on its device and the encoding is shorter than elements."""
+        kernels = device_kernels(into.device.type)
+        if kernels is None or encoded.numel() == into.nbytes:
+            return False
+        layout, lower = self._layout(into.dtype), None
+        if into.dtype is torch.float32:
+            lower, encoded = encoded[: into.nbytes // 2].view(torch.int16), encoded[into.nbytes // 2 :]
+        sections = WindowSections(layout, into.numel())
+        sections.check(encoded.numel())
+        kernels.decode_window(layout, sections, encoded, lower, into)
+        return True
 
     def _decode_words(self, layout: WindowLayout, encoded: Tensor, into: Tensor) -> Tensor:
         """Return the words of a 16-bit encoding, int16 [into.numel()]; in ``into`` itself where they fit."""

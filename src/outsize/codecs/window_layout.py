@@ -191,6 +191,17 @@ class WindowSections:
         words, odd = divmod(num_bytes - self.num_bases, 2)
         return -1 if odd else words - self.exceptions_start
 
+    def check(self, num_bytes: int) -> int:
+        """Return the exceptions in an encoding of that many bytes.
+
+        Raises:
+            ValueError: it cannot be one.
+        """
+        count = self.num_exceptions(num_bytes)
+        if not 0 <= count <= self.numel:
+            raise ValueError(f"{num_bytes} bytes hold no {self.numel} elements")
+        return count
+
 
 Words: TypeAlias = NDArray[np.uint16]
 
@@ -233,9 +244,7 @@ def decode_window(layout: WindowLayout, encoded: NDArray[np.uint8], into: Words)
         into.view(np.uint8)[:] = encoded
         return
     sections = WindowSections(layout, into.size)
-    num_exceptions = sections.num_exceptions(encoded.size)
-    if not 0 <= num_exceptions <= into.size:
-        raise ValueError(f"{encoded.size} bytes hold no {into.size} elements")
+    num_exceptions = sections.check(encoded.size)
     words = encoded[: encoded.size // 2 * 2].view(np.uint16)
     counts = words[sections.counts_start : sections.exceptions_start]
     if int(counts.sum(dtype=np.int64)) != num_exceptions:

@@ -3,6 +3,6 @@
 Whatever they do is done in torch ops elsewhere, bit for bit the same, so nothing depends on them but time.
 """
 
-from outsize.native.library import available, call, level, reason, use_level
+from outsize.native.library import available, call, level, reason, turned_off, use_level
 
-__all__ = ["available", "call", "level", "reason", "use_level"]
+__all__ = ["available", "call", "level", "reason", "turned_off", "use_level"]

@@ -52,6 +52,11 @@ def call(name: str, *arguments: Any) -> int:
     return int(getattr(loaded.handle, f"outsize_{name}")(*arguments))
 
 
+def turned_off() -> bool:
+    """Return whether the environment turns kernels off."""
+    return os.environ.get(VARIABLE, "").strip().lower() in ("0", "off", "false", "no")
+
+
 def level() -> str:
     """Return the instruction set in use: ``plain``, ``avx2`` or ``avx512``.
 
@@ -77,7 +82,7 @@ def use_level(wanted: str) -> str:
 
 @cache
 def _load() -> _Loaded:
-    if os.environ.get(VARIABLE, "").strip().lower() in ("0", "off", "false", "no"):
+    if turned_off():
         return _Loaded(None, f"turned off by {VARIABLE}={os.environ[VARIABLE]}")
     return open_library(LIBRARY)
 
