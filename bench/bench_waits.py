@@ -88,7 +88,6 @@ NEAR = {
         f"{EQUAL}::test_a_wrapped_model_waits_for_inputs_that_are_on_their_way",
         "tests/gpu/test_wrap.py::test_losses_and_gradients_on_a_gpu[3-host]",
     ),
-    "runtime/ops/handover": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
     "runtime/ops/co": (f"{EQUAL}::test_the_set_of_the_seeds[two devices, encoded]",),
     "runtime/ops": (
         f"{CUDA}::test_whatever_becomes_of_activations[offload-host]",
@@ -137,8 +136,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("runtime/engine/executor.py", "timed.ended.query()"): CLOCK,
     ("runtime/engine/executor.py", "begun = time.perf_counter(), self._device.record(lane)"): CLOCK,
     ("inference/loader.py", "self._waits[0][1].query()"): CLOCK,
-    ("runtime/trial/unit_clock.py", "torch.accelerator.synchronize(self._device)"): CLOCK,
-    ("session/decide/lane_rates.py", "torch.accelerator.synchronize(device)"): CLOCK,
+    ("accelerators.py", "torch.accelerator.synchronize(device)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(source)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(target)"): CLOCK,
 }

@@ -38,6 +38,20 @@ def test_layers_put_outputs_into_the_collector():
     assert seen == [True]
 
 
+def test_hooks_that_record_outputs_are_there_before_a_call():
+    model = zoo.build("mixtral").eval()
+
+    def num_hooks() -> int:
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    assert not num_hooks()
+    transformers_private.put_output_hooks(model)
+    put = num_hooks()
+    assert put
+    model(torch.ones(1, 3, dtype=torch.long), output_router_logits=True)
+    assert num_hooks() == put
+
+
 def test_a_tokenizer_with_code_of_its_own_is_told():
     class Own(transformers.PreTrainedTokenizerFast):
         def _encode_plus(self, *args, **kwargs):

@@ -150,6 +150,39 @@ def test_hooks_on_gradients_are_seen(register: str):
     assert not torch_private.has_gradient_hooks(parameter)
     with getattr(parameter, register)(lambda _: None):
         assert torch_private.has_gradient_hooks(parameter)
+        assert [len(hooks) for hooks in torch_private.gradient_hooks(parameter)] == [
+            register == "register_hook",
+            register != "register_hook",
+        ]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_shared_and_go_by_one_handle(register: str):
+    parameter, other, ran = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), []
+    handle = getattr(parameter, register)(lambda _: ran.append(register))
+    torch_private.share_gradient_hooks(parameter, other)
+    other.sum().backward()
+    handle.remove()
+    other.sum().backward()
+    assert ran == [register]
+
+
+def test_memory_of_tensors_is_told():
+    seen = []
+    torch.vmap(lambda each: seen.append(torch_private.has_memory(each)) or each)(torch.ones(2, 2))
+    assert seen == [False]
+    assert torch_private.has_memory(torch.ones(2))
+    assert not torch_private.has_memory(torch.ones(2).to_sparse())
+
+
+def test_a_weak_storage_keeps_its_key_and_no_byte():
+    storage = torch.ones(1000).untyped_storage()
+    key, weak = torch_private.storage_key(storage), torch_private.weak_storage(storage)
+    assert not weak.expired()
+    del storage
+    assert weak.expired()
+    others = [torch.ones(1000).untyped_storage() for _ in range(50)]
+    assert key not in map(torch_private.storage_key, others)
 
 
 def test_a_dtype_is_read_from_the_arguments_of_to():

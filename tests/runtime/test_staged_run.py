@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outsize.errors import ModelError
 from outsize.model.split import split
 from outsize.model.walk import Boundaries, UnitCall
 from outsize.runtime.forward.saved_tensors import bytes_of
-from outsize.runtime.forward.staged_run import StagedRun
+from outsize.runtime.forward.staged_run import StagedRun, saved_things_here
 from outsize.runtime.forward.unit_visit import UnitVisit, visit_of
 from runtime.oddities import Sparse, batch
 
@@ -127,3 +128,12 @@ def test_what_all_units_share_crosses_once_for_each_worker(world: World):
     assert all(leaf.device.type == "meta" for leaf in first.leaves)
     assert all(a is b for a, b in zip(first.leaves, second.leaves, strict=True))
     assert len(world.run._copies) == 3
+
+
+def test_only_memory_that_has_been_given_away_is_a_reason_for_one_device():
+    given_away = torch.ones(4, 4)
+    given_away.untyped_storage().resize_(0)
+    with pytest.raises(ModelError, match="use one device"), saved_things_here():
+        given_away @ torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="peer memory"), saved_things_here():
+        raise RuntimeError("peer memory is not allocated")

@@ -35,12 +35,10 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def output_collector() -> Any:
-    """Return the context variable with the lists that layers put outputs in; None in versions that record otherwise."""
-    try:
-        from transformers.utils import output_capturing
-    except ImportError:
-        return None
-    return getattr(output_capturing, "_active_collector", None)
+    """Return the context variable with the lists that layers put outputs in."""
+    from transformers.utils import output_capturing
+
+    return output_capturing._active_collector
 
 
 # What `put_output_hooks` changes, which is no state that a forward leaves.
@@ -49,11 +47,8 @@ OUTPUT_HOOKS = ("._output_capturing_hooks_installed", "._forward_hooks", "._forw
 
 def put_output_hooks(model: nn.Module) -> None:
     """Give models inside ``model`` the hooks that record outputs of layers, before a call asks for any."""
-    try:
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:
-        return
     from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -156,8 +156,7 @@ Found = dict[str, list[Any]]
 
 def wanted() -> tuple[str, ...]:
     """What the forward under way in this context wants recorded inside units; empty for nothing."""
-    collector = output_collector()
-    lists = collector.get() if collector is not None else None
+    lists = output_collector().get()
     return tuple(key for key in lists or () if key not in _OF_UNITS)
 
 

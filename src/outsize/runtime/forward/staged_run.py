@@ -222,22 +222,24 @@ class StagedRun(MicrobatchRun):
 
     def backward(self, unit: int, forward: Forward) -> None:
         """See `MicrobatchRun.backward`."""
-        with _saved_things_here():
+        with saved_things_here():
             super().backward(unit, forward)
 
     def backward_from(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """See `MicrobatchRun.backward_from`."""
-        with _saved_things_here():
+        with saved_things_here():
             super().backward_from(edges, gradients)
 
 
 @contextmanager
-def _saved_things_here() -> Iterator[None]:
+def saved_things_here() -> Iterator[None]:
     """Say what is wrong where outer code goes backward from memory that is elsewhere."""
     try:
         yield
     except RuntimeError as error:
-        if "not allocated" not in str(error):
+        if "its data is not allocated yet" not in str(
+            error
+        ):  # torch's words for memory that has been given away
             raise
         raise ModelError(
             "code between the layers has saved for its backward what a layer was given, in a way that a trial of the "
