@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from typing import Any, cast
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_memory_of_tensors_is_told():
 
 def test_a_weak_storage_keeps_its_key_and_no_byte():
     storage = torch.ones(1000).untyped_storage()
-    key, weak = torch_private.storage_key(storage), torch_private.weak_storage(storage)
+    key, weak = torch_private.storage_key(storage), cast(Any, torch_private.weak_storage(storage))
     assert not weak.expired()
     del storage
     assert weak.expired()
