@@ -186,9 +186,26 @@ def test_a_weak_storage_keeps_its_key_and_no_byte():
     assert key not in map(torch_private.storage_key, others)
 
 
-def test_a_dtype_is_read_from_the_arguments_of_to():
-    assert torch_private.dtype_to_move_to("cpu", torch.bfloat16) is torch.bfloat16
-    assert torch_private.dtype_to_move_to("cpu") is None
+def test_a_place_is_read_from_the_arguments_of_to():
+    assert torch_private.place_to_move_to("cpu", torch.bfloat16) == (torch.device("cpu"), torch.bfloat16)
+    assert torch_private.place_to_move_to(torch.float16) == (None, torch.float16)
+
+
+def test_what_was_compiled_in_place_is_seen():
+    module = torch.nn.Linear(2, 2)
+    assert not torch_private.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert torch_private.is_compiled_in_place(module)
+
+
+def test_what_waits_for_a_gradient_is_seen():
+    leaf = torch.ones(2, requires_grad=True)
+    result = leaf * 2
+    assert not torch_private.wants_gradient(result)
+    result.retain_grad()
+    assert torch_private.wants_gradient(result)
+    torch.autograd.graph.register_multi_grad_hook([leaf], lambda _: None)
+    assert all(map(torch_private.waits_for_others, torch_private.gradient_hooks(leaf)[0]))
 
 
 def test_operations_that_this_torch_has_not_are_left_out():

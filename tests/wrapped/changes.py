@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from accelerate import cpu_offload
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import outsize
+from outsize.wrapped.module import is_wrapped
 
 HOMES: dict[str, dict[str, str]] = {
     "host": {"home": "host"},
@@ -559,6 +562,72 @@ def _(loop: Loop) -> None:
     loop.model.to(torch.bfloat16)
 
 
+@row("float()")
+def _(loop: Loop) -> None:
+    loop.model.float()
+
+
+@row("to(meta)", all="keeps its weights")
+def _(loop: Loop) -> None:
+    loop.model.to("meta")
+
+
+@row("_apply of what changes values", alone="")
+def _(loop: Loop) -> None:
+    loop.model._apply(lambda t: t * 0.5 if t.is_floating_point() else t)
+
+
+@row("share_memory()", all="keeps its memory")
+def _(loop: Loop) -> None:
+    loop.model.share_memory()
+
+
+@row("share_memory_() of one", all="other memory than its home's|no bytes to share")
+def _(loop: Loop) -> None:
+    loop.head.share_memory_()
+
+
+@row("copies of the model inside, called")
+def _(loop: Loop) -> list[Tensor]:
+    inner, ids = loop.model.model, loop.batch["input_ids"]
+    copies = (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner)))
+    return [copied(input_ids=ids).last_hidden_state for copied in copies]
+
+
+@row("layers exchanged", all="call each of their units once per forward, in order")
+def _(loop: Loop) -> None:
+    layers = loop.model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+@row("a layer taken out", all="replaced")
+def _(loop: Loop) -> None:
+    del loop.model.model.layers[1]
+
+
+@row("cpu_offload of accelerate", all="replaced")
+def _(loop: Loop) -> None:
+    cpu_offload(loop.model, torch.device("cpu"))
+
+
+@row("spectral_norm, as hooks had it", all="does not stand where|replaced")
+def _(loop: Loop) -> None:
+    nn.utils.spectral_norm(loop.model.model.layers[0].mlp.up_proj)
+
+
+@row("parametrize, and remove")
+def _(loop: Loop) -> None:
+    layer = loop.model.model.layers[0].mlp.up_proj
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+
+
+@row("compile() of the model", alone="")
+def _(loop: Loop) -> None:
+    if is_wrapped(loop.model):  # plain, it runs otherwise to the last bit
+        loop.model.compile(backend="eager")
+
+
 @row("half() of a part", all="room for that shape and dtype|replaced")
 def _(loop: Loop) -> None:
     loop.model.lm_head.half()
@@ -919,6 +988,146 @@ def _(loop: Loop) -> Any:
     loop.step()
 
 
+@row("zero_grad(set_to_none=False), and a step by zeros", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    loop.step()
+    loop.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+    zeros = [p.grad.clone() for p in loop.model.parameters()]
+    loop.optimizer.step()
+    loop.backward()
+    loop.optimizer.step()
+    loop.model.zero_grad(set_to_none=False)
+    loop.step()
+    return zeros
+
+
+@row("gradients summed by hand, and put back", kind="gradients")
+def _(loop: Loop) -> None:
+    loop.backward()
+    sums = [p.grad for p in loop.model.parameters()]
+    for p in loop.model.parameters():
+        p.grad = None
+    loop.backward()
+    for p, held in zip(loop.model.parameters(), sums, strict=True):
+        p.grad.add_(held)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@gradients("detach_ and zero_ of gradients")
+def _(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        p.grad.detach_()
+        p.grad.zero_()
+
+
+@gradients("the norm of all, and gradients clipped with it")
+def _(loop: Loop) -> Tensor:
+    norm = nn.utils.get_total_norm([p.grad for p in loop.model.parameters()], foreach=True)
+    nn.utils.clip_grads_with_norm_(loop.model.parameters(), 0.1, norm)
+    return norm
+
+
+def _in_backward(loop: Loop, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> list[Tensor]:
+    optimizers = {p: make([p]) for p in loop.model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
+    losses = [loop.backward(), loop.backward()]
+    for handle in handles:
+        handle.remove()
+    return losses
+
+
+@row("an SGD for each parameter, in the backward", kind="gradients", disk="where AdamW steps")
+def _(loop: Loop) -> list[Tensor]:
+    return _in_backward(loop, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
+
+
+@row("an AdamW for each parameter, in the backward", kind="gradients", disk="another outsize.AdamW was made")
+def _(loop: Loop) -> list[Tensor]:
+    return _in_backward(loop, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))
+
+
+@row("steps in a space of few ranks, in the backward (GaLore)", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    def step(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient.dim() == 2:
+            basis = torch.linalg.svd(gradient, full_matrices=False)[0][:, :4]
+            gradient = basis @ (basis.T @ gradient)
+        parameter.data.add_(gradient, alpha=-0.05)
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(step) for p in loop.model.parameters()]
+    losses = [loop.backward(), loop.backward()]
+    for handle in handles:
+        handle.remove()
+    return losses
+
+
+@row("register_multi_grad_hook", kind="gradients", all="use register_post_accumulate_grad_hook")
+def _(loop: Loop) -> None:
+    torch.autograd.graph.register_multi_grad_hook(list(loop.model.parameters()), lambda _: None)
+    loop.step()
+
+
+@row("retain_grad of logits beside the model's loss", kind="gradients", all="call it without labels")
+def _(loop: Loop) -> Tensor:
+    output = loop.model(**loop.batch)
+    output.logits.retain_grad()
+    output.loss.backward()
+    return output.logits.grad
+
+
+@row("retain_grad of logits, and a loss of them", kind="gradients")
+def _(loop: Loop) -> Tensor:
+    inputs = {name: value for name, value in loop.batch.items() if name != "labels"}
+    logits = loop.model(**inputs).logits
+    logits.retain_grad()
+    nn.functional.cross_entropy(logits.flatten(0, 1), loop.batch["labels"].flatten()).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return logits.grad
+
+
+@row("weights looked ahead of (Lookahead)", kind="gradients")
+def _(loop: Loop) -> None:
+    slow = [p.detach().clone() for p in loop.model.parameters()]
+    loop.step()
+    loop.step()
+    for p, behind in zip(loop.model.parameters(), slow, strict=True):
+        p.data.copy_(behind.add_(p.data - behind, alpha=0.5))
+
+
+@row("inputs moved against the loss (FreeLB)", kind="gradients")
+def _(loop: Loop) -> Tensor:
+    embed, ids = loop.model.get_input_embeddings(), loop.batch["input_ids"]
+    vectors = embed(ids).detach().requires_grad_()
+    loop.model(inputs_embeds=vectors, labels=loop.batch["labels"]).loss.backward()
+    loop.model.zero_grad()
+    moved = embed(ids) + vectors.grad.sign() * 0.01
+    loss = loop.model(inputs_embeds=moved, labels=loop.batch["labels"]).loss
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loss
+
+
+@row("checkpoint around the model", kind="gradients")
+def _(loop: Loop) -> Tensor:
+    loss = checkpoint(lambda: loop.model(**loop.batch).loss, use_reentrant=False)
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loss
+
+
 # --- state of the optimizer -----------------------------------------------------------------------------------
 
 _state = {"kind": "state"}
@@ -1079,6 +1288,45 @@ def _(loop: Loop) -> Any:
     loop.backward()
     other.step()
     other.zero_grad()
+
+
+def _steps_of(loop: Loop, other: torch.optim.Optimizer) -> list[Tensor]:
+    losses = []
+    for _ in range(2):
+        losses.append(loop.backward())
+        other.step()
+        other.zero_grad()
+    return losses
+
+
+@row("torch.optim.Adafactor for two steps", kind="state", disk="where AdamW steps")
+def _(loop: Loop) -> list[Tensor]:
+    return _steps_of(loop, torch.optim.Adafactor(loop.model.parameters(), lr=0.01))
+
+
+@row("torch.optim's others, a step each", kind="state", disk="where AdamW steps")
+def _(loop: Loop) -> list[Tensor]:
+    kinds = ("Adam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "NAdam", "RAdam", "ASGD", "Adamax")
+    return [
+        loss
+        for kind in kinds
+        for loss in _steps_of(loop, getattr(torch.optim, kind)(loop.model.parameters(), lr=1e-3))
+    ]
+
+
+@row("torch.optim.LBFGS", kind="state", disk="where AdamW steps")
+def _(loop: Loop) -> Tensor:
+    other = torch.optim.LBFGS(loop.model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        other.zero_grad()
+        loss: Tensor = loop.model(**loop.batch).loss
+        loss.backward()
+        return loss
+
+    loss: Tensor = other.step(closure)
+    other.zero_grad()
+    return loss
 
 
 @row("torch.optim.AdamW(fused) for a step", kind="state", disk="another outsize.AdamW was made")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outsize
-from outsize.errors import ModelError
+from outsize.errors import ConfigError, ModelError
 from wrapped.loops import wrapped
 
 WIDTH = 16
@@ -204,3 +204,11 @@ def test_a_parameter_added_later_over_the_memory_of_another_is_refused():
         model.head.extra = nn.Parameter(model.head.weight.data)
         with pytest.raises(ModelError, match=r"head.weight and head.extra lie in one memory"):
             model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("which", ["", "layers.1", "head"])
+def test_what_was_compiled_in_place_is_refused(which: str):
+    model = Model()
+    model.get_submodule(which).compile(backend="eager")
+    with pytest.raises(ConfigError, match=f"^{which or 'Model'} was compiled in place"), wrapped(model):
+        pass

@@ -309,6 +309,11 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def wants_gradient(tensor: Tensor) -> bool:
+    """Return whether a program waits for the gradient of a result: it retains it, or has a hook on it."""
+    return bool(tensor.retains_grad or tensor._backward_hooks)
+
+
 def gradient_hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     """Return the hooks of ``parameter``: on gradients, and behind their accumulation."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -323,11 +328,22 @@ def share_gradient_hooks(parameter: nn.Parameter, other: Tensor) -> None:
         other._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
-def dtype_to_move_to(*args: Any, **kwargs: Any) -> Any:
-    """Return the dtype that arguments of `torch.nn.Module.to` ask for; None where they ask for none."""
+def place_to_move_to(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Return device and dtype that arguments of `torch.nn.Module.to` ask for; None where they ask for none."""
     import torch
 
-    return torch._C._nn._parse_to(*args, **kwargs)[1]
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called: calls of it go to what was compiled."""
+    return module._compiled_call_impl is not None
+
+
+def waits_for_others(hook: Any) -> bool:
+    """Return whether a hook on a gradient waits for those of other tensors, by `register_multi_grad_hook`."""
+    return str(getattr(hook, "__qualname__", "")).startswith("register_multi_grad_hook.")
 
 
 IsLeaf = Callable[[Any], bool]

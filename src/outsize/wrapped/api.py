@@ -15,7 +15,7 @@ from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Products
 from outsize.codecs.codec_spec import FrozenCodec
-from outsize.compat.torch_private import parameters_of
+from outsize.compat.torch_private import is_compiled_in_place, parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
@@ -348,6 +348,14 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
     check_plain(model)
+    compiled = [
+        name or type(model).__name__ for name, each in model.named_modules() if is_compiled_in_place(each)
+    ]
+    if compiled:
+        raise ConfigError(
+            f"{compiled[0]} was compiled in place (module.compile()), and what streams cannot be traced: wrap the "
+            'model as it was before, with compile="blocks"'
+        )
     late = late_warning()
     if late is not None and torch.get_num_threads() > 1:
         _log.warning(late)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.torch_private import will_run
+from outsize.compat.torch_private import wants_gradient, will_run
 from outsize.errors import ConfigError
 from outsize.wrapped.calls.batching import InputGradients
 from outsize.wrapped.outputs import Joined, Roots
@@ -32,6 +32,8 @@ class AutogradBridge:
         inputs: tensors whose gradients the caller wants as well.
     """
 
+    _backward: Backward | None = None  # of a bridge that was not made whole, which tracers leave behind
+
     def __init__(
         self,
         joined: Joined,
@@ -42,8 +44,9 @@ class AutogradBridge:
     ) -> None:
         self._joined = joined
         self._inputs = inputs
+        self._shown: list[weakref.ref[Tensor]] = []
         self._parameters = parameters
-        self._backward: Backward | None = backward
+        self._backward = backward
         self._abandon = abandon
 
     @property
@@ -60,6 +63,7 @@ class AutogradBridge:
         made = _Node.apply(anchor, self, values, *tensors) if values else ()  # type: ignore[no-untyped-call]
         self._parameters = ()
         self._inputs.let_go()
+        self._shown = [weakref.ref(tensor) for tensor in made]
         output = self._joined.build(dict(zip(positions, made, strict=True)))
         self._joined.forget_values()
         return output
@@ -69,12 +73,19 @@ class AutogradBridge:
 
         Raises:
             RuntimeError: for the second time; activations are gone after the first.
+            ConfigError: the gradient of another output is waited for.
         """
         if self._backward is None:
             raise RuntimeError(
                 "backward through a wrapped model for the second time: its activations are gone. Add the losses up "
                 "and call backward once, or run the forward again"
             )
+        for tensor, gradient in zip((each() for each in self._shown), gradients, strict=True):
+            if tensor is not None and gradient is None and wants_gradient(tensor):
+                raise ConfigError(
+                    "retain_grad() or a hook asks for the gradient of an output (logits, hidden states) from which the "
+                    "model itself took the loss: call it without labels, and take the loss of that output"
+                )
         backward, self._backward = self._backward, None
         backward(self._joined.roots(gradients))
         return self._inputs.gradients()

@@ -17,7 +17,7 @@ from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.checkpoint.saver import weight_bytes
-from outsize.compat.torch_private import dtype_to_move_to, parameters_of
+from outsize.compat.torch_private import parameters_of, place_to_move_to
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
@@ -104,9 +104,11 @@ class Wrapped(nn.Module):
         """Stay where it is: where a wrapped model computes was said to `outsize.wrap`.
 
         Raises:
-            ConfigError: another dtype is asked for.
+            ConfigError: another dtype is asked for, or to have no bytes.
         """
-        dtype = dtype_to_move_to(*args, **kwargs)
+        device, dtype = place_to_move_to(*args, **kwargs)
+        if device is not None and device.type == "meta":
+            raise ConfigError("a wrapped model keeps its weights; outsize.unwrap frees its home")
         if dtype is not None and dtype not in {p.dtype for p in runner_of(self).parameters.named.values()}:
             raise ConfigError("a wrapped model keeps its dtype; convert it before outsize.wrap")
         return self
@@ -119,14 +121,29 @@ class Wrapped(nn.Module):
         """See `to`."""
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing but say so: a call streams, and runs as it is."""
+        _log.info('model.compile() changes nothing: outsize.wrap(..., compile="blocks") compiles the blocks')
+
+    def share_memory(self) -> NoReturn:
+        """Refuse: weights and their steps are those of one process."""
+        raise ConfigError(
+            "a wrapped model keeps its memory to itself; share that of the model before outsize.wrap"
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """What a module around this one asks for: stay, see `to`."""
+        """What a module around this one asks for: stay, see `to`; a function that changes values does so at home."""
         runner = runner_of(self)
+        changes = False
         for dtype in {p.dtype for p in runner.parameters.named.values()}:
-            asked = fn(torch.empty(0, dtype=dtype))
+            sample = torch.linspace(-3, 3, 8).to(dtype)
+            asked = fn(sample)
             if asked.dtype != dtype or asked.device not in (torch.device("cpu"), runner.device):
                 raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
-        return self
+            if asked.is_shared():
+                self.share_memory()
+            changes = changes or not torch.equal(asked.cpu(), torch.linspace(-3, 3, 8).to(dtype))
+        return super()._apply(fn, recurse) if changes else self  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ModelError(

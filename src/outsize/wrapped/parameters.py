@@ -23,7 +23,9 @@ from outsize.compat.torch_private import (
     parameters_of,
     share_gradient_hooks,
     version_of,
+    waits_for_others,
 )
+from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
@@ -371,6 +373,11 @@ class HomeParameters(HomeTensors):
 def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None) -> None:
     """Run the hooks of a parameter: on a new gradient, and behind the sum with a former one."""
     hooks, behind = gradient_hooks(parameter)
+    if any(map(waits_for_others, hooks)):
+        raise ConfigError(
+            "register_multi_grad_hook waits for gradients as autograd has them, and those of a wrapped model come home "
+            "by themselves: use register_post_accumulate_grad_hook, or look at parameter.grad behind the backward"
+        )
     value = gradient.clone()
     for hook in hooks:
         changed = hook(value)

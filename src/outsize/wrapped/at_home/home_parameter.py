@@ -251,4 +251,6 @@ def alone(view: Tensor) -> Tensor:
     """Return the same bytes in a storage that holds nothing else, as whoever saves tensors expects of parameters."""
     if not view.numel():
         return torch.empty_like(view)
-    return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
+    memory = torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).untyped_storage()
+    # No view, which could not be detached in place.
+    return torch.empty(0, dtype=view.dtype).set_(memory, 0, view.shape, view.contiguous().stride())
