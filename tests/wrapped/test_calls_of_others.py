@@ -241,3 +241,40 @@ def test_a_forward_in_the_place_of_the_model_s_streams(put: Any, settings: dict[
         ids = BATCH["input_ids"]
         with torch.no_grad():
             assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_a_forward_in_the_place_of_the_model_s_runs_once():
+    """The first call tries it, and undoes what that has left on the model; from then on it runs once."""
+    seen: list[int] = []
+
+    def counting(model: nn.Module) -> Any:
+        scored = scoring(model)
+
+        def forward(self: Any, **inputs: Any) -> Any:
+            self.calls = getattr(self, "calls", 0) + 1
+            seen.append(self.calls)
+            return scored(**inputs)
+
+        return MethodType(forward, model)
+
+    with wrapped(zoo.build("llama"), home="host", device="emulated:1") as model:
+        model.forward = counting(model)
+        model(**BATCH)["loss"].backward()
+        seen.clear()
+        for _ in range(2):
+            model(**BATCH)["loss"].backward()
+        assert seen == [2, 3]
+
+
+def test_a_part_that_is_called_by_itself_is_said_once_and_computes(caplog: pytest.LogCaptureFixture):
+    plain = zoo.build("llama")
+    ids = BATCH["input_ids"]
+    with wrapped(zoo.build("llama"), home="disk") as model:
+        model(**BATCH).loss.backward()
+        assert "outside of the model's own forward" not in caplog.text
+        for each in (plain, model):
+            each.zero_grad()
+            for _ in range(2):
+                each.model(input_ids=ids).last_hidden_state.square().mean().backward()
+        assert_equal(gradients(model), gradients(plain))
+    assert caplog.text.count("model.embed_tokens was called outside of the model's own forward") == 1

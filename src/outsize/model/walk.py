@@ -235,6 +235,7 @@ class Boundaries:
 
     Attributes:
         reals: the units' own forwards.
+        on_unstreamed: called once with a unit that is called outside of all these, where its gradients may be wanted.
         forwards: the same, which collect what is recorded inside units; see `recording`.
     """
 
@@ -242,6 +243,7 @@ class Boundaries:
         self.reals: tuple[Callable[..., Any], ...] = tuple(module.forward for module in modules)
         self.forwards: tuple[Callable[..., Any], ...] = tuple(map(recording, self.reals))
         self.outside: Outside | None = None
+        self.on_unstreamed: Callable[[int], None] | None = None
         self._modules = tuple(modules)
         self._had_own = tuple("forward" in vars(module) for module in modules)
         for index, module in enumerate(modules):
@@ -265,6 +267,9 @@ class Boundaries:
                 return current.call(index, args, kwargs)
             if self.outside is not None:
                 return self.outside(index, real, args, kwargs)
+            if self.on_unstreamed is not None and torch.is_grad_enabled():
+                self.on_unstreamed(index)
+                self.on_unstreamed = None
             return real(*args, **kwargs)
 
         return MethodType(forward, module)

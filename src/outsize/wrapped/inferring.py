@@ -21,7 +21,7 @@ from outsize.inference.source import Source
 from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk
 from outsize.runtime.device.device import Device
-from outsize.runtime.forward.short_recompute import random_states, set_random_states
+from outsize.runtime.forward.unit_state import LeftState
 from outsize.runtime.ops.link_codecs import decoding_bytes
 from outsize.session.job.demand import fixed_bytes
 from outsize.wrapped.generating import on_device
@@ -37,6 +37,7 @@ class Inferring(Planned):
 
     _scan: InferenceSession | None = None
     _scan_weights = 0
+    _calls_units: weakref.ref[Callable[..., Any]] | None = None
     _depth = 0
 
     @property
@@ -80,10 +81,17 @@ class Inferring(Planned):
             finally:
                 self._depth -= 1
 
+    def calls_units(self, in_place: Callable[..., Any]) -> bool:
+        """Return whether what stands in the place of the model's forward is known to call units by itself."""
+        return self._calls_units is not None and self._calls_units() is in_place
+
     @contextlib.contextmanager
-    def watching_units(self) -> Iterator[None]:
-        """Raise `CalledOutside` where a unit is called outside of all passes; random states are then as before."""
-        boundaries, states = self.session.boundaries, random_states(self._device)
+    def watching_units(self, model: nn.Module, in_place: Callable[..., Any]) -> Iterator[None]:
+        """Raise `CalledOutside` where ``in_place`` calls a unit by itself; all is then as before.
+
+        It is remembered, so that nothing is tried in its further calls, and it runs once.
+        """
+        boundaries, before = self.session.boundaries, LeftState(model.modules(), self._device, moves=False)
 
         def outside(unit: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self._depth:
@@ -95,7 +103,8 @@ class Inferring(Planned):
         try:
             yield
         except CalledOutside:
-            set_random_states(self._device, states)
+            before.undo()
+            self._calls_units = weakref.ref(in_place)
             raise
         finally:
             if boundaries.outside is outside:

@@ -147,6 +147,7 @@ class ModelAtHome(ABC):
             stack.pop_all()
         if parameters.errors:
             _log.info("frozen weights are encoded: %s", summary(parameters.errors))
+        session.boundaries.on_unstreamed = partial(_say_unstreamed, parts)
         self.split, self.state, self.session, self.parameters = parts, state, session, parameters
         self._apart = apart
         self._flags = flags_of(model)
@@ -367,3 +368,12 @@ def _training(model: nn.Module, flags: Mapping[int, bool]) -> Iterator[None]:
 def flags_of(model: nn.Module) -> dict[int, bool]:
     """Return whether each parameter of ``model`` trains, by its `id`: whoever reorders modules changes nothing."""
     return {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+
+
+def _say_unstreamed(parts: Split, index: int) -> None:
+    """Say that a unit was called by others than the model's forward."""
+    _log.warning(
+        "%s was called outside of the model's own forward (a part of it by itself, functional_call): that call is not "
+        "streamed, and computes where the weights rest; call the wrapped model, or wrap the part that you call",
+        parts.spec.units[index].name,
+    )

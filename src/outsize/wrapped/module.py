@@ -49,8 +49,10 @@ class Wrapped(nn.Module):
         in_place = vars(self).get("forward")
         if in_place is None:
             return super().__call__(*args, **kwargs)
-        with contextlib.suppress(CalledOutside), runner_of(self).watching_units():
-            return super().__call__(*args, **kwargs)
+        runner = runner_of(self)
+        if not runner.calls_units(in_place):
+            with contextlib.suppress(CalledOutside), runner.watching_units(self, in_place):
+                return super().__call__(*args, **kwargs)
         del self.forward
         try:
             return super().__call__(*args, **kwargs, **{IN_PLACE: in_place})
