@@ -1,7 +1,26 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import outsize
 from tiny import tiny_run
+
+
+@pytest.fixture
+def model_json(tmp_path) -> Path:
+    """A Llama of 0.7B parameters."""
+    sizes = {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 32000, **sizes}))
+    return path
 
 
 def test_a_run_from_plan_to_export_by_functions_alone(tmp_path):
@@ -23,3 +42,49 @@ def test_a_run_is_said_as_a_file_too(tmp_path):
     file.write_text("train: {stepz: 3}")
     with pytest.raises(outsize.ConfigError, match="stepz"):
         outsize.plan(file)
+
+
+def test_a_machine_with_a_switch_and_a_program_of_ones_own_are_predicted(tmp_path, model_json):
+    """As docs/programs.md has it, whose code this runs."""
+    box = tmp_path / "box.yaml"
+    options = {"tokens_per_step": 16384, "home": "host", "resident": "none"}
+    text = "gpus: 2x4090\nram: 256GB\n"
+    box.write_text(text + "switches: {plx: {uplink: 3GB, gpus: [0, 1]}}")
+    shared = outsize.predict(model_json, machine=str(box), **options)
+    assert (
+        shared.tokens_per_s < outsize.predict(model_json, gpus="2x4090", ram="256GB", **options).tokens_per_s
+    )
+    one = outsize.predict(model_json, gpus="4090", **options)
+    assert one.simulate(one.program).step_s == pytest.approx(one.step_s)
+    page = (Path(__file__).parent.parent / "docs" / "programs.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"re": re}
+    exec(re.search(r"def loading_again.*?\n\n\n", page, re.DOTALL)[0], names)  # type: ignore[index]
+    again = one.simulate(names["loading_again"](one.program))
+    same = one.simulate(one.program)
+    assert again.timeline.busy_s("up:w0") > 1.02 * same.timeline.busy_s("up:w0")
+    assert again.step_s >= 0.999 * same.step_s
+    with pytest.raises(outsize.ProgramError, match="-->"):
+        one.simulate("\n".join(line for line in one.program.splitlines() if not line.startswith("FREE")))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpus: 4090\nvram: 24GB", "vram"),
+        ("- 4090", "no keys"),
+        ("gpus: 4090\nswitches: {plx: {uplink: 3GB, gpus: [1]}}", "no GPU 1 among 1"),
+        ("gpus: 4090\nswitches: {plx: 3GB}", "switches.plx has uplink"),
+        ("gpus: 4090\nswitches: {plx: {uplink: fast, gpus: [0]}}", "not a rate: 'fast'"),
+        ("gpus: [", "cannot read"),
+    ],
+)
+def test_a_machine_in_words_that_is_none_is_refused(text, says, tmp_path, model_json):
+    box = tmp_path / "box.yaml"
+    box.write_text(text)
+    with pytest.raises(outsize.ConfigError, match=re.escape(says)):
+        outsize.predict(model_json, machine=box)
+
+
+def test_an_option_that_there_is_not_is_refused(model_json):
+    with pytest.raises(outsize.ConfigError, match="did you mean gpus"):
+        outsize.predict(model_json, gpu="4090")

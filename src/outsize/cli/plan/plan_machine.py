@@ -9,6 +9,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+import yaml
+
 from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.codecs.transport import EXACT, Wire
@@ -56,6 +58,11 @@ def machine_from(options: PlanFlags) -> Machine:
             read_machine,  # the form of a probe's file takes a while to load
         )
 
+        described: object = options.machine
+        if isinstance(described, Machine):  # of a program's
+            return _with_host(described, options)
+        if options.machine.suffix in (".yaml", ".yml"):
+            return _in_words(options.machine, options)
         if options.kernels in ("eager", "fused"):
             raise ConfigError(
                 "--kernels: eager and fused have no effect on a machine whose products were measured; leave it out"
@@ -68,6 +75,36 @@ def machine_from(options: PlanFlags) -> Machine:
         count, name = split_count(options.gpus)
         machine = machine_of(find_card(name), count, _kernels(options), fp8=fp8)
     return _with_host(machine, options)
+
+
+def _in_words(path: Path, options: PlanFlags) -> Machine:
+    """Return the machine of a YAML file with options of the command, and switches that GPUs are behind.
+
+    Raises:
+        ConfigError: it cannot be read, or says what no machine has.
+    """
+    try:
+        fields = yaml.safe_load(files.read_text(path)) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    keys = ("gpus", "gpu_spec", "ram", "cpu_cores", "disk", "disk_read", "disk_write")
+    if not isinstance(fields, dict) or (unknown := fields.keys() - {*keys, "switches"}):
+        named = sorted(map(str, unknown)) if isinstance(fields, dict) else "no keys"
+        raise ConfigError(f"{path}: {named}; a machine in words has {', '.join(keys)} and switches")
+    switches = fields.pop("switches", None) or {}
+    words = {name: value if name == "cpu_cores" else str(value) for name, value in fields.items()}
+    described: Callable[..., PlanFlags] = replace
+    machine = machine_from(described(options, machine=None, **words))
+    links, uplinks = list(machine.links), dict(machine.uplinks)
+    for name, switch in switches.items():
+        if not (isinstance(switch, dict) and switch.keys() == {"uplink", "gpus"}):
+            raise ConfigError(f"{path}: switches.{name} has uplink, such as 25GB, and gpus, such as [0, 1]")
+        uplinks[str(name)] = Figure(value=_rate("uplink", str(switch["uplink"])), source=path.name)
+        for gpu in switch["gpus"]:
+            if gpu not in range(len(links)):
+                raise ConfigError(f"{path}: switches.{name}: there is no GPU {gpu} among {len(links)}")
+            links[gpu] = replace(links[gpu], switch=str(name))
+    return replace(machine, links=tuple(links), uplinks=uplinks)
 
 
 def _kernels(options: PlanFlags) -> Kernels:

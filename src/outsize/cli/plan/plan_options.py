@@ -43,7 +43,10 @@ class PlanFlags:
         CompileOrAuto, typer.Option(help="What the run compiles; priced where a gain is known, else told.")
     ] = "off"
     machine: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Description of a machine, JSON, instead of --gpus.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A machine instead of --gpus: JSON of outsize probe, or YAML in words."
+        ),
     ] = None
     method: Annotated[Method, typer.Option(help="What is trained: all parameters, or LoRA adapters.")] = (
         "full"

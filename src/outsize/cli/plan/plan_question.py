@@ -1,10 +1,12 @@
 """Make the planner's question of the flags of ``outsize plan``, and a ``train.yaml`` of its answer."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from itertools import product
 from math import ceil
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from outsize.accelerators import kind_of
 from outsize.choices import BlockKernels, Home
@@ -17,6 +19,7 @@ from outsize.cli.plan.plan_model import (
     is_run,
     read_config,
     read_run,
+    with_run,
 )
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, dump_config, load_config
@@ -31,7 +34,7 @@ from outsize.hardware.machine_spec import (
 )
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.predict.decision_search import fits_at_all, fits_encoded
-from outsize.planner.predict.prediction import Prediction
+from outsize.planner.predict.prediction import Prediction, fastest
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
@@ -69,6 +72,43 @@ class Asked:
     def steps(self) -> int | None:
         """Optimizer steps of ``tokens``."""
         return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
+
+
+def predict(
+    model: str | Path,
+    *,
+    gpus: str | None = None,
+    machine: Machine | str | Path | None = None,
+    tokens_per_step: int | None = None,
+    home: Home = "auto",
+    **options: Any,
+) -> Prediction:
+    """Return what training would take, with the plan, its program and a timeline: ``outsize plan`` as a function.
+
+    Args:
+        model: as the command takes it.
+        gpus: such as ``"4x4090"``.
+        machine: instead of them; a file, or a machine of a program's own.
+        tokens_per_step: None for as many as fit, at most 64 sequences.
+        home: where weights and optimizer state rest.
+        options: further ones of the command, with underscores for hyphens.
+
+    Raises:
+        ConfigError: an option is wrong, or two do not go together.
+        ModelError: no model there, or none that can be counted.
+        InfeasiblePlanError: nothing fits.
+    """
+    names = [field.name for field in fields(PlanFlags)]
+    for name in options:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            raise ConfigError(
+                f"{name} is no option of outsize plan" + (f"; did you mean {near[0]}?" if near else "")
+            )
+    named: dict[str, Any] = {"gpus": gpus, "tokens_per_step": tokens_per_step, "home": home, **options}
+    described = Path(machine) if isinstance(machine, str) else machine
+    flags = PlanFlags(model=str(model), machine=cast(Any, described), **named)
+    return fastest(ask_what_fits(with_run(flags)).question)
 
 
 def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:

@@ -13,9 +13,10 @@ from functools import cached_property, lru_cache
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
+from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import steps_from
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
-from outsize.planner.program.program import Kind, Lane, Program
+from outsize.planner.program.program import Kind, Lane, Program, parse
 from outsize.planner.program.stages import Choice, KeptBytes
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import phases
@@ -217,6 +218,17 @@ class PlannedStep:
         timeline = done.between(began_s, ends_s[-1])
         return Steps(timeline=timeline, began_s=began_s, ended_s=ends_s[-1], count=len(ends_s))
 
+    def simulate_program(self, costs: CostModel, text: str) -> Simulation:
+        """Return steps that each walk a program of one's own, where ops take ``costs``, those of coarse tiles.
+
+        Raises:
+            ProgramError: it breaks a rule; shows where.
+        """
+        layout, _ = self._simulated()
+        program = parse(text)
+        validate(program, layout)
+        return simulate((program,) * NUM_STEPS, layout, costs)
+
     def _simulated(self) -> tuple[StepLayout, int]:
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
 
@@ -303,6 +315,10 @@ class Decision:
         """Return the same; ``every_round`` with all rounds."""
         costs = self.step.costs(self.question.machine, self.microbatch.times)
         return self.step.simulate(costs, DECIDED_STEPS, every_round=every_round)
+
+    def simulate_program(self, text: str) -> Simulation:
+        """Return steps of a program of one's own on the machine of the question; see `PlannedStep.simulate_program`."""
+        return self.step.simulate_program(self.step.costs(self.question.machine, self.microbatch.times), text)
 
     @property
     def step_s(self) -> float:

@@ -10,6 +10,7 @@ from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision, Simulated
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.question import Question, node_assumptions
+from outsize.planner.program.program import Program, render
 from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import ARRIVALS
@@ -72,6 +73,8 @@ class Prediction:
         stages: how several GPUs share the model; None for one.
         activations: by what becomes of it, for how many units and microbatches backwards find what they need.
         simulation: returns what was simulated of some steps, with all of their rounds.
+        first_program: returns the program of the first step; its optimizer tiles are fewer than a run's.
+        simulate: simulates steps of another program, a text, over the same memory and machine.
         products_on: where products of Muon run, ``host`` or ``device``; None of other optimizers.
         assumptions: what was taken for granted.
     """
@@ -95,6 +98,8 @@ class Prediction:
     stages: Stages | None
     activations: Mapping[str, int]
     simulation: Callable[[], Simulation] = field(repr=False, compare=False)
+    first_program: Callable[[], Program] = field(repr=False, compare=False)
+    simulate: Callable[[str], Simulation] = field(repr=False, compare=False)
     products_on: str | None
     assumptions: tuple[str, ...]
 
@@ -102,6 +107,11 @@ class Prediction:
     def plan_id(self) -> str:
         """Of the plan, see `Plan.plan_id`."""
         return self.plan.plan_id
+
+    @property
+    def program(self) -> str:
+        """Text of the program of a step, which `simulate` takes as it is, or changed."""
+        return render(self.first_program())
 
     @property
     def timeline(self) -> Timeline:
@@ -126,7 +136,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction in what JSON knows: of its plan the id, and no timeline."""
-        fields = {name: getattr(self, name) for name in self.__slots__ if name not in ("plan", "simulation")}
+        left_out = ("plan", "simulation", "first_program", "simulate")
+        fields = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
         fields["plan_id"] = self.plan_id
         fields["break_even"] = asdict(self.break_even)
         fields["stages"] = None if self.stages is None else asdict(self.stages)
@@ -194,6 +205,8 @@ def predict(decision: Decision) -> Prediction:
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
         simulation=lambda: (decision.simulate(every_round=True) if simulated.left_out else simulated).done,
+        first_program=lambda: decision.simulate(every_round=True).programs[0],
+        simulate=decision.simulate_program,
         products_on=_products_on(decision),
         assumptions=_assumptions(decision),
     )
