@@ -273,6 +273,11 @@ class Accelerator(Device):
             stream = self._streams.setdefault(lane, self._torch.Stream(self.torch_device))
         return stream
 
+    def share_stream(self, lane: str, other: Device, other_lane: str) -> None:
+        """Run ``lane`` on the stream of a lane of ``other``, which is the same accelerator."""
+        assert isinstance(other, Accelerator)
+        self._streams[lane] = other._stream(other_lane)
+
     def record(self, lane: str) -> torch.Event | None:
         """See `Device.record`."""
         stream = self._streams.get(lane)
