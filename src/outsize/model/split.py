@@ -11,7 +11,7 @@ and head are what ``get_input_embeddings`` and ``get_output_embeddings`` return.
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Final
@@ -33,13 +33,17 @@ Named = tuple[str, nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """Which layers are units, and in what order.
+    """How a model is cut: which of its modules are units, and in what order.
 
     Attributes:
         calls: of each forward that has called them in an order unknown before, the names of units called.
+        with_head: whether the head is a unit; None: it is until a forward takes its weight by itself.
+        resident: names of parameters that belong to the rest wherever they are.
     """
 
     calls: tuple[tuple[str, ...], ...] = ()
+    with_head: bool | None = None
+    resident: frozenset[str] = frozenset()
 
     def after(self, calls: Sequence[str]) -> "UnitChoice":
         """Return the choice when one more forward has called units so."""
@@ -53,8 +57,7 @@ class UnitChoice:
     def arranged(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return units in an order that all forwards have kept; without those that are called again, or by turns.
 
-        Args:
-            names: of units, in the order that holds where no forward tells another one.
+        ``names`` are in the order that holds where no forward tells another one.
         """
         left = set(names) - self.repeated
         before: dict[str, set[str]] = defaultdict(set)
@@ -237,8 +240,6 @@ def split(
     decays: Callable[[str], bool] = lambda _: True,
     freeze: tuple[str, ...] = (),
     apart: Callable[[str], PartKind | None] = lambda _: None,
-    with_head: bool = True,
-    resident: Container[str] = (),
     choice: UnitChoice = ALL_LISTS,
 ) -> Split:
     """Split ``model`` into units.
@@ -249,9 +250,7 @@ def split(
         decays: whether weight decay applies to the parameter of that name.
         freeze: glob patterns of parameter names that are not trained.
         apart: in which frozen part of its unit the parameter of that name lies; None for none.
-        with_head: whether the head is a unit; otherwise its parameters belong to the rest.
-        resident: names of further parameters that belong to the rest.
-        choice: which layers are units, and in what order.
+        choice: which modules are units, and in what order.
 
     Raises:
         ModelError: there is nothing to stream, a freeze pattern matches nothing, or what trains is to lie apart.
@@ -259,7 +258,7 @@ def split(
     owners = _owners(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _check_patterns(freeze, names.values())
-    modules = [each for each in _unit_modules(model, choice) if with_head or each[1] != "head"]
+    modules = _unit_modules(model, choice)
     claims = Counter(names[id(parameter)] for *_, module in modules for parameter in module.parameters())
     parameters = dict(model.named_parameters())
     frozen = {name for name in parameters for pattern in freeze if fnmatch(name, pattern)}
@@ -271,7 +270,9 @@ def split(
     units = []
     for index, (name, kind, module) in enumerate(modules):
         inner = [names[id(parameter)] for parameter in module.parameters()]
-        alone = [m for m in inner if claims[m] == 1 and _inside(owners[m], module) and m not in resident]
+        alone = [
+            m for m in inner if claims[m] == 1 and _inside(owners[m], module) and m not in choice.resident
+        ]
         units.append(_pack(index, name, kind, map(row, alone), apart))
     placed = {tensor.name for unit in units for tensor in unit.all_tensors}
     loose = [name for name in parameters if name not in placed]
@@ -313,7 +314,8 @@ def _unit_modules(model: nn.Module, choice: UnitChoice) -> list[tuple[str, UnitK
         units = dict(_units_of(model, lists))
         order = choice.arranged(list(units))
         if any(units[name][0] == "block" for name in order):
-            return [(name, *units[name]) for name in order]
+            without = "head" if choice.with_head is False else ""
+            return [(name, *units[name]) for name in order if units[name][0] != without]
     if parts is None:
         raise ModelError(
             f"{type(model).__name__} holds no module with parameters, so there is nothing to stream"

@@ -37,9 +37,9 @@ from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.objectives.recipes import Recipe
 from outsize.session.job.machine import describe_machine, home_file
-from outsize.streamed.spec import choose_dtype
+from outsize.streamed.spec import BlockSettings, choose_dtype
 from outsize.wrapped.api import Built, open_wrapped
-from outsize.wrapped.arguments import BlockSettings, WrapSettings, transport_of
+from outsize.wrapped.arguments import WrapSettings, transport_of
 from outsize.wrapped.module import is_wrapped, runner_of
 
 _FROZEN_DEVICE_SHARE = 3
@@ -120,7 +120,7 @@ def open_models(
         head="resident" if recipe.takes_head else "auto",
         transport=transport_of(config.transport.model_dump()),
         moments=config.optimizer.state,
-        blocks=_blocks(config),
+        blocks=BlockSettings.of(config),
     )
     model, adapters = config.model, _adapters(config, recipe) if lora else None
     dtype = choose_dtype(model.dtype, devices, scaled=False)
@@ -138,16 +138,6 @@ def open_models(
         may_lack=recipe.task in ("SEQ_CLS", "FEATURE_EXTRACTION"),  # a head, a pooler
     )
     return Models(_opened(stack, model.path, settings, built), frozen, adapters)
-
-
-def _blocks(config: Config) -> BlockSettings:
-    model = config.model
-    return BlockSettings(
-        config.train.mlp_parts,
-        "blocks" if model.compile == "blocks" else "off",  # refused where it is auto
-        model.kernels,
-        model.products,
-    )
 
 
 def _opened(stack: ExitStack, name: str, settings: WrapSettings, built: Built) -> nn.Module:

@@ -7,13 +7,58 @@ here, too.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from outsize.accelerators import Devices, choose_device
-from outsize.choices import ComputeDtype
+from outsize.choices import BlockKernels, Compile, ComputeDtype, Products
 from outsize.config import Config, MemoryConfig
 from outsize.errors import ConfigError
 from outsize.group.group import Group, SingleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSettings:
+    """How the blocks of a model compute.
+
+    Attributes:
+        mlp_parts: parts in which MLPs take the tokens of a microbatch.
+        compile: what torch compiles.
+        kernels: whose kernels they have.
+        products: what their linear layers multiply in.
+
+    Raises:
+        ConfigError: a value that there is not, or two that do not go together.
+    """
+
+    mlp_parts: int = 1
+    compile: Compile = "off"
+    kernels: BlockKernels = "none"
+    products: Products = "native"
+
+    @classmethod
+    def of(cls, config: Config) -> "BlockSettings":
+        """Return what a configuration says; where it leaves open whether to compile, blocks begin as they are."""
+        model = config.model
+        compiled: Compile = "blocks" if model.compile == "blocks" else "off"
+        return cls(config.train.mlp_parts, compiled, model.kernels, model.products)
+
+    def __post_init__(self) -> None:
+        if self.mlp_parts < 1:
+            raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
+        if self.compile not in get_args(Compile):
+            raise ConfigError(f"compile={self.compile!r}: it is {' or '.join(get_args(Compile))}")
+        if self.compile != "off" and self.mlp_parts > 1:
+            raise ConfigError(
+                "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
+            )
+        if self.products not in get_args(Products):
+            raise ConfigError(f"products={self.products!r}: they are {' or '.join(get_args(Products))}")
+        if self.kernels not in get_args(BlockKernels):
+            raise ConfigError(f"kernels={self.kernels!r}: it is {' or '.join(get_args(BlockKernels))}")
+        if self.kernels != "none" and (self.compile != "off" or self.mlp_parts > 1):
+            raise ConfigError(
+                f"kernels: {self.kernels} goes with mlp_parts at 1 and compile off; leave them, or set it none"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +89,11 @@ class RunSpec:
     def num_workers(self) -> int:
         """Devices that compute."""
         return len(self.devices.each)
+
+    @property
+    def blocks(self) -> BlockSettings:
+        """How blocks compute."""
+        return BlockSettings.of(self.config)
 
     def unpacked(self) -> "RunSpec":
         """Return the same run with a sequence for each document."""

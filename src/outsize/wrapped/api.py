@@ -19,17 +19,18 @@ from outsize.compat.torch_private import is_compiled_in_place, parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
-from outsize.model.compiled import compile_blocks, take_eager, take_kernels
+from outsize.model.compiled import take_eager, take_kernels
 from outsize.model.liger import check_plain, take_plain
-from outsize.model.products import error_of, take_native, take_products
+from outsize.model.products import error_of, take_native
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
 from outsize.model.stored_adapters import StoredAdapters, find_adapters, load_in
-from outsize.model.tiled import take_in_parts, take_whole
+from outsize.model.tiled import take_whole
+from outsize.session.job.model_setup import change_blocks
 from outsize.spin import late_warning
 from outsize.storage.prealloc import storage_errors
-from outsize.streamed.spec import choose_dtype
-from outsize.wrapped.arguments import BlockSettings, Head, WrapSettings, memory_of, transport_of
+from outsize.streamed.spec import BlockSettings, choose_dtype
+from outsize.wrapped.arguments import Head, WrapSettings, memory_of, transport_of
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
 from outsize.wrapped.generating import say_without_cache, take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
@@ -361,13 +362,8 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
         _log.warning(late)
     devices, blocks = settings.devices, settings.blocks
     try:
-        if blocks.mlp_parts > 1:
-            take_in_parts(split(model), blocks.mlp_parts)
-        if blocks.compile == "blocks":
-            compile_blocks(split(model), _log.warning)
         take_kernels(model, blocks.kernels, devices, _log.info)
-        if blocks.products != "native":
-            _log.info("products: %s", take_products(split(model), blocks.products, devices))
+        change_blocks(split(model), blocks, devices, _log.info, _log.warning)
         say_without_cache(model)
         runner = Runner(model, settings, fill)
         if blocks.products != "native":

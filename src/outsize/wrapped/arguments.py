@@ -13,56 +13,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from outsize.accelerators import Devices
-from outsize.choices import BlockKernels, Compile, Home, Moments, Products
+from outsize.choices import Home, Moments
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError, ModelError
-from outsize.streamed.spec import devices_of
+from outsize.streamed.spec import BlockSettings, devices_of
 from outsize.wrapped.at_home.at_rest import AtRest
 from outsize.wrapped.at_home.home_parameter import plainly
 
 Head = Literal["auto", "streamed", "resident"]
 _WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSettings:
-    """How the blocks of a model compute.
-
-    Attributes:
-        mlp_parts: parts in which MLPs take the tokens of a microbatch.
-        compile: what torch compiles.
-        kernels: whose kernels they have.
-        products: what their linear layers multiply in.
-
-    Raises:
-        ConfigError: a value that there is not, or two that do not go together.
-    """
-
-    mlp_parts: int = 1
-    compile: Compile = "off"
-    kernels: BlockKernels = "none"
-    products: Products = "native"
-
-    def __post_init__(self) -> None:
-        if self.mlp_parts < 1:
-            raise ConfigError(f"mlp_parts is {self.mlp_parts}; at 1 MLPs take all tokens at once")
-        if self.compile not in get_args(Compile):
-            raise ConfigError(f"compile={self.compile!r}: it is {' or '.join(get_args(Compile))}")
-        if self.compile != "off" and self.mlp_parts > 1:
-            raise ConfigError(
-                "compile: blocks are compiled with whole MLPs; leave mlp_parts at 1, or compile off"
-            )
-        if self.products not in get_args(Products):
-            raise ConfigError(f"products={self.products!r}: they are {' or '.join(get_args(Products))}")
-        if self.kernels not in get_args(BlockKernels):
-            raise ConfigError(f"kernels={self.kernels!r}: it is {' or '.join(get_args(BlockKernels))}")
-        if self.kernels != "none" and (self.compile != "off" or self.mlp_parts > 1):
-            raise ConfigError(
-                f"kernels: {self.kernels} goes with mlp_parts at 1 and compile off; leave them, or set it none"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

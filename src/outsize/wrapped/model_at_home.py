@@ -9,6 +9,7 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
-from outsize.model.split import ALL_LISTS, Split, split
+from outsize.model.split import Split, UnitChoice, split
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes
@@ -64,9 +65,8 @@ class ModelAtHome(ABC):
         # One for each model: a model that was dropped takes its own away at any time.
         self._store_dir = Path(settings.store_dir or directory_of_process() / f"{id(model):x}")
         self._codecs, self._moments = settings.codecs, settings.moments
-        self._with_head, self._transport = settings.with_head, settings.transport
-        self._resident: frozenset[str] = frozenset()
-        self._choice = ALL_LISTS
+        self._transport = settings.transport
+        self._choice = UnitChoice(with_head=settings.with_head)
         self._shared: tuple[
             tuple[str, str], ...
         ] = ()  # frozen ones that lay in one memory, see `check_memory`
@@ -129,15 +129,7 @@ class ModelAtHome(ABC):
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""
         shared = check_memory(model)
         dtype, apart = dtype_and_parts(model, *self._codecs)
-        with_head = self._with_head is not False
-        parts = split(
-            model,
-            dtype,
-            apart=apart,
-            with_head=with_head,
-            resident=self._resident,
-            choice=self._choice,
-        )
+        parts = split(model, dtype, apart=apart, choice=self._choice)
         state = StateLayout(dtype=parts.spec.dtype, moments=self._moments)
         with contextlib.ExitStack() as stack:
             session = stack.enter_context(self._open_session(parts, state))
@@ -259,15 +251,12 @@ class ModelAtHome(ABC):
 
     def _keep_head(self, model: nn.Module) -> None:
         """From now on the forward takes the weight of the head itself: the head is part of the rest."""
-        self._with_head = False
+        choice = replace(self._choice, with_head=False)
         if not any(unit.kind == "head" for unit in self.split.spec.units):
+            self._choice = choice
             return
         _log.info("the forward takes the weight of the head itself: the head stays on the device from now on")
-        try:
-            self._move(model)
-        except BaseException:
-            self._with_head = None
-            raise
+        self._cut_by(choice, model)
 
     def _keep_resident(self, model: nn.Module, names: frozenset[str]) -> None:
         """From now on parameters of units that the model's own code computes with are part of the rest."""
@@ -277,18 +266,13 @@ class ModelAtHome(ABC):
                 "adapters, and each worker has parameters of units apart; use one device"
             )
         heads = {t.name for unit in self.split.spec.units if unit.kind == "head" for t in unit.all_tensors}
-        if self._with_head and heads & names:
+        if self._choice.with_head and heads & names:
             raise ModelError(
                 f"this forward of {type(model).__name__} takes the weight of the head itself (TRL), which is streamed: "
                 'outsize.wrap(..., head="resident")'
             )
         _log.info("%d parameters stay on the device from now on, such as %s", len(names), min(names))
-        former, self._resident = self._resident, self._resident | names
-        try:
-            self._move(model)
-        except BaseException:
-            self._resident = former
-            raise
+        self._cut_by(replace(self._choice, resident=self._choice.resident | names), model)
 
     def _take_turns(self, model: nn.Module, error: UnitOrderError) -> None:
         """From now on units are in the order in which this forward calls them; what it calls again is no unit.
@@ -296,16 +280,10 @@ class ModelAtHome(ABC):
         Raises:
             ModelError: nothing is left to stream.
         """
-        former = self._choice
-        if error.calls in former.calls:
+        if error.calls in self._choice.calls:
             raise error
-        self._choice = former.after(error.calls)
         before = {unit.name for unit in self.split.spec.units}
-        try:
-            self._move(model)
-        except BaseException:
-            self._choice = former
-            raise
+        self._cut_by(self._choice.after(error.calls), model)
         if gone := sorted(before - {unit.name for unit in self.split.spec.units} - {"rest"}):
             _log.warning(
                 "%s: %d of its layers stay on the device, such as %s, as forwards call them several times or by turns",
@@ -314,6 +292,15 @@ class ModelAtHome(ABC):
                 gone[0],
             )
         _log.info("%s", self.split.said())
+
+    def _cut_by(self, choice: UnitChoice, model: nn.Module) -> None:
+        """Move to a home for the units that ``choice`` makes; after an error they are those of before."""
+        former, self._choice = self._choice, choice
+        try:
+            self._move(model)
+        except BaseException:
+            self._choice = former
+            raise
 
     def _make_room(self, model: nn.Module) -> None:
         """Move where something trains by now for whose gradient and state the home has no place."""
@@ -339,8 +326,6 @@ class ModelAtHome(ABC):
                 self.split.spec.dtype,
                 decays=(lambda _: True) if decays is None else decays.__contains__,
                 apart=self._apart,
-                with_head=self._with_head is not False,
-                resident=self._resident,
                 choice=self._choice,
             )
         self.session.extend(parts.spec)

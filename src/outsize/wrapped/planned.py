@@ -185,7 +185,7 @@ class Planned(ModelAtHome):
         """Return an engine and a plan for microbatches of ``shape``, and for what trains now where ``keeps``."""
         model = self._model()
         assert model is not None
-        if shape.in_place and self._with_head is None:
+        if shape.in_place and self._choice.with_head is None:
             self._keep_head(model)
         # Without a backward to come it is all the same what trains: adapters that are off do not plan anew.
         if keeps:

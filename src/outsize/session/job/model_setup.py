@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import Devices
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
 from outsize.checkpoint.files.quantised import KEY, stored_as
@@ -22,7 +23,7 @@ from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_skeleton, is_built_alone
 from outsize.model.compiled import compile_blocks, take_kernels
 from outsize.model.liger import save_as_liger
-from outsize.model.products import error_of, take_products
+from outsize.model.products import take_products
 from outsize.model.sizes.model_spec import num_positions
 from outsize.model.split import ALL_LISTS, Split, UnitChoice, split
 from outsize.model.stored_adapters import read_weights
@@ -33,7 +34,7 @@ from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts
 from outsize.runtime.trial.trial_pass import in_turn
 from outsize.session.job.known_models import Described
-from outsize.streamed.spec import RunSpec
+from outsize.streamed.spec import BlockSettings, RunSpec
 
 Announce = Callable[[str], None]
 # Builds models whose text part transformers does not build alone.
@@ -47,7 +48,7 @@ def skeleton_of(run: RunSpec, hf_config: Any, announce: Announce) -> nn.Module:
     trim()  # building a model takes its weights for a moment, one after the other
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
-    take_kernels(built, model.kernels, run.devices, announce)
+    take_kernels(built, run.blocks.kernels, run.devices, announce)
     return built
 
 
@@ -76,16 +77,15 @@ def _noisy(table: nn.Module, ids: Tensor) -> Tensor:
     return cast(Tensor, neftune_post_forward_hook(table, ids, type(table).forward(table, ids)))
 
 
-def change_blocks(parts: Split, run: RunSpec, source: WeightSource, announce: Announce) -> None:
-    """Have blocks compute as the run asks."""
-    model = run.config.model
-    take_in_parts(parts, run.config.train.mlp_parts)
-    if model.products != "native":
-        note = take_products(parts, model.products, run.devices)
-        error = error_of(parts, lambda name, into: source.read(name, 0, into.numel(), into))
-        announce(f"products: {note}; {error}")
-    if model.compile == "blocks":
-        compile_blocks(parts, announce)
+def change_blocks(
+    parts: Split, blocks: BlockSettings, devices: Devices, announce: Announce, warn: Announce
+) -> None:
+    """Have blocks compute as ``blocks`` says; ``warn`` is told which of them are not compiled."""
+    take_in_parts(parts, blocks.mlp_parts)
+    if blocks.products != "native":
+        announce(f"products: {take_products(parts, blocks.products, devices)}")
+    if blocks.compile == "blocks":
+        compile_blocks(parts, warn)
 
 
 def sourced(

@@ -18,6 +18,7 @@ from outsize.errors import ConfigError, ModelError
 from outsize.model.adapters import Adapters
 from outsize.model.build import load_hf_config
 from outsize.model.compiled import as_they_are, compile_blocks
+from outsize.model.products import error_of
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, UnitChoice
 from outsize.model.walk import Boundaries
@@ -130,7 +131,9 @@ def demand_of_run(
     before_bytes = resident_bytes()  # the model's own module is imported, and nothing else is done
     directory, source, adapters = sourced(run, model, source, adapters_from)
     parts = split_model(model, run.dtype, run.config, adapters)
-    change_blocks(parts, run, source, announce)
+    change_blocks(parts, run.blocks, run.devices, announce, announce)
+    if run.blocks.products != "native":
+        announce(f"products: {error_of(parts, lambda name, into: source.read(name, 0, into.numel(), into))}")
     announce(Detail(_described(model, parts.spec, adapters, run.dtype)))
 
     def demand_of(choice: UnitChoice) -> RunDemand:
