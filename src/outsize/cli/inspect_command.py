@@ -154,6 +154,9 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the adapters of a LoRA run into its model, unit by unit.")
     ] = False,
+    gguf: Annotated[
+        Path | None, typer.Option("--gguf", metavar="FILE", help="Write it for llama.cpp and Ollama as well.")
+    ] = None,
     push: Annotated[
         str | None,
         typer.Option("--push", metavar="OWNER/NAME", help="Send it to the hub as well, with a card."),
@@ -181,6 +184,8 @@ def export(
             raise ConfigError(
                 "--public says who sees what --push sends; add --push OWNER/NAME, or leave it out"
             )
+        if gguf is not None:
+            exporter.check_gguf(run_dir, gguf, merge=merge)
         target = out_dir or run_dir / "export"
         hub = None if push is None else exporter.Hub(push, public=public)
         written = exporter.export(
@@ -193,6 +198,11 @@ def export(
         )
         if hub is not None:
             hub.upload(written, run_dir)
+        if gguf is not None:
+            exporter.write_gguf(written, gguf)
+            output.say(f"wrote {gguf}")
         url = None if hub is None else hub.url
-        output.emit({"run_dir": str(run_dir), "model_dir": str(written), "url": url})
+        output.emit(
+            {"run_dir": str(run_dir), "model_dir": str(written), "gguf": gguf and str(gguf), "url": url}
+        )
         output.print_result(f"wrote {written}" if url is None else f"wrote {written}\nsent to {url}")
