@@ -312,3 +312,20 @@ def test_an_end_that_only_a_next_message_or_a_question_brings_is_the_reply_s(mak
     assert trained(make(template), turns) == "b<|im_end|>\n|d"
     turns[1]["content"] = " 'b'\n\n"
     assert trained(make(template), turns) == " 'b'\n\n<|im_end|>\n|d"
+
+
+def test_reasoning_under_two_names_that_differ_is_refused(make):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
+        "{% endif %}{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat = ChatTemplate(make(template))
+    for other in ("reasoning", "thinking"):
+        with pytest.raises(
+            DataError, match=f"f:7: message 2 has 'reasoning_content' and '{other}', and they differ"
+        ):
+            chat.render([user("q"), said("a", reasoning_content="one", **{other: "two"})], (1,), None, "f:7")
+        text, ((start, end),) = chat.render(
+            [user("q"), said("a", reasoning_content="one", **{other: "one"})], (1,), None, "f:7"
+        )
+        assert text[start:end] == "<think>one</think>a</s>"

@@ -30,6 +30,20 @@ def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in form]
 
 
+def check_reasoning(messages: Sequence[Message], where: str) -> None:
+    """Check that a message has its reasoning under one name, or the same under several: a template reads one of them.
+
+    Raises:
+        DataError: it says two things.
+    """
+    for number, message in enumerate(messages, 1):
+        said = {name: message[name] for name in REASONING_FIELDS if message.get(name)}
+        if any(value != next(iter(said.values())) for value in said.values()):
+            raise DataError(
+                f"{where}: message {number} has {' and '.join(map(repr, said))}, and they differ; keep one of them"
+            )
+
+
 def is_misread(messages: Sequence[Message], text: str) -> bool:
     """Return whether a template has written a form as what it is: JSON text as a string, parts as a list."""
     if any(isinstance(message["content"], list) for message in messages) and _PART.search(text):

@@ -26,6 +26,7 @@ from outsize import files
 from outsize.data.chat.chat_forms import (
     MARKED,
     UnreadFields,
+    check_reasoning,
     forms,
     is_misread,
     mark,
@@ -244,6 +245,7 @@ class ChatTemplate:
         given: Mapping[str, Any],
     ) -> tuple[list[Message], str, Reading | None]:
         """Return the first form of a conversation that the template writes in full, rendered and read."""
+        check_reasoning(messages, where)
         render = functools.partial(self._apply, template=template, where=where, given=given)
         error: DataError | None = None
         partial: tuple[list[Message], str, Reading | None] | None = None
