@@ -329,3 +329,18 @@ def test_reasoning_under_two_names_that_differ_is_refused(make):
             [user("q"), said("a", reasoning_content="one", **{other: "one"})], (1,), None, "f:7"
         )
         assert text[start:end] == "<think>one</think>a</s>"
+
+
+def test_an_end_that_is_written_where_a_user_follows_ends_calls_as_it_ends_words(make):
+    template = (
+        "{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% if ns.open %}</a>{% endif %}<u>{{ m.content }}</u>{% set ns.open = false %}"
+        "{% else %}{% if not ns.open %}<a>{% endif %}{% set ns.open = true %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<t>{{ call.function.arguments | tojson }}</t>{% endfor %}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": "here"}}}]
+    for words in ("", "look"):
+        messages = [user("q"), said(words, tool_calls=calls), user("p"), said("b")]
+        text, spans = ChatTemplate(make(template)).render(messages, (1, 3), None, "f:7")
+        assert [text[start:end] for start, end in spans] == [words + '<t>{"x": "here"}</t></a>', "b"]

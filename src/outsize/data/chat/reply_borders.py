@@ -9,7 +9,6 @@ from outsize.data.chat.reply_spans import (
     ENDS,
     LEXEME,
     NOTHING,
-    SENTINELS,
     TAGS,
     TEXT,
     Message,
@@ -22,7 +21,9 @@ from outsize.data.chat.reply_spans import (
     common,
     common_end,
     kept_patterns,
+    opening_of,
     read,
+    tail_of,
     veil,
 )
 from outsize.errors import DataError
@@ -70,7 +71,7 @@ def _without_end(header: str, render: Render) -> str:
         return header
     last = shown.rfind(code_of(1, TEXT))
     end = common(header, shown[last + 1 : max(shown.rfind(code_of(0, TEXT)), 0)]) if last >= 0 else 0
-    openings = _opening_of([*answered, question], render), shown[: max(shown.find(code_of(0, TEXT)), 0)]
+    openings = opening_of([*answered, question], render), shown[: max(shown.find(code_of(0, TEXT)), 0)]
     end = _header_in(header[:end], *openings)
     return header[end:] if header[:end].strip() and header[end:].strip() else header
 
@@ -87,15 +88,6 @@ def _header_in(shared: str, *openings: str) -> int:
         if first:
             return first.start()
     return len(shared)
-
-
-def _opening_of(messages: Sequence[Message], render: Render, role: str = "system") -> str:
-    """Return the text in front of a system prompt, or of a first message of another role; nothing if it is refused."""
-    code = code_of(len(messages), TEXT)
-    with contextlib.suppress(DataError):
-        opening, shown, _ = render([{"role": role, "content": code}, *messages]).partition(code)
-        return opening if shown else ""
-    return ""
 
 
 def _written_header(render: Render, template: str) -> str:
@@ -116,7 +108,7 @@ def _written_header(render: Render, template: str) -> str:
     again = borders.closing([*shown, {"role": "user", "content": code_of(2, TEXT)}], 1, 2)
     is_asked = header.strip() and (header.strip() in between or _ROLES.search(header))
     if is_asked and again is not None and not again.startswith(header.strip()):
-        openings = _opening_of(shown, render), reading.text[: question.start]
+        openings = opening_of(shown, render), reading.text[: question.start]
         header = last[_header_in(last[: common(last, again)], *openings) :]
         lengths = (one.end() for one in LEXEME.finditer(header) if header[: one.end()] in between)
         return header[: max(lengths, default=0)]
@@ -215,7 +207,7 @@ class Borders:
     def _end_before(self, gap: str, before: int | None, turn: int) -> int:
         """Return how many characters of a gap are not the reply's, nor its header."""
         if before is None:
-            first, end = 0, common(gap, _opening_of([], self._render, "user"))
+            first, end = 0, common(gap, opening_of([], self._render, "user"))
         else:
             first = max(i for i in range(turn) if i == before or self._is_alike(i, before))
             end = self._shared(gap, self._reading.veiled.messages[: first + 1], before)
@@ -273,7 +265,7 @@ class Borders:
             gap: behind its words.
             is_whole: whether the gap is behind all of the message.
         """
-        tail = _tail_of(until[-1], gap)
+        tail = tail_of(until[-1], gap)
         closings = [self.closing(until, code), self.closing(until, code, add_generation_prompt=True)]
         known = [
             (text.rpartition(self._header)[0] if self._header and self._header in text else text)
@@ -286,12 +278,25 @@ class Borders:
         lengths = [common(gap[len(tail) :], closing) for closing in known]
         ends = list(zip(known, lengths, strict=True))
         if not is_whole or any(end.strip() and not end[length:].strip() for end, length in ends):
-            return len(tail) + max(lengths)
+            length = len(tail) + max(lengths)
+            return length + self._mark_behind_calls(until, gap, length)
         within = self._length_within(until, gap)
         if within is None and any(map(str.strip, known)):
             raise DataError("ends it in another way where a message follows")
         partial = [n for n in lengths if within is None or not gap[len(tail) :][:n].strip()]
         return max([within or 0, *(len(tail) + n for n in partial)])
+
+    def _mark_behind_calls(self, until: Sequence[Message], gap: str, length: int) -> int:
+        """Return the length of a mark that ends words where a user follows, if it stands behind calls there as well."""
+        if not until[-1].get("tool_calls"):
+            return 0
+        number = len(until)
+        said = {"role": "assistant", "content": code_of(number - 1, TEXT)}
+        user = {"role": "user", "content": code_of(number, TEXT)}
+        within = self.closing([*until[:-1], said, user], number - 1, number) or ""
+        mark = within[: len(within) - common_end(within, opening_of([], self._render, "user"))]
+        is_new = ENDS.fullmatch(mark) and not gap[:length].rstrip().endswith(mark.strip())
+        return len(mark) if is_new and gap.startswith(mark, length) else 0
 
     def _length_within(self, until: Sequence[Message], gap: str) -> int | None:
         """Return how much of a gap ends a message where any other follows; None where that cannot be told.
@@ -310,16 +315,16 @@ class Borders:
         )
         if before_user is None:
             return None
-        tail = _tail_of(until[-1], gap)
+        tail = tail_of(until[-1], gap)
         before_user = before_user.removeprefix(tail)
-        first = _opening_of([], self._render, "user")
+        first = opening_of([], self._render, "user")
         ends = [before_user[: len(before_user) - common_end(before_user, first)]]
         if not ENDS.fullmatch(ends[0]) or not before_user[len(ends[0]) :].strip():
             ends = []
         if before_reply is not None:
             end = before_user[: common(before_user, before_reply.removeprefix(tail))]
             at = begin_of(self._header, end)
-            end = end[: at if at < len(end) else _header_in(end, _opening_of([user], self._render), first)]
+            end = end[: at if at < len(end) else _header_in(end, opening_of([user], self._render), first)]
             ends.insert(0, end) if end.strip() else ends.append(end)
         return next((len(tail + end) for end in ends if gap.startswith(tail + end)), None)
 
@@ -387,10 +392,3 @@ class Borders:
         if rest.strip() and not max(lengths):
             raise DataError("does not end it, which is empty, as it ends it elsewhere")
         return before + at, before + at + max(lengths)
-
-
-def _tail_of(message: Message, gap: str) -> str:
-    """Return what the text of a message ends in behind its last word, if a gap begins with it."""
-    content = message["content"]
-    tail = SENTINELS.split(content if isinstance(content, str) else content[-1]["text"])[-1]
-    return next((each for each in (tail, tail.strip()) if gap.startswith(each)), "")

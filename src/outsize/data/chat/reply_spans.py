@@ -12,6 +12,7 @@ A template is a program: it moves, drops, trims and repeats. So nothing is searc
 3. The rule is checked: a span holds every word of its message that can be trained, and no word or header of another.
 """
 
+import contextlib
 import itertools
 import re
 from collections import Counter
@@ -276,6 +277,22 @@ def begin_of(header: str, gap: str) -> int:
         return at
     cut = (header[: lexeme.end()] for lexeme in LEXEME.finditer(header))
     return len(gap) - max((len(part) for part in cut if part.strip() and gap.endswith(part)), default=0)
+
+
+def opening_of(messages: Sequence[Message], render: Render, role: str = "system") -> str:
+    """Return the text in front of a system prompt, or of a first message of another role; nothing if it is refused."""
+    code = code_of(len(messages), TEXT)
+    with contextlib.suppress(DataError):
+        opening, shown, _ = render([{"role": role, "content": code}, *messages]).partition(code)
+        return opening if shown else ""
+    return ""
+
+
+def tail_of(message: Message, gap: str) -> str:
+    """Return what the text of a message ends in behind its last word, if a gap begins with it."""
+    content = message["content"]
+    tail = SENTINELS.split(content if isinstance(content, str) else content[-1]["text"])[-1]
+    return next((each for each in (tail, tail.strip()) if gap.startswith(each)), "")
 
 
 _OF_ROLE = "messages of the role "
