@@ -37,10 +37,10 @@ def check_reasoning(messages: Sequence[Message], where: str) -> None:
         DataError: it says two things.
     """
     for number, message in enumerate(messages, 1):
-        said = {name: message[name] for name in REASONING_FIELDS if message.get(name)}
-        if any(value != next(iter(said.values())) for value in said.values()):
+        values = {name: message[name] for name in REASONING_FIELDS if message.get(name)}
+        if any(value != next(iter(values.values())) for value in values.values()):
             raise DataError(
-                f"{where}: message {number} has {' and '.join(map(repr, said))}, and they differ; keep one of them"
+                f"{where}: message {number} has {' and '.join(map(repr, values))}, and they differ; keep one of them"
             )
 
 

@@ -291,9 +291,9 @@ class Borders:
         if not until[-1].get("tool_calls"):
             return 0
         number = len(until)
-        said = {"role": "assistant", "content": code_of(number - 1, TEXT)}
+        reply = {"role": "assistant", "content": code_of(number - 1, TEXT)}
         user = {"role": "user", "content": code_of(number, TEXT)}
-        within = self.closing([*until[:-1], said, user], number - 1, number) or ""
+        within = self.closing([*until[:-1], reply, user], number - 1, number) or ""
         mark = within[: len(within) - common_end(within, opening_of([], self._render, "user"))]
         is_new = ENDS.fullmatch(mark) and not gap[:length].rstrip().endswith(mark.strip())
         return len(mark) if is_new and gap.startswith(mark, length) else 0
