@@ -12,14 +12,18 @@ import torch
 from accelerator import late
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
+from outsize.codecs.codec import open_codec
 from outsize.inference.loader import Caller
 from outsize.planner.program.program import Kind, Op
-from outsize.runtime.device.device import Device, open_device
+from outsize.runtime.device.device import Accelerator, Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.context import Microbatch, StepContext
+from outsize.runtime.ops.link_codecs import bring_up
 from outsize.storage.ledger import Arena
 from outsize.storage.scratch import HostScratch
+from outsize.testing import same_bits
+from outsize.testing.device_contract import encode, normal
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 SIZE = 4096
@@ -237,3 +241,23 @@ class _Handed:
 
     def replace_input(self, unit: int, storages: list[torch.UntypedStorage]) -> None:
         self.storages = storages
+
+
+def test_pieces_are_decoded_beside_the_copies_of_the_next_ones(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+):
+    """Two buffers by turns: a copy waits for the decoding of what its buffer held before, and for no other."""
+    monkeypatch.setattr("outsize.runtime.ops.link_codecs.PIECE_ELEMENTS", 2048)
+    codec, source = open_codec("lossless4"), normal(13 * 1024, torch.bfloat16)
+    pieces = [encode(codec, piece).pin_memory() for piece in source.split(2048)]
+    staging = [device.allocate(2 * codec.spec.max_bytes(2048, "bf16"), "codec staging") for _ in range(2)]
+    plane = device.allocate(source.nbytes, "slot").view(torch.bfloat16)
+    with device.lane("up"):
+        assert bring_up(device, codec, pieces, plane, staging) == sum(piece.numel() for piece in pieces)
+        arrived = plane.cpu()
+    assert same_bits(arrived, source)
+    assert late.offences() == []
+    with device.lane("up"), late.held_up(cast(Accelerator, device)._stream("decode")):
+        device.beside(device.here(), lambda: staging[1].fill_(1))
+        staging[0].zero_()
+        assert staging[0].cpu().sum() == 0  # the lane goes on

@@ -98,6 +98,37 @@ def test_kernels_have_the_bits_of_torch(name: str, dtype: str, monkeypatch: pyte
             assert torch.equal(written, encoded)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_pieces_are_decoded_at_once_and_one_that_is_as_it_was_alone(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    opened, size, launched = open_codec(name), 2 * 16_384 + 2048, []
+    kernels = kernels_here()
+    use(monkeypatch, kernels)
+    monkeypatch.setattr(kernels, "_launch", count_calls(kernels._launch, launched))
+    noise = torch.randint(-(2**15), 2**15, (4, size), dtype=torch.int16).view(torch.float16)
+    for plane in (normal(3 * size + 4097, TORCH_DTYPE[dtype]), noise.to(TORCH_DTYPE[dtype]).view(-1)):
+        stride = opened.spec.max_bytes(size, dtype)
+        pieces = plane.split(size)
+        room = torch.zeros(len(pieces) * stride, dtype=torch.uint8)
+        sizes = [opened.encode(piece, part) for piece, part in zip(pieces, room.split(stride), strict=True)]
+        launched.clear()
+        into = torch.empty_like(plane, device=DEVICE)
+        opened.decode_pieces(room.to(DEVICE), sizes, into, size)
+        assert same_bits(into.cpu(), plane)
+        as_it_was = any(length == piece.nbytes for length, piece in zip(sizes, pieces, strict=True))
+        assert len(launched) == 1 or as_it_was
+
+
+def count_calls(launch: Any, calls: list[Any]) -> Any:
+    def counted(*arguments: Any, **constants: Any) -> None:
+        calls.append(arguments)
+        launch(*arguments, **constants)
+
+    return counted
+
+
 class Kernels(TorchDispatchMode):
     """Counts the operations of torch that are a kernel each, on any device."""
 

@@ -126,8 +126,8 @@ def test_what_is_kept_is_priced_by_its_bytes_and_by_what_it_spares():
 
 
 def test_decoding_adds_its_last_piece_and_what_it_takes_longer_than_the_link():
-    """Of a unit of four pieces; the encoding of a gradient, or of raw weights, has nothing to decode."""
-    unit = pack_unit(0, "u", "block", [("w", (4 * SIZE,), True, True)])
+    """Pieces are 16 at once, of a unit of 64; the encoding of a gradient, or of raw weights, has nothing to decode."""
+    unit = pack_unit(0, "u", "block", [("w", (64 * SIZE,), True, True)])
     model = ModelSpec(units=(unit,) * 4, dtype="bf16")
     link, latency = MACHINE.links[0].up_bytes_per_s.value, MACHINE.links[0].latency_s.value
     sent = load_bytes(LOSSLESS, unit, "bf16")
@@ -139,12 +139,12 @@ def test_decoding_adds_its_last_piece_and_what_it_takes_longer_than_the_link():
         )
         return costs.cost_of(parse_op(text)).seconds - latency
 
-    assert seconds(1e12) == pytest.approx(8 * SIZE / 1e12 / 4)
-    slow_s = 8 * SIZE / 1e9
+    assert seconds(1e12) == pytest.approx(128 * SIZE / 1e12 / 4)
+    slow_s = 128 * SIZE / 1e9
     assert seconds(1e9) == pytest.approx((slow_s - sent / link) * 3 / 4 + slow_s / 4)
     assert seconds(1e9, "GRAD 2@w0") == pytest.approx(0.0)
     assert seconds(1e9, transport=Transport()) == pytest.approx(0.0)
-    assert seconds(1e9, "STEP 2") + latency == pytest.approx(8 * SIZE / 1e9)
+    assert seconds(1e9, "STEP 2") + latency == pytest.approx(128 * SIZE / 1e9)
 
 
 def test_lanes_encode_and_decode_what_goes_down_and_comes_back():

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec import open_codec
-from outsize.codecs.transport import Transport, staging_bytes
+from outsize.codecs.transport import PIECE_ELEMENTS, PIECES_AT_ONCE, Transport, staging_bytes
 from outsize.model.sizes.model_spec import pack_unit
+from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.ops.context import StepContext
-from outsize.runtime.ops.link_codecs import GradientCarrier
+from outsize.runtime.ops.link_codecs import GradientCarrier, bring_up
+from outsize.testing.device_contract import encode, normal
 
 UNIT = pack_unit(3, "block", "block", [("weight", (64, 128), True, True)])
 DEVICE: Any = SimpleNamespace(link=lambda _: nullcontext())
@@ -74,3 +76,23 @@ def test_a_step_that_changed_no_weight_leaves_nothing_to_make_up_for():
         arrived.append(into)
     assert torch.equal(arrived[0], arrived[1])
     assert not torch.equal(arrived[0], arrived[2])  # as after a step that did
+
+
+@pytest.mark.parametrize(("numel", "at_once"), [(13 * 1024, 2), (2048, 4), (8 * 2048, 3)])
+def test_weights_come_up_by_several_pieces_at_once(numel: int, at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("outsize.runtime.ops.link_codecs.PIECE_ELEMENTS", 2048)
+    codec, source, device = open_codec("lossless4"), normal(numel, torch.bfloat16), CpuDevice()
+    pieces = [encode(codec, piece) for piece in source.split(2048)]
+    staging = [device.allocate(at_once * codec.spec.max_bytes(2048, "bf16"), "staging") for _ in range(2)]
+    into = torch.empty_like(source)
+    assert bring_up(device, codec, pieces, into, staging) == sum(piece.numel() for piece in pieces)
+    assert torch.equal(into, source)
+    device.close()
+
+
+def test_buffers_hold_as_many_pieces_as_the_largest_plane_has_and_no_more_than_are_decoded_at_once():
+    transport = Transport(weights="lossless4")
+    piece = 2 * PIECE_ELEMENTS
+    sizes = [staging_bytes(transport, "weights", (numel, "bf16")) for numel in (5, 3 * 2**20, 2**30)]
+    assert sizes == [2 * piece, 3 * piece, PIECES_AT_ONCE * piece]
+    assert staging_bytes(Transport(), "weights", (2**30, "bf16")) == 0

@@ -123,6 +123,23 @@ class Codec(ABC):
         if into.numel():
             self._decode(encoded.view(-1), into.detach().view(-1))
 
+    def decode_pieces(self, room: Tensor, sizes: Sequence[int], into: Tensor, numel: int) -> None:
+        """Fill ``into`` from encodings of ``numel`` elements each, the last of fewer.
+
+        Args:
+            room: uint8, of as many equal parts as there are encodings, each of which begins a part.
+            sizes: bytes of each.
+            into: as that of `decode`.
+            numel: elements of each encoding but the last.
+
+        Raises:
+            ValueError, CodecError: as `decode`.
+        """
+        stride = room.numel() // len(sizes)
+        for index, size in enumerate(sizes):
+            start = index * stride
+            self.decode(room[start : start + size], into[index * numel : (index + 1) * numel])
+
     def seeded(self, seed: int) -> "Codec":
         """Return the same codec with chances of its own, where it has any."""
         return self

@@ -18,7 +18,7 @@ from outsize.codecs.blockwise import LEAST_SCALE, PIECE_ELEMENTS, SPREAD_PIECE
 
 if TYPE_CHECKING:
     from outsize.codecs.blockwise import Grid, Sections
-    from outsize.codecs.window_layout import WindowLayout, WindowSections
+    from outsize.codecs.window_layout import WindowLayout
 
 _BLOCK = tl.constexpr(2048)  # elements of a program of the kernels that look at elements one by one
 _PIECE, _LEAST_SCALE = tl.constexpr(PIECE_ELEMENTS), tl.constexpr(LEAST_SCALE)
@@ -32,9 +32,9 @@ _HALFWAY = tl.constexpr(
 _LAUNCHING = threading.Lock()
 
 
-def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     with _LAUNCHING:
-        kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+        kernel[programs](*arguments, **constants, enable_fp_fusion=False)
 
 
 def _bf16_words(tensor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def decode_nf4(codes: Tensor, scales: Tensor, numbers: Tensor | None, levels: Te
         into: fp32, bf16 or fp16.
     """
     arguments = codes, scales, codes if numbers is None else numbers, levels, _bf16_words(into), into.numel()
-    _launch(_nf4, triton.cdiv(into.numel(), _BLOCK.value), *arguments, DOUBLE=numbers is not None)
+    _launch(_nf4, (triton.cdiv(into.numel(), _BLOCK.value),), *arguments, DOUBLE=numbers is not None)
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -134,7 +134,7 @@ def decode_blockwise(grid: "Grid", sections: "Sections", into: Tensor) -> None:
     """Fill ``into`` [n], fp32, bf16 or fp16, from ``sections``."""
     form = {"BITS": grid.bits, "SYMMETRIC": grid.symmetric, "GROUP": grid.group}
     arguments = *_parts(grid, sections), _bf16_words(into), into.numel()
-    _launch(_blockwise, triton.cdiv(into.numel(), _BLOCK.value), *arguments, **form)
+    _launch(_blockwise, (triton.cdiv(into.numel(), _BLOCK.value),), *arguments, **form)
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def encode_blockwise(
     form = grid.bits, grid.symmetric, grid.group, chances is not None
     arguments = _bf16_words(source), *_parts(grid, sections), _bf16_words(table)
     programs = triton.cdiv(len(sections.codes), _BLOCK.value // grid.group)
-    _launch(_blockwise_encode, programs, *arguments, source.numel(), _signed(seed), factor, FORM=form)
+    _launch(_blockwise_encode, (programs,), *arguments, source.numel(), _signed(seed), factor, FORM=form)
 
 
 def _signed(number: int) -> int:
@@ -232,95 +232,98 @@ def _carried(rows, column, inside, columns, HOST: tl.constexpr, MASK: tl.constex
 
 @triton.jit
 def _add_exceptions(
-    counts,
-    into,
-    elements,
-    num_counts,
-    num_listed,
-    HOLE_SHIFT: tl.constexpr,
-    GUESTS: tl.constexpr,
+    counts, at, room, into, elements, num_counts, HOLE_SHIFT: tl.constexpr, GUESTS: tl.constexpr
 ):
-    """Add to a block what its holes held, by the list behind ``counts``."""
-    # Exceptions of earlier blocks come first; those of this one lie in spans.
+    """Add to a block what its holes held, by the list behind ``counts``, of which those before it take ``at``."""
     span = tl.program_id(0) * (_COLUMNS * 16 // _SPAN)
-    column = tl.arange(0, _COLUMNS)
-    before = tl.zeros_like(column)
-    start = 0
-    while start < span:
-        before += tl.load(counts + start + column, mask=start + column < span, other=0).to(tl.int32) & 0xFFFF
-        start += _COLUMNS
-    at = tl.sum(before, axis=0)
     tl.debug_barrier()  # what is added to was written by other threads of this program
     for each in range(_COLUMNS * 16 // _SPAN):
-        inside_counts = span + each < num_counts
-        count = tl.load(counts + span + each, mask=inside_counts, other=0).to(tl.int32) & 0xFFFF
+        count = tl.load(counts + span + each, mask=span + each < num_counts, other=0).to(tl.int32) & 0xFFFF
         start = 0
         while start < count:
             index = start + tl.arange(0, 128)
-            ours = (index < count) & (at + index < num_listed)
-            listed = tl.load(counts + num_counts + at + index, mask=ours, other=0).to(tl.int32)
+            listed_here = (index < count) & (num_counts + at + index < room)
+            listed = tl.load(counts + num_counts + at + index, mask=listed_here, other=0).to(tl.int32)
             position = each * _SPAN + (listed & (_SPAN - 1))
-            ours = ours & (position < elements)
+            inside = listed_here & (position < elements)
             held = ((listed & 0xFFFF) // _SPAN & ((1 << GUESTS) - 1)) << HOLE_SHIFT
             if into.dtype.element_ty == tl.int32:
                 held = held << 16
-            added = tl.load(into + position, mask=ours, other=0).to(tl.int32) + held
-            tl.store(into + position, added.to(into.dtype.element_ty), mask=ours)
+            added = tl.load(into + position, mask=inside, other=0).to(tl.int32) + held
+            tl.store(into + position, added.to(into.dtype.element_ty), mask=inside)
             start += 128
         at += count
 
 
-@triton.jit(do_not_specialize=["numel", "num_listed"])
+@triton.jit(do_not_specialize=["numel", "piece_numel", "stride"])
 def _window(
+    octets,
     words,
-    bases,
-    lower,
     into,
     numel,
-    num_listed,
+    piece_numel,
+    stride,
     MANTISSA: tl.constexpr,
     HOLE_SHIFT: tl.constexpr,
     GUESTS: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Decode one block into ``into``, int16 words, or int32 of which they are the upper halves."""
+    """Decode one block of a piece into ``into``, int16 words, or int32 of which they are the upper halves."""
     hosts: tl.constexpr = 16 - GUESTS
     hole: tl.constexpr = ((1 << GUESTS) - 1) << HOLE_SHIFT
-    block = tl.program_id(0).to(tl.int64)
-    num_blocks = numel // (_COLUMNS * 16)
-    tail = numel % (_COLUMNS * 16) // 16 * 16
-    left_over = numel % 16
-    columns = tl.where(block < num_blocks, _COLUMNS, tail // 16)
-    elements = columns * 16
-    first = block * (_COLUMNS * 16)
-    rows = words + block * (_COLUMNS * hosts)
-    base = (tl.load(bases + block, mask=elements > 0, other=0).to(tl.int32)) << MANTISSA
+    piece, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    start, room = piece * stride, stride  # in words
+    lower = words + start
+    into += piece * piece_numel
+    numel = tl.minimum(numel - piece * piece_numel, piece_numel).to(tl.int32)
+    if into.dtype.element_ty == tl.int32:  # the lower halves come first, as they are
+        start += numel
+        room -= numel
+    words += start
+    num_blocks, tail, left_over = numel // (_COLUMNS * 16), numel % (_COLUMNS * 16) // 16 * 16, numel % 16
+    columns = tl.where(block < num_blocks, _COLUMNS, tl.where(block == num_blocks, tail // 16, 0))
+    # Behind the blocks come words that are kept as they are, counts of exceptions, these, and the bases of blocks.
+    first_behind = (num_blocks * _COLUMNS + tail // 16) * hosts
+    first_count = first_behind + left_over
+    num_counts = tl.cdiv(numel - left_over, _SPAN)
     column = tl.arange(0, _COLUMNS)
+    before, listed = tl.zeros_like(column), tl.zeros_like(column)
+    first = 0
+    while first < num_counts:
+        at = first + column
+        counts = tl.load(words + first_count + at, mask=at < num_counts, other=0).to(tl.int32) & 0xFFFF
+        before += tl.where(at < block * (_COLUMNS * 16 // _SPAN), counts, 0)
+        listed += counts
+        first += _COLUMNS
+    base_at = first_count + num_counts + tl.sum(listed, axis=0)
+    there = (columns > 0) & (2 * base_at + block < 2 * room)
+    base = tl.load(octets + 2 * (start + base_at) + block, mask=there, other=0).to(tl.int32) << MANTISSA
+    block_start = block * (_COLUMNS * 16)
+    rows = words + block * (_COLUMNS * hosts)
     inside = column < columns
     for row in tl.static_range(16):
         if row < hosts:
             word = tl.load(rows + row * columns + column, mask=inside, other=0).to(tl.int32) & ~hole
         else:
             word = tl.zeros_like(column)
-            for piece in tl.static_range(len(PIECES)):
+            for part in tl.static_range(len(PIECES)):
                 word |= _carried(
                     rows,
                     column,
                     inside,
                     columns,
-                    PIECES[piece][0] + (row - hosts) * PIECES[piece][3],
-                    PIECES[piece][1] << ((row - hosts) * PIECES[piece][4]),
-                    PIECES[piece][2] - (row - hosts) * PIECES[piece][4],
+                    PIECES[part][0] + (row - hosts) * PIECES[part][3],
+                    PIECES[part][1] << ((row - hosts) * PIECES[part][4]),
+                    PIECES[part][2] - (row - hosts) * PIECES[part][4],
                 )
-        _store_words(into, lower, first + row * columns + column, word + base, inside)
-    # Words that are kept as they are lie behind the last block, and counts of exceptions behind them.
-    behind = words + (num_blocks.to(tl.int64) * _COLUMNS + tail // 16) * hosts
+        _store_words(into, lower, block_start + row * columns + column, word + base, inside)
     place = tl.arange(0, 16)
     last = (block == 0) & (place < left_over)
-    word = tl.load(behind + place, mask=last, other=0).to(tl.int32)
-    _store_words(into, lower, (numel - left_over).to(tl.int64) + place, word, last)
-    num_counts = tl.cdiv(numel - left_over, _SPAN)
-    _add_exceptions(behind + left_over, into + first, elements, num_counts, num_listed, HOLE_SHIFT, GUESTS)
+    word = tl.load(words + first_behind + place, mask=last, other=0).to(tl.int32)
+    _store_words(into, lower, numel - left_over + place, word, last)
+    counts_at, at = words + first_count, tl.sum(before, axis=0)
+    into += block_start
+    _add_exceptions(counts_at, at, room - first_count, into, columns * 16, num_counts, HOLE_SHIFT, GUESTS)
 
 
 @triton.jit
@@ -333,32 +336,28 @@ def _store_words(into, lower, at, word, mask):
 
 
 def decode_window(
-    layout: "WindowLayout", sections: "WindowSections", encoded: Tensor, lower: Tensor | None, into: Tensor
+    layout: "WindowLayout", encoded: Tensor, stride: int, piece_numel: int, into: Tensor
 ) -> None:
-    """Fill ``into`` [n] from an encoding in blocks, whose length has been looked at.
+    """Fill ``into`` [n] from encodings in blocks, whose lengths have been looked at.
 
     Args:
         layout: of the words.
-        sections: of so many elements.
         encoded: uint8.
-        lower: int16 [n] where ``into`` is fp32: the halves that are not encoded.
+        stride: bytes from the beginning of one encoding to that of the next one, an even number of several.
+        piece_numel: elements of each; the last one is of fewer.
         into: fp32, bf16 or fp16.
     """
-    ends = encoded.numel() - sections.num_bases
-    words, bases = encoded[:ends].view(torch.int16), encoded[ends:] if sections.num_bases else encoded
     # Field by field: first host, mask, shift, and what a guest adds to host and mask. Signs may share a host.
     pieces = [(piece.hosts[0], piece.mask, piece.shift, 1, 0) for piece in layout.pieces]
     if layout.signs:
         pieces.append((layout.num_hosts - 1, 1 << layout.signs[0], 15 - layout.signs[0], 0, 1))
     _launch(
         _window,
-        max(1, sections.num_bases),
-        words,
-        bases,
-        words if lower is None else lower,
-        into.view(torch.int16 if lower is None else torch.int32),
-        into.numel(),
-        sections.num_exceptions(encoded.numel()),
+        (triton.cdiv(piece_numel, 16 * _COLUMNS.value), triton.cdiv(into.numel(), piece_numel)),
+        encoded,
+        encoded[: encoded.numel() // 2 * 2].view(torch.int16),
+        into.view(torch.int32 if into.dtype is torch.float32 else torch.int16),
+        *(into.numel(), piece_numel, triton.cdiv(stride, 2)),
         MANTISSA=layout.mantissa_bits,
         HOLE_SHIFT=layout.hole_shift,
         GUESTS=layout.num_guests,

@@ -21,8 +21,10 @@ from outsize.codecs.codec_spec import (
 )
 from outsize.units import align_up
 
-# What is sent is encoded in pieces of so many elements: one is decoded while the next one is under way.
+# What is sent is encoded in pieces of so many elements: some are decoded while the next ones are under way.
 PIECE_ELEMENTS: Final = 2**20
+# Of weights so many pieces are decoded at once, by one kernel on a GPU: each would take as long to launch as to copy.
+PIECES_AT_ONCE: Final = 16
 # What a codec works on at once off the host, where a piece costs a few launches whatever its size; it holds 4 to 6
 # bytes per element meanwhile.
 DEVICE_PIECE_ELEMENTS: Final = 2**24
@@ -102,11 +104,20 @@ def room_bytes(spec: CodecSpec, numel: int, dtype: str) -> int:
     return align_up(min(expected, raw_bytes(numel, dtype)) + pieces * PIECE_ALIGN, 4096)
 
 
-def staging_bytes(transport: Transport, crossing: str) -> int:
-    """Return the size of each of the two buffers on the device for pieces of a crossing; 0 where it is raw."""
+def staging_bytes(transport: Transport, crossing: str, largest: tuple[int, str] = (0, "")) -> int:
+    """Return the size of each of the two buffers on the device for pieces of a crossing; 0 where it is raw.
+
+    Args:
+        transport: names the codecs.
+        crossing: which one.
+        largest: elements and dtype of the largest plane of which several pieces are decoded at once; none without it.
+    """
     if transport.is_raw(crossing):
         return 0
-    return transport.spec(crossing).max_bytes(PIECE_ELEMENTS, "fp32")
+    spec, (numel, dtype) = transport.spec(crossing), largest
+    at_once = min(PIECES_AT_ONCE, -(-numel // PIECE_ELEMENTS))
+    several = at_once * spec.max_bytes(PIECE_ELEMENTS, dtype) if numel else 0
+    return max(several, spec.max_bytes(PIECE_ELEMENTS, "fp32"))
 
 
 # Elements of a share that are exchanged at once: 4 MiB of fp32, some milliseconds at 10 Gbit/s, beside which a round

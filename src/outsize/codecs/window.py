@@ -9,6 +9,7 @@ follows from the length of the encoding. Under ``torch.compile`` the masks and s
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import numpy as np
@@ -228,15 +229,14 @@ class WindowCodec(Codec):
         return upper.nbytes + encode_window(self._bf16, upper, room[upper.nbytes :])
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
+        if device_kernels(into.device.type) is not None and encoded.numel() < into.nbytes:
+            self.decode_pieces(encoded, [encoded.numel()], into, into.numel())
+            return
         lower_bytes = 2 * into.numel() if into.dtype is torch.float32 else 0
         try:
-            if self._by_kernel(encoded, into):
-                return
             upper = self._decode_words(self._layout(into.dtype), encoded[lower_bytes:], into)
         except ValueError as error:
-            raise CodecError(
-                f"no {self.spec.name} encoding of {into.numel()} elements of {into.dtype}: {error}"
-            ) from error
+            raise self._refusal(into, error) from error
         if into.dtype is not torch.float32:
             return
         if into.device.type == "cpu":
@@ -247,18 +247,24 @@ class WindowCodec(Codec):
         halves[::2] = encoded[:lower_bytes].view(torch.int16)
         halves[1::2] = upper
 
-    def _by_kernel(self, encoded: Tensor, into: Tensor) -> bool:
-        """Fill ``into`` by one kernel, where there is one on its device and the encoding is shorter than elements."""
+    def decode_pieces(self, room: Tensor, sizes: Sequence[int], into: Tensor, numel: int) -> None:
+        """See `Codec.decode_pieces`; on a GPU with Triton all of them in one kernel."""
         kernels = device_kernels(into.device.type)
-        if kernels is None or encoded.numel() == into.nbytes:
-            return False
-        layout, lower = self._layout(into.dtype), None
-        if into.dtype is torch.float32:
-            lower, encoded = encoded[: into.nbytes // 2].view(torch.int16), encoded[into.nbytes // 2 :]
-        sections = WindowSections(layout, into.numel())
-        sections.check(encoded.numel())
-        kernels.decode_window(layout, sections, encoded, lower, into)
-        return True
+        lengths = [*[numel] * (len(sizes) - 1), into.numel() - (len(sizes) - 1) * numel]
+        pieces = list(zip(sizes, lengths, strict=True))
+        if kernels is None or any(size == length * into.itemsize for size, length in pieces):
+            super().decode_pieces(room, sizes, into, numel)
+            return
+        layout, lower_bytes = self._layout(into.dtype), into.itemsize - 2
+        try:
+            for size, length in pieces:
+                WindowSections(layout, length).check(size - lower_bytes * length)
+        except ValueError as error:
+            raise self._refusal(into, error) from error
+        kernels.decode_window(layout, room, room.numel() // len(sizes), numel, into)
+
+    def _refusal(self, into: Tensor, error: ValueError) -> CodecError:
+        return CodecError(f"no {self.spec.name} encoding of {into.numel()} elements of {into.dtype}: {error}")
 
     def _decode_words(self, layout: WindowLayout, encoded: Tensor, into: Tensor) -> Tensor:
         """Return the words of a 16-bit encoding, int16 [into.numel()]; in ``into`` itself where they fit."""

@@ -42,9 +42,16 @@ def encoded_planes(unit: UnitSpec, dtype: str, *, stays: bool = False) -> Iterat
             yield part.plane, part.numel, part.dtype
 
 
+def largest_plane(model: ModelSpec) -> tuple[int, str]:
+    """Return elements and dtype of the plane of most bytes that goes encoded; none of a model without weights."""
+    planes = (plane[1:] for unit in model.units for plane in encoded_planes(unit, model.dtype))
+    return max(planes, key=lambda each: each[0] * ITEMSIZE[each[1]], default=(0, ""))
+
+
 def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[int, ...]) -> int:
     """Return what codecs hold on each device: two buffers a crossing, what gradients lost, what is under way."""
-    buffer_bytes = 2 * (staging_bytes(transport, "weights") + staging_bytes(transport, "gradients"))
+    buffer_bytes = 2 * staging_bytes(transport, "weights", largest_plane(model))
+    buffer_bytes += 2 * staging_bytes(transport, "gradients")
     if not transport.is_raw("weights"):
         buffer_bytes += DECODE_BYTES * PIECE_ELEMENTS
     if transport.feedback:

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from outsize.codecs.codec_spec import codec_spec
-from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS, EXACT, PIECE_ELEMENTS, CodecRates, Transport, Wire
+from outsize.codecs.transport import (
+    DEVICE_PIECE_ELEMENTS,
+    EXACT,
+    PIECE_ELEMENTS,
+    PIECES_AT_ONCE,
+    CodecRates,
+    Transport,
+    Wire,
+)
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
@@ -294,12 +302,12 @@ class _Pricing(OpBytes):
         return numel * ITEMSIZE[self.model.dtype] / rates.encode_bytes_per_s
 
     def _decode_s(self, op: Op, sent_bytes: int) -> float:
-        """Return what decoding adds to a LOAD: of all but the last piece, what it takes longer than the link."""
+        """Return what decoding adds to a LOAD: of all but the last pieces, what it takes longer than the link."""
         if self.codec_rates is None or self.transport.is_raw("weights"):
             return 0.0
         stays = op.unit in self.layout.stays
         planes = list(encoded_planes(self.model.units[op.unit or 0], self.model.dtype, stays=stays))
-        pieces = max(1, sum(-(-numel // PIECE_ELEMENTS) for _, numel, _ in planes))
+        pieces = max(1, sum(-(-numel // (PIECES_AT_ONCE * PIECE_ELEMENTS)) for _, numel, _ in planes))
         num_bytes = sum(numel * ITEMSIZE[dtype] for _, numel, dtype in planes)
         decode_s = num_bytes / self.codec_rates.decode_bytes_per_s
         link_s = sent_bytes / self.machine.links[op.worker or 0].up_bytes_per_s.value

@@ -10,7 +10,7 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -75,6 +75,18 @@ class Device(ABC):
     def behind(self, lane: str) -> AbstractContextManager[Any]:
         """Context in which another thread runs work in order with ``lane``."""
         return nullcontext()
+
+    def here(self) -> Any:
+        """Return a mark of all that the calling lane has enqueued; None where work is done when it returns."""
+        return None
+
+    def beside(self, mark: Any, work: Callable[[], None]) -> Any:
+        """Run ``work`` behind ``mark``, but not behind what the lane enqueues later; return a mark of its end."""
+        work()
+        return None
+
+    def rejoin(self, mark: Any) -> None:  # noqa: B027 - nothing to wait for is the common case
+        """Have what the calling lane enqueues from now on wait for a mark of `beside`; None is none."""
 
     def catch_up(self) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Return when all is done that the calling thread has enqueued outside lanes: what it made is theirs to use."""
@@ -294,6 +306,24 @@ class Accelerator(Device):
             mark.synchronize()
         else:
             stream.wait_event(mark)
+
+    def here(self) -> torch.Event:
+        """See `Device.here`."""
+        mark: torch.Event = new_event(self.name)
+        mark.record(torch.accelerator.current_stream(self.torch_device))
+        return mark
+
+    def beside(self, mark: torch.Event, work: Callable[[], None]) -> torch.Event:
+        """See `Device.beside`; all such work of a device is in order on one stream."""
+        with self.behind("decode"):
+            torch.accelerator.current_stream(self.torch_device).wait_event(mark)
+            work()
+            return self.here()
+
+    def rejoin(self, mark: torch.Event | None) -> None:
+        """See `Device.rejoin`."""
+        if mark is not None:
+            torch.accelerator.current_stream(self.torch_device).wait_event(mark)
 
     def seconds(self, mark: torch.Event) -> float:
         """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""

@@ -15,6 +15,7 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.muon import Muon
 from outsize.optim.planes import UpdateRule, WholeRule
+from outsize.planner.memory.step_bytes import largest_plane
 from outsize.planner.program.stages import Extent
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import num_handed_over
@@ -109,7 +110,7 @@ class _Memory:
         sizes = (*layout.accumulator_bytes, *plan.own_accumulator_bytes)
         self.accumulators = [device.allocate(size, "accumulator") for size in sizes]
         self.sums = GradientSums()
-        staging = take_staging(plan.transport, "weights", device)
+        staging = take_staging(plan.transport, "weights", device, largest_plane(plan.model))
         self.weights = WeightOps(
             spec,
             device,

@@ -6,8 +6,10 @@ for (logical bytes).
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,21 +129,29 @@ def bring_up(
         codec: wrote the pieces.
         pieces: encodings of `PIECE_ELEMENTS` elements each, the last of fewer.
         plane: where the elements go.
-        staging: two byte buffers, by turns: one is being filled while the other is decoded.
+        staging: two byte buffers for as many pieces, by turns: one is being filled while the other is decoded, on
+            streams of their own where the device has streams.
     """
-    targets = plane.split(PIECE_ELEMENTS)  # type: ignore[no-untyped-call]
-    wire_bytes = 0
-    before: tuple[Tensor, Tensor] | None = None
-    for index, (piece, target) in enumerate(zip(pieces, targets, strict=True)):
-        arriving = staging[index % 2][: piece.numel()]
-        with device.link(piece.numel()):
-            arriving.copy_(piece, non_blocking=True)
+    stride = codec.spec.max_bytes(PIECE_ELEMENTS, DTYPE_NAME[plane.dtype])
+    at_once = staging[0].numel() // stride
+    pieces, wire_bytes = list(pieces), 0
+    decoded: list[Any] = [None, None]
+    before: tuple[Any, Callable[[], None]] | None = None
+    for index, target in enumerate(plane.split(at_once * PIECE_ELEMENTS)):  # type: ignore[no-untyped-call]
+        sent = pieces[index * at_once : (index + 1) * at_once]
+        sizes = [piece.numel() for piece in sent]
+        room = staging[index % 2][: len(sent) * stride]
+        device.rejoin(decoded[index % 2])
+        with device.link(sum(sizes)):
+            for piece, part in zip(sent, room.split(stride), strict=True):  # type: ignore[no-untyped-call]
+                part[: piece.numel()].copy_(piece, non_blocking=True)
+            arrived = device.here()
             if before is not None:
-                codec.decode(*before)
-        before = arriving, target
-        wire_bytes += piece.numel()
+                decoded[(index - 1) % 2] = device.beside(*before)
+        before = arrived, partial(codec.decode_pieces, room, sizes, target, PIECE_ELEMENTS)
+        wire_bytes += sum(sizes)
     if before is not None:
-        codec.decode(*before)
+        device.rejoin(device.beside(*before))
     return wire_bytes
 
 
@@ -244,11 +254,12 @@ def packed_codec(transport: Transport) -> Codec | None:
     return None if transport.is_raw("weights") else open_codec(transport.weights)
 
 
-def take_staging(transport: Transport, crossing: str, device: Device) -> list[Tensor]:
-    """Take two buffers of ``device`` for pieces of a crossing; none where they go as they are."""
-    if transport.is_raw(crossing):
-        return []
-    return [device.allocate(staging_bytes(transport, crossing), "codec staging") for _ in range(2)]
+def take_staging(
+    transport: Transport, crossing: str, device: Device, largest: tuple[int, str] = (0, "")
+) -> list[Tensor]:
+    """Take two buffers of ``device``, see `staging_bytes`; none where a crossing goes as it is."""
+    size = staging_bytes(transport, crossing, largest)
+    return [device.allocate(size, "codec staging") for _ in range(2)] if size else []
 
 
 def gradient_carrier(transport: Transport, spec: ModelSpec, device: Device) -> GradientCarrier | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, synchronize
 from outsize.codecs.codec import DTYPE_NAME, Codec, open_codec
-from outsize.codecs.transport import PIECE_ELEMENTS, CodecRates, Transport
+from outsize.codecs.transport import PIECE_ELEMENTS, PIECES_AT_ONCE, CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.group.group import Pace
 from outsize.hardware.cards import COPY_LATENCY_S, NVME
@@ -238,7 +238,8 @@ def codec_rates(prepared: Job, transport: Transport) -> CodecRates | None:
     spec = prepared.split.spec
     sizes = [(numel, dtype) for unit in spec.units for _, numel, dtype in encoded_planes(unit, spec.dtype)]
     numel, dtype = max(sizes)
-    return _rates_of(open_codec(transport.weights), _sample(numel, dtype), HOME, _device(prepared))
+    at_once = min(PIECES_AT_ONCE, -(-numel // PIECE_ELEMENTS))
+    return _rates_of(open_codec(transport.weights), _sample(numel, dtype), HOME, _device(prepared), at_once)
 
 
 def crossing_rates(prepared: Job, transport: Transport) -> dict[str, CodecRates]:
@@ -270,18 +271,27 @@ def _sample(numel: int, dtype: str) -> Tensor:
     return (source * DEVIATION).to(TORCH_DTYPE[dtype])
 
 
-def _rates_of(codec: Codec, sample: Tensor, encoder: str, decoder: str) -> CodecRates:
-    """Return what ``codec`` reaches on ``sample``, in bytes of it, encoding on one device and decoding on another."""
+def _rates_of(codec: Codec, sample: Tensor, encoder: str, decoder: str, at_once: int = 1) -> CodecRates:
+    """Return what ``codec`` reaches on ``sample``, in bytes of it, encoding on one device and decoding on another.
+
+    As many of its encodings are decoded ``at_once``.
+    """
     source = sample.to(encoder)
     room = torch.empty(
         codec.spec.max_bytes(sample.numel(), DTYPE_NAME[sample.dtype]), dtype=torch.uint8, device=encoder
     )
     size = codec.encode(source, room)  # of a device, the first one compiles and allocates
-    there, into = room[:size].to(decoder), torch.empty_like(sample, device=decoder)
-    codec.decode(there, into)
+    there = torch.empty(at_once * room.numel(), dtype=torch.uint8, device=decoder)
+    there.view(at_once, -1)[:, :size] = room[:size].to(decoder)
+    into = torch.empty(at_once * sample.numel(), dtype=sample.dtype, device=decoder)
+
+    def decode() -> None:
+        codec.decode_pieces(there, [size] * at_once, into, sample.numel())
+
+    decode()
     return CodecRates(
         encode_bytes_per_s=sample.nbytes / _best_s(lambda: codec.encode(source, room), encoder),
-        decode_bytes_per_s=sample.nbytes / _best_s(lambda: codec.decode(there, into), decoder),
+        decode_bytes_per_s=into.nbytes / _best_s(decode, decoder),
     )
 
 
