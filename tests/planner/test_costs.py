@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from outsize.codecs.codec_spec import codec_spec
 from outsize.codecs.transport import CodecRates, Transport
 from outsize.errors import ConfigError
 from outsize.hardware.cards import parse_gpus
@@ -280,8 +281,8 @@ def test_a_load_is_priced_with_what_decoding_frozen_parts_takes_on_the_device():
         return cost_model(machine, model, layout, TIMES, (0, 7, 7, 7)).cost_of(parse_op("LOAD 2@w0.0"))
 
     gpu, latency = MACHINE.gpus[0], MACHINE.links[0].latency_s.value
-    moved_s = numel * 22.5 / gpu.memory_bytes_per_s.value
-    assert load(kind).seconds == pytest.approx(latency + moved_s + 3 * DECODE_KERNELS * LAUNCH_S)
+    moved_s = numel * codec_spec("nf4").device_decode_bytes / gpu.memory_bytes_per_s.value
+    assert load(kind).seconds == pytest.approx(latency + moved_s + DECODE_KERNELS * LAUNCH_S)
     assert load(plain).seconds == latency
     assert load(kind, replace(LAYOUT, stays=frozenset({2}))).seconds == latency
     host = replace(MACHINE, gpus=(replace(gpu, is_host=True),))

@@ -20,9 +20,8 @@ CountBytes = Callable[[int, str], int]
 _LINKS: Final = frozenset({"weights", "activations", "gradients"})
 # A gradient codec of this ending remembers what it lost, and adds it to the next gradient.
 FEEDBACK: Final = "-ef"
-# Counted in tests/codecs. nf4 widens codes (2.5), looks up pairs (6), scales (8), rounds (6); int8 widens (5), scales
-# (8) and rounds (6); fp8 widens to bf16 (3) and scales (4).
-_MOST_DEVICE_DECODE_BYTES, _INT8_DEVICE_DECODE_BYTES, _FP8_DEVICE_DECODE_BYTES = 22.5, 19.0, 7.0
+# One kernel of Triton reads codes and scales and writes bf16; for fp8, torch widens to bf16 (3) and scales (4).
+_NF4_DEVICE_DECODE_BYTES, _INT8_DEVICE_DECODE_BYTES, _FP8_DEVICE_DECODE_BYTES = 2.5625, 3.015625, 7.0
 _BLOCKWISE = "outsize.codecs.blockwise.BlockwiseCodec"
 
 
@@ -68,7 +67,7 @@ class CodecSpec:
     group: int = 0
     encode_bytes_per_s: float
     decode_bytes_per_s: float
-    device_decode_bytes: float = _MOST_DEVICE_DECODE_BYTES
+    device_decode_bytes: float = _NF4_DEVICE_DECODE_BYTES
 
     def __post_init__(self) -> None:
         if self.lossless and self.error:

@@ -231,9 +231,7 @@ def _carried(rows, column, inside, columns, HOST: tl.constexpr, MASK: tl.constex
 
 
 @triton.jit
-def _add_exceptions(
-    counts, at, room, into, elements, num_counts, HOLE_SHIFT: tl.constexpr, GUESTS: tl.constexpr
-):
+def _add_exceptions(counts, at, room, into, elements, num_counts, HOLE: tl.constexpr):
     """Add to a block what its holes held, by the list behind ``counts``, of which those before it take ``at``."""
     span = tl.program_id(0) * (_COLUMNS * 16 // _SPAN)
     tl.debug_barrier()  # what is added to was written by other threads of this program
@@ -246,13 +244,28 @@ def _add_exceptions(
             listed = tl.load(counts + num_counts + at + index, mask=listed_here, other=0).to(tl.int32)
             position = each * _SPAN + (listed & (_SPAN - 1))
             inside = listed_here & (position < elements)
-            held = ((listed & 0xFFFF) // _SPAN & ((1 << GUESTS) - 1)) << HOLE_SHIFT
+            held = ((listed & 0xFFFF) // _SPAN & ((1 << HOLE[1]) - 1)) << HOLE[0]
             if into.dtype.element_ty == tl.int32:
                 held = held << 16
             added = tl.load(into + position, mask=inside, other=0).to(tl.int32) + held
             tl.store(into + position, added.to(into.dtype.element_ty), mask=inside)
             start += 128
         at += count
+
+
+@triton.jit
+def _count_exceptions(counts, num_counts, span):
+    """Return how many exceptions are listed before ``span``, and how many in all."""
+    column = tl.arange(0, _COLUMNS)
+    before, listed = tl.zeros_like(column), tl.zeros_like(column)
+    first = 0
+    while first < num_counts:
+        at = first + column
+        some = tl.load(counts + at, mask=at < num_counts, other=0).to(tl.int32) & 0xFFFF
+        before += tl.where(at < span, some, 0)
+        listed += some
+        first += _COLUMNS
+    return tl.sum(before, axis=0), tl.sum(listed, axis=0)
 
 
 @triton.jit(do_not_specialize=["numel", "piece_numel", "stride"])
@@ -264,13 +277,12 @@ def _window(
     piece_numel,
     stride,
     MANTISSA: tl.constexpr,
-    HOLE_SHIFT: tl.constexpr,
-    GUESTS: tl.constexpr,
+    HOLE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
     """Decode one block of a piece into ``into``, int16 words, or int32 of which they are the upper halves."""
-    hosts: tl.constexpr = 16 - GUESTS
-    hole: tl.constexpr = ((1 << GUESTS) - 1) << HOLE_SHIFT
+    hosts: tl.constexpr = 16 - HOLE[1]
+    hole: tl.constexpr = ((1 << HOLE[1]) - 1) << HOLE[0]
     piece, block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     start, room = piece * stride, stride  # in words
     lower = words + start
@@ -286,20 +298,14 @@ def _window(
     first_behind = (num_blocks * _COLUMNS + tail // 16) * hosts
     first_count = first_behind + left_over
     num_counts = tl.cdiv(numel - left_over, _SPAN)
-    column = tl.arange(0, _COLUMNS)
-    before, listed = tl.zeros_like(column), tl.zeros_like(column)
-    first = 0
-    while first < num_counts:
-        at = first + column
-        counts = tl.load(words + first_count + at, mask=at < num_counts, other=0).to(tl.int32) & 0xFFFF
-        before += tl.where(at < block * (_COLUMNS * 16 // _SPAN), counts, 0)
-        listed += counts
-        first += _COLUMNS
-    base_at = first_count + num_counts + tl.sum(listed, axis=0)
+    counts = words + first_count
+    before, listed = _count_exceptions(counts, num_counts, block * (_COLUMNS * 16 // _SPAN))
+    base_at = first_count + num_counts + listed
     there = (columns > 0) & (2 * base_at + block < 2 * room)
     base = tl.load(octets + 2 * (start + base_at) + block, mask=there, other=0).to(tl.int32) << MANTISSA
     block_start = block * (_COLUMNS * 16)
     rows = words + block * (_COLUMNS * hosts)
+    column = tl.arange(0, _COLUMNS)
     inside = column < columns
     for row in tl.static_range(16):
         if row < hosts:
@@ -321,9 +327,8 @@ def _window(
     last = (block == 0) & (place < left_over)
     word = tl.load(words + first_behind + place, mask=last, other=0).to(tl.int32)
     _store_words(into, lower, numel - left_over + place, word, last)
-    counts_at, at = words + first_count, tl.sum(before, axis=0)
     into += block_start
-    _add_exceptions(counts_at, at, room - first_count, into, columns * 16, num_counts, HOLE_SHIFT, GUESTS)
+    _add_exceptions(counts, before, room - first_count, into, columns * 16, num_counts, HOLE)
 
 
 @triton.jit
@@ -359,8 +364,7 @@ def decode_window(
         into.view(torch.int32 if into.dtype is torch.float32 else torch.int16),
         *(into.numel(), piece_numel, triton.cdiv(stride, 2)),
         MANTISSA=layout.mantissa_bits,
-        HOLE_SHIFT=layout.hole_shift,
-        GUESTS=layout.num_guests,
+        HOLE=(layout.hole_shift, layout.num_guests),
         PIECES=tuple(pieces),
         num_warps=8,
     )

@@ -10,15 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from outsize.codecs.codec_spec import codec_spec
-from outsize.codecs.transport import (
-    DEVICE_PIECE_ELEMENTS,
-    EXACT,
-    PIECE_ELEMENTS,
-    PIECES_AT_ONCE,
-    CodecRates,
-    Transport,
-    Wire,
-)
+from outsize.codecs.transport import EXACT, PIECE_ELEMENTS, PIECES_AT_ONCE, CodecRates, Transport, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
@@ -316,7 +308,8 @@ class _Pricing(OpBytes):
     def _parts_s(self, op: Op) -> float:
         """Return what decoding frozen parts adds to a LOAD: a device makes their values behind the copy.
 
-        What its kernels move of its own memory, and their launches. A host's cores are not priced.
+        What its kernels move of its own memory, and their launches, as Triton has them: torch for CUDA and ROCm on
+        Linux brings it. A host's cores are not priced.
         """
         gpu, unit = self.machine.gpus[op.worker or 0], op.unit or 0
         if gpu.is_host or unit in self.layout.stays:
@@ -325,8 +318,7 @@ class _Pricing(OpBytes):
         for part in self.model.units[unit].frozen:
             if part.codec is not None:
                 moved = part.numel * codec_spec(part.codec).device_decode_bytes
-                launches = DECODE_KERNELS * -(-part.numel // DEVICE_PIECE_ELEMENTS)
-                seconds += moved / gpu.memory_bytes_per_s.value + launches * LAUNCH_S
+                seconds += moved / gpu.memory_bytes_per_s.value + DECODE_KERNELS * LAUNCH_S
         return seconds
 
     def _coding_s(self, crossing: str, num_bytes: int, *, encode: bool, decode: bool) -> float:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.codecs.codec import DTYPE_NAME, Codec, open_codec
+from outsize.accelerators import Devices
+from outsize.codecs.codec import DTYPE_NAME, Codec, device_kernels, open_codec
 from outsize.codecs.codec_spec import codec_spec
 from outsize.codecs.transport import (
+    DEVICE_PIECE_ELEMENTS,
     PIECE_ALIGN,
     PIECE_ELEMENTS,
     RESIDUAL_BYTES,
@@ -276,9 +278,9 @@ def activation_codec(transport: Transport) -> Codec | None:
     return None if transport.is_raw("activations") else open_codec(transport.activations)
 
 
-# What decoding takes beside the encoding: pieces that stay in a cache, and for scales that are encoded themselves up to
-# three numbers of 4 bytes per group of 64 elements.
-_PIECES_BYTES, _SCALE_BYTES, _GROUP = 2**21, 12, 64
+# What decoding in torch takes beside the encoding: pieces that stay in a cache, or off the host larger ones, of 6 bytes
+# per element; and for scales that are encoded themselves up to three numbers of 4 bytes per group of 64 elements.
+_PIECES_BYTES, _ELEMENT_BYTES, _SCALE_BYTES, _GROUP = 2**21, 6, 12, 64
 
 
 def encoded_parts(spec: ModelSpec) -> list[FrozenPart]:
@@ -286,13 +288,18 @@ def encoded_parts(spec: ModelSpec) -> list[FrozenPart]:
     return [part for unit in spec.units for part in unit.frozen if part.codec is not None]
 
 
-def decoding_bytes(spec: ModelSpec) -> int:
-    """Return what decoding takes on the device: room for the largest encoding, and for the work; 0 without codecs."""
+def decoding_bytes(spec: ModelSpec, devices: Devices) -> int:
+    """Return what decoding takes on each device: the largest encoding, and the work; 0 without codecs."""
     parts = encoded_parts(spec)
     if not parts:
         return 0
-    largest = max(part.numel for part in parts)
-    return max(part.encoded_bytes for part in parts) + largest // _GROUP * _SCALE_BYTES + _PIECES_BYTES
+    room, largest = max(part.encoded_bytes for part in parts), max(part.numel for part in parts)
+    kind = devices.torch_device.type
+    if device_kernels(kind) is not None:
+        return room
+    on_host = kind == "cpu"
+    pieces = _PIECES_BYTES if on_host else _ELEMENT_BYTES * min(largest, DEVICE_PIECE_ELEMENTS)
+    return room + largest // _GROUP * _SCALE_BYTES + pieces
 
 
 def encode(part: FrozenPart, values: Tensor, into: Tensor) -> None:

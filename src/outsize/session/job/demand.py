@@ -186,7 +186,7 @@ def demand_of(
     parts: Split, machine: RunMachine, measured: Measured, activations: str, shared_bytes: int
 ) -> Demand:
     """Return what a microbatch takes besides weights, as it was measured."""
-    fixed, spare = fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec), 0
+    fixed, spare = fixed_bytes(parts.model, machine) + decoding_bytes(parts.spec, machine.devices), 0
     if machine.devices.is_cpu:
         workspace = max(*measured.forward_bytes, *measured.backward_bytes)
         fixed += int(workspace * (KERNEL_SHARE if parts.spec.dtypes == {"fp32"} else HALF_KERNEL_SHARE))
