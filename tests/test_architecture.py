@@ -35,7 +35,7 @@ ARROWS = {
     "checkpoint.files": GROUND | {"model.sizes"},
     "compat": set(),
     "model": GROUND | {"accelerators", "checkpoint.files", "choices", "codecs", "compat", "model.sizes"},
-    "optim": GROUND | {"codecs", "compat", "model.sizes.model_spec", "native"},
+    "optim": GROUND | {"choices", "codecs", "compat", "model.sizes.model_spec", "native"},
     "planner.program": GROUND | {"optim.optimizer_spec"},
     "planner.memory": GROUND
     | {

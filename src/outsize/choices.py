@@ -22,6 +22,9 @@ Dtype = Literal["auto", ComputeDtype]
 DataFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]
 # How documents become sequences.
 Packing = Literal["stream", "documents", "none"]
+# How the learning rate goes on behind the warm-up, and of which schedules it ends at min_lr.
+Schedule = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"]
+WITH_MIN_LR = ("cosine", "wsd")
 Clip = Literal["global", "unit", "none"]
 Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split", "split24"]

@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from outsize.choices import BlockKernels, Clip, CompileOrAuto, Dtype, Masters, Moments, NewtonSchulz, Products
+from outsize.choices import (
+    BlockKernels,
+    Clip,
+    CompileOrAuto,
+    Dtype,
+    Masters,
+    Moments,
+    NewtonSchulz,
+    Products,
+    Schedule,
+)
 from outsize.config.section import (
     OF_A_RANK,
     TOLD_ON_RESUME,
@@ -192,7 +202,7 @@ class OptimizerConfig(Section):
         "upper 8 of these bits, rounded by chance, 3 bytes, not bit-exact; auto: split where state is not fp32, and in "
         "a single process where C kernels step them; as it lies in a home that a run goes on from.",
     )
-    schedule: Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"] = Field(
+    schedule: Schedule = Field(
         default="cosine",
         description="Learning rate after warm-up, as transformers has it. linear reaches zero at the last step, cosine "
         "min_lr; cosine_restarts reaches zero restarts + 1 times; wsd stays, and falls to min_lr in the last "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from outsize.accelerators import check_device_name
+from outsize.choices import WITH_MIN_LR
 from outsize.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Case:
 
     def has_no_min_lr(self) -> bool:
         """Return whether the schedule falls to zero or not at all."""
-        return self.schedule not in ("cosine", "wsd")
+        return self.schedule not in WITH_MIN_LR
 
     def learns(self, *objectives: str) -> bool:
         """Return whether the objective is one of these."""

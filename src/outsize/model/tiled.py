@@ -75,16 +75,6 @@ def can_take_in_parts(split: Split) -> bool:
     return True
 
 
-def parts_of(split: Split) -> int:
-    """Return in how many parts the MLPs of ``split`` take their tokens."""
-    blocks = (
-        module for module, unit in zip(split.modules, split.spec.units, strict=False) if unit.kind == "block"
-    )
-    return next(
-        (mlp.num_parts for block in blocks if isinstance(mlp := getattr(block, _NAME, None), _InParts)), 1
-    )
-
-
 def _mlps(split: Split) -> Iterator[nn.Module]:
     for module, unit in zip(split.modules, split.spec.units, strict=False):
         if unit.kind != "block":

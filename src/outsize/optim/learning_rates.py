@@ -5,18 +5,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from outsize.choices import Schedule
 from outsize.compat.torch_private import parameters_of
 from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
-
-ScheduleKind = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "inverse_sqrt"]
-# Whose rate ends at `min_lr`.
-WITH_MIN_LR = ("cosine", "wsd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,7 @@ class LearningRateSchedule:
         ValueError: an unknown kind, a negative or non-finite number, or a warm-up longer than the training.
     """
 
-    kind: ScheduleKind = "constant"
+    kind: Schedule = "constant"
     lr: float
     num_warmup_steps: int = 0
     num_training_steps: int
@@ -48,8 +45,8 @@ class LearningRateSchedule:
     _factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ScheduleKind):
-            raise ValueError(f"unknown schedule {self.kind!r}; choose {', '.join(get_args(ScheduleKind))}")
+        if self.kind not in get_args(Schedule):
+            raise ValueError(f"unknown schedule {self.kind!r}; choose {', '.join(get_args(Schedule))}")
         if not (math.isfinite(self.lr) and self.lr >= 0.0):
             raise ValueError(f"lr must be a finite number of at least 0, not {self.lr}")
         if not 0 <= self.min_lr <= self.lr:
