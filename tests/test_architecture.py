@@ -268,7 +268,8 @@ ARROWS = {
         "wrapped.at_home",
         "wrapped.calls",
     },
-    "wrapped.writing": GROUND | {"compat", "inference", "model.sizes", "planner.search", "wrapped"},
+    "wrapped.writing": GROUND
+    | {"choices", "compat", "inference", "model.sizes", "planner.search", "wrapped"},
     "objectives": GROUND
     | {
         "accelerators",

@@ -20,6 +20,8 @@ ComputeDtype = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["auto", ComputeDtype]
 # Layouts of records, each a row of `outsize.data.reading.formats.FORMATS`.
 DataFormat = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "tokens"]
+# What of a conversation is trained.
+TrainOn = Literal["replies", "last", "all"]
 # How documents become sequences.
 Packing = Literal["stream", "documents", "none"]
 # How the learning rate goes on behind the warm-up, and of which schedules it ends at min_lr.
@@ -28,13 +30,17 @@ WITH_MIN_LR = ("cosine", "wsd")
 Clip = Literal["global", "unit", "none"]
 Moments = Literal["fp32", "bf16", "int8"]
 Masters = Literal["auto", "separate", "split", "split24"]
-# Where Muon's matrices are multiplied.
+# How Muon's rate follows from the shape of a matrix.
+AdjustRate = Literal["original", "match_rms_adamw"]
+# Where its matrices are multiplied.
 NewtonSchulz = Literal["auto", "host", "device"]
 # How stages hand over what they make for the next one.
 Handover = Literal["auto", "host", "peer"]
 # What of a model torch compiles; a run can time both.
 Compile = Literal["off", "blocks"]
 CompileOrAuto = Literal["auto", Compile]
+# What is computed of texts that are scored.
+Scored = Literal["logprobs", "logits", "hidden", "embeddings"]
 # How many units rest on the device with all their state.
 Resident = Literal["auto"] | int
 # What linear layers of blocks multiply in: the model's dtype, or 8 bits, with a scale for each matrix or each row.

@@ -5,11 +5,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outsize import files
+from outsize.choices import Scored
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
 from outsize.cli.text.records_text import ResumedLines, check_made_with, now_and_then, size_of
@@ -19,8 +20,6 @@ from outsize.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from outsize.wrapped.writing.scoring import ScoredText
-
-Want = Literal["logprobs", "logits", "hidden", "embeddings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class ScoreOptions(ModelOptions):
         Path,
         typer.Option("--out", help="JSON lines; of logits and hidden states a directory of safetensors."),
     ]
-    want: Annotated[Want, typer.Option("--want", help="What is wanted of each text.")] = "logprobs"
+    want: Annotated[Scored, typer.Option("--want", help="What is wanted of each text.")] = "logprobs"
     context: Annotated[
         int, typer.Option("--context", min=2, help="Tokens of the pieces that a text file is cut into.")
     ] = 1024

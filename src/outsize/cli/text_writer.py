@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from outsize import files
-from outsize.choices import Dtype, Home
+from outsize.choices import Dtype, Home, Scored
 from outsize.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from outsize.training.run_data import Conversation
     from outsize.wrapped.writing.detokenizer import ReplyReader
-    from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures, Want
+    from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures
     from outsize.wrapped.writing.text import Figures, Prompt, Written
 
 
@@ -180,7 +180,7 @@ class TextWriter:
             ids, len(self._tokenizer(before, add_special_tokens=not text_prompt.is_templated)["input_ids"])
         )
 
-    def score(self, texts: "Iterable[ScoredText]", want: "Want", figures: "ScoringFigures") -> Iterator[Any]:
+    def score(self, texts: "Iterable[ScoredText]", want: Scored, figures: "ScoringFigures") -> Iterator[Any]:
         """Yield what is wanted of each text; see `outsize.wrapped.writing.scoring.score`."""
         from outsize.wrapped.writing.scoring import score
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outsize.choices import DataFormat, Packing
+from outsize.choices import DataFormat, Packing, TrainOn
 from outsize.config.section import (
     FIELDS,
     MASKS,
@@ -60,7 +60,7 @@ class SourceConfig(Section):
         description="Roles of speakers that have other names in the records: theirs to a role, e.g. `{agent: "
         "assistant}`.",
     )
-    train_on: Annotated[Literal["replies", "last", "all"], Idle(*NO_RECORDS, *FIELDS)] = Field(
+    train_on: Annotated[TrainOn, Idle(*NO_RECORDS, *FIELDS)] = Field(
         default="replies",
         description="What of a conversation, or of a prompt and its completion, is trained: what the assistant says, "
         "its last message alone, or every token.",

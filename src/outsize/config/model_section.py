@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from outsize.choices import (
+    AdjustRate,
     BlockKernels,
     Clip,
     CompileOrAuto,
@@ -136,7 +137,7 @@ class OptimizerConfig(Section):
         "link in bf16 and comes back so; auto: on a GPU where that is predicted to make a step 3 % shorter and has "
         "room, else on the host. A run that goes on keeps the choice.",
     )
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+    adjust_lr_fn: AdjustRate = Field(
         default="match_rms_adamw",
         description="muon: how the learning rate of a matrix follows from its shape. match_rms_adamw gives its steps "
         "the size of AdamW's, so that one lr serves both; original, torch's default, the spectral norm lr, which wants "

@@ -32,6 +32,7 @@ from outsize.hardware.topology import (
 SCHEMA_VERSION: Final = 1
 
 Direction = Literal["up", "down", "both"]
+Mode = Literal["quick", "full"]
 
 
 class HostRates(Record):
@@ -229,7 +230,7 @@ class MachineFile(Record):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     created_at: str
-    mode: Literal["quick", "full"]
+    mode: Mode
     duration_s: float
     inventory: Inventory
     host: HostRates

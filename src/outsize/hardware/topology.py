@@ -100,6 +100,7 @@ def kind_by_rate(copy: Measurement, pcie: tuple[int, int] | None, pinned_bytes_p
 
 
 # Ways to feed a device chunk after chunk, from the one without any plan to VELOCITY's four buffers.
+PinWay = Literal["mlock", "cudaHostRegister", "torch pin_memory"]
 Way = Literal["demand-paged", "waited for", "two buffers", "four buffers"]
 # What timing may be off by before figures that cannot all be true are noise.
 NOISE = 0.05
@@ -190,7 +191,7 @@ class PinCost(Record):
         pin_s_per_gb: seconds per 1e9 bytes asked for.
     """
 
-    way: Literal["mlock", "cudaHostRegister", "torch pin_memory"]
+    way: PinWay
     asked_bytes: int
     taken_bytes: Fact
     pin_s_per_gb: Measurement

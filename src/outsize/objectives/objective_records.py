@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
-from outsize.data.reading.conversations import listed, read_template_arguments
+from outsize.data.reading.conversations import TRUTHS, listed, read_template_arguments
 from outsize.data.reading.corpus_files import Corpus, Tolerance, find_sources
 from outsize.data.reading.documents import read_records
 from outsize.data.reading.formats import CONVERSATIONS, renamed, unread_fields
@@ -24,8 +24,6 @@ from outsize.objectives.objective_models import (
 )
 from outsize.objectives.recipes import Recipe
 from outsize.training.run_data import corpora_of
-
-_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def read_rows(
@@ -195,7 +193,7 @@ def _type_labels(rows: list[Row]) -> None:
 
 
 def _truth(value: Any, where: str) -> bool:
-    truth = _TRUTHS.get(str(value).lower())
+    truth = TRUTHS.get(str(value).lower())
     if truth is None:
         raise DataError(f"{where}: field 'label' of train.objective=kto is true or false, not {value!r}")
     return truth

@@ -10,11 +10,12 @@ bf16, so that somebody else who has the matrix in bf16 can do the rest: `outsize
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from outsize.choices import AdjustRate
 from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW, check_numbers
 from outsize.optim.optimizer_names import BESIDE_MUON, Factor
@@ -57,7 +58,7 @@ class Muon:
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    adjust_lr_fn: AdjustRate = "match_rms_adamw"
     weight_decay: float = 0.1
     adamw: PlaneAdamW = field(default_factory=PlaneAdamW)
     products: Products | None = None

@@ -33,6 +33,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
+from outsize.choices import Moments
 from outsize.model.sizes.model_spec import (
     GRANULE_ELEMENTS,
     PLANE_ELEMENTS,
@@ -74,7 +75,6 @@ _MUON_BYTES, _STAGED_BYTES = 22, 6
 _HALVES_BYTES, _CLIPPED_BYTES = 36, 8
 
 Masters = Literal["separate", "split", "split24"]
-Moments = Literal["fp32", "bf16", "int8"]
 Gradients = Literal["fp32", "bf16", "none"]
 
 

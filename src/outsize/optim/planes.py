@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outsize.choices import Moments
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.optim.optimizer_names import BESIDE_MUON, Factor
 from outsize.optim.optimizer_spec import (
@@ -24,7 +25,6 @@ from outsize.optim.optimizer_spec import (
     MASTER_TIES,
     STATE,
     WEIGHTS,
-    Moments,
 )
 from outsize.optim.split_masters import join_master, split_master
 

@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import TypedDict
+
+from outsize.hardware.machine_file import Mode
 
 MIB = 2**20
 
@@ -53,7 +55,7 @@ class Effort:
         until_s: of `time.perf_counter`, when the time of the part under way is up; it then repeats nothing more.
     """
 
-    mode: Literal["quick", "full"]
+    mode: Mode
     sample_s: float
     num_samples_min: int
     array_bytes: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from outsize.errors import StorageError
 from outsize.hardware.cgroup import Fact, Measurement, explain
 from outsize.hardware.cpu import NumaNode, listed
 from outsize.hardware.machine_file import HostRates
-from outsize.hardware.topology import NumaRates, PinCost
+from outsize.hardware.topology import NumaRates, PinCost, PinWay
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.probing.compute import finisher, measure_adamw
 from outsize.probing.effort import Effort, sample
@@ -139,7 +139,7 @@ def measure_pinning(effort: Effort, *, device: Devices | None) -> tuple[PinCost,
 
 
 def _pin_cost(
-    way: Literal["mlock", "cudaHostRegister", "torch pin_memory"],
+    way: PinWay,
     requested_bytes: int,
     effort: Effort,
     pin: Callable[[int], tuple[float, int]],

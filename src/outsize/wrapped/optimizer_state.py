@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.checkpoint_state import plane_of
+from outsize.choices import Moments
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import (
@@ -16,7 +17,6 @@ from outsize.optim.optimizer_spec import (
     EXP_AVG_SQ,
     EXP_AVG_SQ_SCALES,
     MASTER,
-    Moments,
 )
 from outsize.optim.split_masters import EXP_AVG_FORM, EXP_AVG_SQ_FORM, from_codes, to_codes
 from outsize.wrapped.runner import Runner

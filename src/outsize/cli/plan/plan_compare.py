@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
-from typing import Any, Literal
+from typing import Any
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 from rich.table import Table
 
 from outsize.cli.plan.plan_model import AskedModel, ModelFigures
-from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags, Sweep
 from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, asked_model, in_options
 from outsize.cli.text.console import table_width
 from outsize.errors import ConfigError, InfeasiblePlanError
@@ -194,8 +194,6 @@ def _by_turns(model: ModelSpec, values: Sequence[Any], layers: int) -> tuple[Any
     turns = (values[blocks[layer % len(blocks)]] for layer in range(layers))
     return (*values[:first], *turns, *values[behind:])
 
-
-Sweep = Literal["tokens-per-step", "seq-len", "gpus", "ram"]
 
 GPUS = (1, 2, 4, 8)
 RAM_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -9,6 +9,8 @@ import typer
 from outsize.choices import Clip, CompileOrAuto, ComputeDtype, Home, Masters, Method, Moments, NewtonSchulz
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients, WireWeights
 
+Sweep = Literal["tokens-per-step", "seq-len", "gpus", "ram"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
@@ -183,7 +185,7 @@ class PlanFlags:
         typer.Option("--full", help="Also show memory by class, waits, and every figure with its source."),
     ] = False
     sweep: Annotated[
-        Literal["tokens-per-step", "seq-len", "gpus", "ram"] | None,
+        Sweep | None,
         typer.Option(help="Ask over a range instead, and answer with a table and bars."),
     ] = None
     picture: Annotated[

@@ -17,7 +17,7 @@ Roles = Mapping[str, str]
 
 # Under each, a message says whether it is trained: of OpenAI and Mistral, axolotl, ms-swift.
 _TRAINED_FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
-_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 # Parts of a message that its author has marked; nothing here trains parts of messages.
 PARTIAL_FLAGS = ("train_detail", "loss_mask", "label_mask", "mask", "masked", "loss_scale")
 SYSTEM_FIELDS = ("system", "system_prompt")
@@ -158,7 +158,7 @@ def pop_trained(message: Message, where: str) -> bool | None:
     """
     flags = {name: message.pop(name) for name in _TRAINED_FLAGS if name in message}
     flags = {name: value for name, value in flags.items() if value is not None}
-    answers = {_TRUTHS.get(str(value).lower()) for value in flags.values()}
+    answers = {TRUTHS.get(str(value).lower()) for value in flags.values()}
     if None in answers or len(answers) > 1:
         shown = ", ".join(f"{name}: {value!r}" for name, value in flags.items())
         raise DataError(

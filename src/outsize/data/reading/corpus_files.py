@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from outsize.choices import TrainOn
 from outsize.data.reading.hub_datasets import TO_MEASURE, TO_TRAIN, HubDataset, find_splits, is_saved_dataset
 from outsize.errors import DataError
 from outsize.files import open_binary
 
 DEFAULT_TEXT_FIELD = "text"
-TrainOn = Literal["replies", "last", "all"]
 _NUM_KEPT = 3
 
 

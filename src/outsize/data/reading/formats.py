@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outsize.choices import DataFormat
+from outsize.choices import DataFormat, TrainOn
 from outsize.data.reading.conversations import (
     PARTIAL_FLAGS,
     Message,
@@ -19,7 +19,7 @@ from outsize.data.reading.conversations import (
     system_field,
     with_system,
 )
-from outsize.data.reading.corpus_files import DEFAULT_TEXT_FIELD, Corpus, TrainOn
+from outsize.data.reading.corpus_files import DEFAULT_TEXT_FIELD, Corpus
 from outsize.data.reading.text_records import Record
 from outsize.errors import DataError
 

@@ -11,19 +11,18 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from outsize.choices import Scored
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError
 from outsize.inference.experts import ExpertStatistics
 from outsize.inference.waves import LoadHiding
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.generations import positions_of
 from outsize.wrapped.writing.text import check_model
-
-Want = Literal["logprobs", "logits", "hidden", "embeddings"]
 
 FIRST_TOKENS = 1024  # of the first wave, which measures
 GROUP_TOKENS = 2048  # of sequences of one length that are computed together
@@ -101,7 +100,7 @@ def score(
     model: nn.Module,
     texts: Iterable[ScoredText | Sequence[int]],
     *,
-    want: Want = "logprobs",
+    want: Scored = "logprobs",
     wave_tokens: int | None = None,
     figures: ScoringFigures | None = None,
 ) -> Iterator[Any]:
@@ -151,7 +150,7 @@ class _Pace:
             enough = min(enough, room / self._waiting_per_token)
         return max(int(enough), FIRST_TOKENS)
 
-    def run(self, wave: Sequence[ScoredText], want: Want) -> list[Any]:
+    def run(self, wave: Sequence[ScoredText], want: Scored) -> list[Any]:
         """Return what is wanted of the texts of a wave; one that takes too much of the device is run in halves."""
         try:
             return self._run(wave, want)
@@ -162,7 +161,7 @@ class _Pace:
         middle = len(wave) // 2
         return self.run(wave[:middle], want) + self.run(wave[middle:], want)
 
-    def _run(self, wave: Sequence[ScoredText], want: Want) -> list[Any]:
+    def _run(self, wave: Sequence[ScoredText], want: Scored) -> list[Any]:
         groups = _groups(wave, self._group_tokens)
         results: list[Any] = [None] * len(wave)
 
@@ -239,7 +238,7 @@ def _inputs(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
     return {"input_ids": torch.tensor([list(row) for row in rows]), **cached}
 
 
-def _check_kind(model: nn.Module, want: Want) -> None:
+def _check_kind(model: nn.Module, want: Scored) -> None:
     can = getattr(model, "can_generate", lambda: False)()
     if want in ("hidden", "embeddings"):
         if can:
@@ -254,7 +253,7 @@ def _check_kind(model: nn.Module, want: Want) -> None:
         )
 
 
-def _result(row: Tensor, text: ScoredText, want: Want) -> Any:
+def _result(row: Tensor, text: ScoredText, want: Scored) -> Any:
     """Return what is wanted of a text, by its hidden states [S, d] or its logits [S, V]."""
     if want == "hidden":
         return row.to("cpu", copy=True)
