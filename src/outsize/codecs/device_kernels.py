@@ -74,20 +74,33 @@ def _store(into, at, x, mask):
         tl.store(into + at, x.to(into.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit
+def _tile(numel, GROUP: tl.constexpr):
+    """Return this program's first element and first group, and of a tile [groups, GROUP] what lies inside."""
+    first = tl.program_id(0).to(tl.int64) * _BLOCK
+    groups = tl.arange(0, _BLOCK // GROUP)
+    at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return first, first // GROUP + groups, groups * GROUP < numel - first, at, at < numel - first
+
+
+@triton.jit
+def _nibbles(codes, first, numel, GROUP: tl.constexpr):
+    """Return the integers of 4 bits of a tile, int32 [groups, GROUP]; a byte holds two, the first in its lower half."""
+    half = tl.arange(0, _BLOCK // 2)
+    pairs = tl.load(codes + first // 2 + half, mask=half * 2 < numel - first, other=0).to(tl.int32)
+    return tl.reshape(tl.interleave(pairs & 15, pairs >> 4), (_BLOCK // GROUP, GROUP))
+
+
+@triton.jit
 def _nf4(codes, scales, numbers, levels, into, numel, DOUBLE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = at < numel
-    pairs = tl.load(codes + at // 2, mask=inside, other=0).to(tl.int32)
-    level = tl.load(levels + ((pairs >> ((at % 2) * 4).to(tl.int32)) & 15), mask=inside, other=0.0)
-    block = at // 64
+    first, block, there, at, inside = _tile(numel, 64)
     if DOUBLE:  # ``scales`` are least and step of 256 blocks each
-        number = tl.load(numbers + block, mask=inside, other=0).to(tl.float32)
-        least = tl.load(scales + block // 256 * 2, mask=inside, other=0.0)
-        scale = number * tl.load(scales + block // 256 * 2 + 1, mask=inside, other=0.0) + least
+        number = tl.load(numbers + block, mask=there, other=0).to(tl.float32)
+        least = tl.load(scales + block // 256 * 2, mask=there, other=0.0)
+        scale = number * tl.load(scales + block // 256 * 2 + 1, mask=there, other=0.0) + least
     else:
-        scale = tl.load(scales + block, mask=inside, other=0.0)
-    _store(into, at, level * scale, inside)
+        scale = tl.load(scales + block, mask=there, other=0.0)
+    _store(into + first, at, tl.load(levels + _nibbles(codes, first, numel, 64)) * scale[:, None], inside)
 
 
 def decode_nf4(codes: Tensor, scales: Tensor, numbers: Tensor | None, levels: Tensor, into: Tensor) -> None:
@@ -104,25 +117,23 @@ def decode_nf4(codes: Tensor, scales: Tensor, numbers: Tensor | None, levels: Te
     _launch(_nf4, (triton.cdiv(into.numel(), _BLOCK.value),), *arguments, DOUBLE=numbers is not None)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit
 def _blockwise(
     codes, scales, zeros, into, numel, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, GROUP: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = at < numel
+    first, group, there, at, inside = _tile(numel, GROUP)
     if BITS == 8:
-        number = tl.load(codes + at, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.int32)
+        number = tl.load(codes + first + at, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.int32)
         if not SYMMETRIC:
             number += 128
     else:
-        pairs = tl.load(codes + at // 2, mask=inside, other=0).to(tl.int32)
-        number = (pairs >> ((at % 2) * 4).to(tl.int32)) & 15
+        number = _nibbles(codes, first, numel, GROUP)
         if SYMMETRIC:
             number = (number ^ 8) - 8
-    y = number.to(tl.float32) * _from_bf16(tl.load(scales + at // GROUP, mask=inside, other=0))
+    y = number.to(tl.float32) * _from_bf16(tl.load(scales + group, mask=there, other=0))[:, None]
     if not SYMMETRIC:
-        y = y + _from_bf16(tl.load(zeros + at // GROUP, mask=inside, other=0))
-    _store(into, at, y, inside)
+        y = y + _from_bf16(tl.load(zeros + group, mask=there, other=0))[:, None]
+    _store(into + first, at, y, inside)
 
 
 def _parts(grid: "Grid", sections: "Sections") -> tuple[Tensor, Tensor, Tensor]:
