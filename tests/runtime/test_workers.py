@@ -6,8 +6,8 @@ import torch
 from outsize.accelerators import Devices
 from outsize.errors import BudgetExceededError, ConfigError
 from outsize.runtime.device.device import EmulatedDevice
-from outsize.runtime.device.device_group import Workers, open_workers, tier_of
-from outsize.storage.ledger import Ledger
+from outsize.runtime.device.device_group import Workers, open_workers
+from outsize.storage.ledger import Ledger, tier_of
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(untyped._get_dtype_plan(dtype))
 
 
+@cache
 def output_collector() -> Any:
     """Return the context variable with the lists that layers put outputs in."""
     from transformers.utils import output_capturing

@@ -28,7 +28,7 @@ from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import ResidentLimit, resident_bytes
 from outsize.runtime.device.device import Device, open_device
-from outsize.runtime.device.device_group import open_workers, tier_of
+from outsize.runtime.device.device_group import open_workers
 from outsize.runtime.device.driver import DriverPinner, pinner_of
 from outsize.runtime.device.heap import trim
 from outsize.runtime.engine.engine import Engine
@@ -41,7 +41,7 @@ from outsize.session.job.machine import RunMachine
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, Home, HostHome
-from outsize.storage.ledger import Arena, Ledger
+from outsize.storage.ledger import Arena, Ledger, tier_of
 from outsize.storage.prealloc import IOPool
 from outsize.storage.record import CommitRecord
 

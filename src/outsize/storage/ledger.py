@@ -28,6 +28,11 @@ from outsize.errors import BudgetExceededError, StorageError
 from outsize.units import align_up, format_bytes
 
 
+def tier_of(worker: int, num_workers: int) -> str:
+    """Tier of the ledger that a worker's memory is: ``device``, or ``device:w1`` where there are several."""
+    return "device" if num_workers == 1 else f"device:w{worker}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
     """One tier of a ledger.

@@ -16,12 +16,7 @@ from torch import Tensor
 from outsize.accelerators import Devices, vendor_of
 from outsize.planner.program.program import Lane, lane_named
 from outsize.runtime.device.device import Accelerator, Device, open_device
-from outsize.storage.ledger import Ledger
-
-
-def tier_of(worker: int, num_workers: int) -> str:
-    """Tier of the ledger that a worker's memory is: ``device``, or ``device:w1`` where there are several."""
-    return "device" if num_workers == 1 else f"device:w{worker}"
+from outsize.storage.ledger import Ledger, tier_of
 
 
 class Workers(Device):
