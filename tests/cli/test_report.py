@@ -1,4 +1,5 @@
 import json
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -68,10 +69,8 @@ def test_a_mistake_is_told_and_nothing_is_written(arguments, message, tmp_path, 
 
 
 def test_a_run_may_be_watched_before_it_begins(tmp_path, monkeypatch):
-    def end():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(watching.signal, "pause", end)
+    # A service manager, or a container that stops, ends it as Ctrl-C does.
+    monkeypatch.setattr(watching.signal, "pause", lambda: signal.raise_signal(signal.SIGTERM))
     (tmp_path / "file").write_text("")
     refused = CliRunner().invoke(app, ["watch", str(tmp_path / "file")])
     assert refused.exit_code == 2

@@ -78,4 +78,10 @@ def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_p
         named = done.index("rename 00000000.safetensors.partial")
         assert done[named - 1] == "sync 00000000.safetensors.partial"
         assert load_file(place / "00000000.safetensors")[want].shape[0] == (16 if want == "hidden" else 15)
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     assert run(model, "--data", tmp_path / "none.txt", "--out", tmp_path / "x", *ROOM) == 2
+    assert run(model, "--data", chats, "--out", tmp_path / "x", *ROOM) == 2
+    assert "of a conversation, put the reply to be scored there" in capsys.readouterr().err
+    # Nothing was written, so other settings may.
+    assert run(model, "--data", data, "--out", tmp_path / "x", "--context", 16, *ROOM) == 0

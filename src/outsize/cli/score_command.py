@@ -98,7 +98,12 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
         elif isinstance(completion, str):
             yield writer.scored_text(read_prompt(record, where), completion)
         elif options.want == "logprobs":
-            raise DataError(f"{where}: a record needs 'text', or 'completion' beside 'prompt' or 'messages'")
+            spoken = (
+                "" if "messages" not in record else "; of a conversation, put the reply to be scored there"
+            )
+            raise DataError(
+                f"{where}: a record needs 'text', or 'completion' beside 'prompt' or 'messages'{spoken}"
+            )
         else:
             yield writer.scored_text(read_prompt(record, where), None)
 

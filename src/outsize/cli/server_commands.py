@@ -88,9 +88,18 @@ def serve(options: ServeOptions, output: Output) -> None:
             output.print_result(address)
             output.say("one answer at a time; Ctrl-C ends it")
             try:
-                signal.pause()  # until Ctrl-C
+                _wait_for_the_end()
             finally:
                 completions.end()
+
+
+def _wait_for_the_end() -> None:
+    """Wait for Ctrl-C, or for the SIGTERM of service managers and containers, which interrupts as well."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        signal.pause()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def watch(
@@ -116,4 +125,4 @@ def watch(
             output.say(
                 "Ctrl-C ends it; from another machine: ssh -L PORT:127.0.0.1:PORT, with the port above"
             )
-            signal.pause()  # until Ctrl-C
+            _wait_for_the_end()

@@ -118,11 +118,12 @@ def check_made_with(out: Path, settings: Mapping[str, str]) -> None:
         ConfigError: they were made with others, or by something else.
     """
     note = out.with_name(out.name + ".made-with.json")
-    if note.exists() and files.read_json(note, ConfigError, "choose another --out") != settings:
+    begun = any(out.iterdir()) if out.is_dir() else out.exists() and out.stat().st_size > 0
+    if begun and note.exists() and files.read_json(note, ConfigError, "choose another --out") != settings:
         raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
     if not note.exists() and out.exists():
         raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
-    if not note.exists():
+    if not (begun and note.exists()):
         files.make_directories(out.parent)
         files.write_whole(note, json.dumps(settings))
 
