@@ -29,7 +29,8 @@ Schedule = Literal["constant", "linear", "cosine", "cosine_restarts", "wsd", "in
 WITH_MIN_LR = ("cosine", "wsd")
 Clip = Literal["global", "unit", "none"]
 Moments = Literal["fp32", "bf16", "int8"]
-Masters = Literal["auto", "separate", "split", "split24"]
+Masters = Literal["separate", "split", "split24"]
+MastersOrAuto = Literal["auto", Masters]
 # How Muon's rate follows from the shape of a matrix.
 AdjustRate = Literal["original", "match_rms_adamw"]
 # Where its matrices are multiplied.

@@ -15,10 +15,11 @@ from typing import Any, get_args
 from outsize import files
 from outsize.checkpoint import feedback, run_checkpoint
 from outsize.checkpoint.checkpoint_state import position_of
+from outsize.choices import Masters
 from outsize.config import MemoryConfig
 from outsize.detail import Detail
 from outsize.errors import CheckpointError, StorageError
-from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Gradients, Masters
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS, Gradients
 from outsize.session import run_state
 from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job

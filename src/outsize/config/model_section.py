@@ -11,7 +11,7 @@ from outsize.choices import (
     Clip,
     CompileOrAuto,
     Dtype,
-    Masters,
+    MastersOrAuto,
     Moments,
     NewtonSchulz,
     Products,
@@ -191,7 +191,7 @@ class OptimizerConfig(Section):
         "rounded by chance, int8 in blocks of 64; neither is bit-exact.",
     )
     masters: Annotated[
-        Masters,
+        MastersOrAuto,
         Idle(
             ("only beside bf16 weights is there a choice", lambda case: case.dtype in ("fp32", "fp16")),
             *TRAINERS,

@@ -33,7 +33,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
-from outsize.choices import Moments
+from outsize.choices import Masters, MastersOrAuto, Moments
 from outsize.model.sizes.model_spec import (
     GRANULE_ELEMENTS,
     PLANE_ELEMENTS,
@@ -74,7 +74,6 @@ _MUON_BYTES, _STAGED_BYTES = 22, 6
 # What joining and splitting a master moves of an element in torch ops on a device, and clipping its gradient.
 _HALVES_BYTES, _CLIPPED_BYTES = 36, 8
 
-Masters = Literal["separate", "split", "split24"]
 Gradients = Literal["fp32", "bf16", "none"]
 
 
@@ -359,7 +358,7 @@ def _bytes_each(plane: Plane) -> float:
     return 0.0 if plane.factor is not None else ITEM_BYTES[plane.item] / plane.group
 
 
-def masters_for(wanted: Literal["auto"] | Masters, dtype: str, moments: Moments, *, kernels: bool) -> Masters:
+def masters_for(wanted: MastersOrAuto, dtype: str, moments: Moments, *, kernels: bool) -> Masters:
     """Return how masters lie: as ``wanted``, and else split beside bf16 weights.
 
     Exact ones are split only where ``kernels`` in C step them: there that is as fast as a separate master and takes two

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from outsize.choices import Clip, CompileOrAuto, ComputeDtype, Home, Masters, Method, Moments, NewtonSchulz
+from outsize.choices import (
+    Clip,
+    CompileOrAuto,
+    ComputeDtype,
+    Home,
+    MastersOrAuto,
+    Method,
+    Moments,
+    NewtonSchulz,
+)
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients, WireWeights
 
 Sweep = Literal["tokens-per-step", "seq-len", "gpus", "ram"]
@@ -135,7 +144,7 @@ class PlanFlags:
         typer.Option(help="Where Muon multiplies matrices; auto: on the GPU if that shortens a step."),
     ] = "auto"
     masters: Annotated[
-        Masters,
+        MastersOrAuto,
         typer.Option(
             help="How fp32 masters lie beside bf16 weights: split takes 4.13 bytes, not 6; split24 3."
         ),

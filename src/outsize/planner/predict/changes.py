@@ -6,11 +6,11 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import cast, get_args
 
-from outsize.choices import Moments
+from outsize.choices import Masters, Moments
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure, Machine
-from outsize.optim.optimizer_spec import Masters, StateLayout
+from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.question import Question
 from outsize.units import parse_bytes

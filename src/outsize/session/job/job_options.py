@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from outsize.choices import Clip
+from outsize.choices import Clip, Masters
 from outsize.codecs.codec_spec import RAW
 from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.config import Config
@@ -16,7 +16,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_names import muon_matrices, named
-from outsize.optim.optimizer_spec import Masters, StateLayout, masters_for
+from outsize.optim.optimizer_spec import StateLayout, masters_for
 from outsize.planner.predict.question import Question
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets
