@@ -9,6 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification
 
 import outsize
 from outsize.errors import CheckpointError, ConfigError, ModelError, OutsizeError
@@ -243,3 +245,41 @@ def test_adapters_in_the_hubs_cache_are_found_by_their_id(
 def test_training_names_what_to_write_for_a_directory_of_adapters(plain: Path, tmp_path: Path):
     with pytest.raises((CheckpointError, ModelError), match=r"holds adapters.*lora.from="):
         outsize.plan({"model": {"path": str(plain)}, "data": {"path": str(tmp_path)}})
+
+
+@pytest.mark.parametrize("task", ["SEQ_2_SEQ_LM", None])
+def test_adapters_of_an_encoder_and_decoder_have_peft_s_logits(task: str | None, tmp_path: Path):
+    config = T5Config(
+        vocab_size=264, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    plain = T5ForConditionalGeneration(config).eval()
+    plain.save_pretrained(tmp_path / "base")
+    plain = T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        plain, peft.LoraConfig(task_type=task, r=4, target_modules=["q", "v", "wo"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    adapted.eval().save_pretrained(tmp_path / "adapters")
+    asked = {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
+    with torch.no_grad():
+        want = adapted(**asked).logits
+    model = outsize.load(tmp_path / "adapters", trainable=False, dtype="fp32", **ROOM)
+    with torch.no_grad():
+        assert torch.equal(model(**asked).logits, want)
+    runner_of(model).close()
+
+
+def test_adapters_of_a_model_of_images_are_refused_by_its_kind(tmp_path: Path):
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16
+    )
+    ViTForImageClassification(config).save_pretrained(tmp_path / "base")
+    plain = ViTForImageClassification.from_pretrained(tmp_path / "base")
+    names = {name.rpartition(".")[2] for name, each in plain.named_modules() if isinstance(each, nn.Linear)}
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=sorted(names - {"classifier"})))
+    adapted.save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ModelError, match="vit is not a language model"):
+        outsize.load(tmp_path / "adapters", trainable=False, **ROOM)

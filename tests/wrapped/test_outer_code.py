@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import outsize
 import zoo
 from outsize.errors import ModelError
+from outsize.wrapped.module import runner_of
 from wrapped.loops import assert_equal, gradients, wrapped
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -373,3 +374,20 @@ def test_a_parameter_may_become_its_own_transpose(home: str):
         assert torch.equal(weight.detach().clone(), want)
         weight.data[1:] = weight.data[:-1].clone()
         assert torch.equal(weight.detach().clone()[1:], want[:-1])
+
+
+def test_an_input_of_a_layer_that_code_behind_it_uses_does_not_leave_the_device():
+    """Features of a middle layer of a tower, which is streamed, go on into what stands behind the last."""
+
+    def features(model: Layers, inputs: Tensor) -> tuple[Tensor, ...]:
+        hidden = [model.inward(inputs)]
+        for block in model.blocks:
+            hidden.append(block(hidden[-1]))
+        return (model.outward(model.norm(hidden[-2][:, 1:])),)
+
+    plain, inputs = Layers(features), torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+    summed(plain(inputs)).backward()
+    with wrapped(Layers(features), device="emulated:1", slots=2, activations="recompute") as model:
+        summed(model(inputs)).backward()
+        assert_equal(gradients(model), gradients(plain))
+        assert runner_of(model)._measured.inputs_shared  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 
 import outsize
 import zoo
@@ -109,3 +110,47 @@ def test_prefix_tuning_is_refused(wrapped_first: bool):
         pytest.raises(ModelError, match=r"cache of keys and values that trains .prefix tuning."),
     ):
         (peft.get_peft_model(model, prefix) if wrapped_first else model)(**BATCH)
+
+
+IMAGES = {
+    "pixel_values": torch.linspace(-1, 1, 2 * 3 * 256).reshape(2, 3, 16, 16),
+    "labels": torch.tensor([0, 1]),
+}
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+def _vit() -> nn.Module:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=8,
+    )
+    return ViTForImageClassification(config)
+
+
+@pytest.mark.parametrize(
+    "way", [{"home": "disk"}, {"device": "emulated:1", "slots": 2, "activations": "recompute"}]
+)
+@pytest.mark.parametrize("kind", ["images", "experts"])
+def test_adapters_of_other_kinds_of_models_train_as_plain(kind: str, way: dict[str, Any]):
+    def made() -> nn.Module:
+        base, names = (
+            (_vit(), r".*(query|q_proj|value|v_proj)")
+            if kind == "images"
+            else (zoo.build("mixtral"), "q_proj")
+        )
+        more: dict[str, Any] = {"modules_to_save": ["classifier"]} if kind == "images" else EXPERTS
+        torch.manual_seed(1)
+        target = names if kind == "images" else [names]
+        model: nn.Module = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=target, **more))
+        return model.train()
+
+    batch, plain = (IMAGES if kind == "images" else BATCH), made()
+    with wrapped(made(), **way) as model:
+        for each in (plain, model):
+            each(**batch).loss.backward()
+        assert_equal(gradients(model), gradients(plain))

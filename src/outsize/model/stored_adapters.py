@@ -46,7 +46,7 @@ _BEYOND = ("alora_invocation_tokens", "arrow_config", "kasa_config")
 # How LoRA may begin: what leaves the model as it is, and what takes its beginning out of the model's weights.
 _LEAVES = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _CHANGES = ("pissa", "olora")
-_OTHER_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM")
+_OTHER_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _OTHER_CLASSES = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 

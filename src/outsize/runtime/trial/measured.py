@@ -124,8 +124,8 @@ class Measured:
             the last where the loss is taken in chunks.
         output_bytes: what the model returns: logits, mostly.
         held_bytes: what the model's own code keeps from the first unit to the last: masks, position tables, glue.
-        inputs_shared: whether an activation is an input of more than one unit, or the model returns it, or a unit
-            takes several, so that they stay on the device.
+        inputs_shared: whether an activation is an input of more than one unit, or the model returns it or its code uses
+            it behind the unit, or a unit takes several, so that they stay on the device.
         side_bytes: of activations that carry gradients and that several units, or code behind them, use.
         plain_head: whether the model's loss is the cross-entropy of the head's own output, shifted by one token.
         shifted: whether the model's loss is of the next token, so that the first label of a sequence is no target.

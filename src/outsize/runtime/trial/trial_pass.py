@@ -166,7 +166,7 @@ class TrialPass:
             walk.close()
             live.forget()
         pointers = [memory_key(tensor) for tensor in storages]
-        several = several or not self._returned.isdisjoint(pointers)
+        several = several or self._shared.used_later or not self._returned.isdisjoint(pointers)
         self._row.shared = len(set(pointers)) < len(pointers) or several
         self._row.effects |= SideEffects(shared=self._shared.places)
         self._row.side = self._shared.num_bytes

@@ -128,9 +128,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class SharedInputs:
-    """Inputs of units that something else uses as well: another unit, code behind the unit, the caller of the model."""
+    """Inputs of units that something else uses as well: another unit, code behind the unit, the caller of the model.
+
+    Attributes:
+        used_later: whether code outside of units uses one that its unit has taken: it must be there still.
+    """
 
     def __init__(self) -> None:
+        self.used_later = False
         self._places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
         # As long as they are there, no other memory has the same key.
         self._memories: dict[int, object] = {}
@@ -154,7 +159,9 @@ class SharedInputs:
 
     def use(self, tensors: Iterable[Tensor]) -> None:
         """Note what code outside of units computes with, or the model returns."""
-        self._used.update(self._known(tensor) for tensor in tensors if has_memory(tensor))
+        keys = {self._known(tensor) for tensor in tensors if has_memory(tensor)}
+        self.used_later = self.used_later or not keys.isdisjoint(self._places)
+        self._used |= keys
         self._shared |= self._used & self._places.keys()
 
     def _known(self, tensor: Tensor) -> int:
