@@ -125,6 +125,7 @@ def _figures(history: History) -> dict[str, float | None]:
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "least_loss": min(losses, default=None),
+        "typical_steps": len(typical),
         "tokens_per_step": _total(history, "tokens", typical) / len(typical),
         "step_s": statistics.median(s for s in seconds if s is not None),
         "tokens_per_s": _total(history, "tokens", typical) / _total(history, "seconds", typical),

@@ -12,7 +12,7 @@ function head(runs) {
       a.model ? make("span", {}, `${a.model}, ${count(a.num_parameters)} parameters`) : null,
       a.dtype ? make("span", {}, a.dtype) : null,
       a.device_names ? make("span", {}, [...new Set(a.device_names)].join(", ")) : null,
-      s.started ? make("span", {}, `begun ${new Date(1000 * s.started).toLocaleString()}`) : null);
+      s.started ? make("span", {}, `begun ${new Date(1000 * s.started).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}`) : null);
   };
   if (runs.length === 1) return make("div", {}, make("h1", {}, runs[0].name), about(runs[0]));
   return make("div", {}, make("h1", {}, runs.map((run) => run.name).join(" and ")),
@@ -21,7 +21,7 @@ function head(runs) {
 
 const FIGURES = [
   ["Loss", (f) => digits(f.last_loss, 4), (f) => `from ${digits(f.first_loss, 4)}, least ${digits(f.least_loss, 4)}`, "last_loss", -1],
-  ["Throughput", (f) => `${digits(f.tokens_per_s)} tokens/s`, (f) => `${count(f.tokens)} tokens in all`, "tokens_per_s", 1],
+  ["Throughput", (f) => `${digits(f.tokens_per_s)} tokens/s`, (f) => `over ${f.typical_steps} typical steps; ${count(f.tokens)} tokens in all`, "tokens_per_s", 1],
   ["Step", (f) => seconds(f.step_s), (f) => `median; ${seconds(f.total_s)} in all`, "step_s", -1],
   ["Compute busy", (f) => percent(f.compute_share), () => "of a typical step", "compute_share", 1],
   ["MFU", (f) => percent(f.mfu), () => "of what the device promises", "mfu", 1],
@@ -104,7 +104,6 @@ function stepTime(runs) {
     const parts = [["compute", Math.max(0, 1 - waited)], ...[...byCause].sort((a, b) => b[1] - a[1])];
     const label = parts.map(([cause, share]) => `${cause} ${percent(share)}`).join(", ");
     const ranked = run.waits.filter((w) => w.share >= 0.0005).slice(0, 14);
-    const most = ranked.length ? ranked[0].share : 1;
     return make("div", { class: "card" }, titled(run, runs),
       make("div", { class: "stack", role: "img", "aria-label": `A typical step: ${label}` },
         parts.map(([cause, share]) => {
@@ -120,7 +119,7 @@ function stepTime(runs) {
           make("tbody", {}, ranked.map((w) => make("tr", {}, make("td", {}, CAUSE_TEXTS[w.cause] || w.cause),
             make("td", { class: "owner" }, w.owner === "none" ? "no lane" : w.owner), lanes.length > 1 ? make("td", { class: "owner" }, w.lane) : null,
             make("td", { class: "num" }, seconds(w.seconds)), make("td", { class: "num" }, percent(w.share)),
-            make("td", { class: "bar" }, make("i", { style: { width: `${(100 * w.share) / most}%`, background: causeColor(w.cause) } })))))))));
+            make("td", { class: "bar" }, make("i", { style: { width: `${100 * w.share}%`, background: causeColor(w.cause) } })))))))));
   }));
 }
 
