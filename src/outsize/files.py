@@ -160,6 +160,13 @@ def _open_regular(path: Path) -> int:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
+def _open_writable(path: Path, flags: int) -> int:
+    """Open a file for writing; a named pipe that nobody reads is an error, and not waited for."""
+    descriptor = _system.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
 class RawFile(io.RawIOBase):
     """A file whose bytes move by `System.pread` and `System.pwrite`; to be wrapped in a buffer."""
 
@@ -167,7 +174,7 @@ class RawFile(io.RawIOBase):
         super().__init__()
         self._descriptor = -1  # should opening fail, closing has nothing to do
         self.name, self._mode = str(path), mode
-        self._descriptor = _open_regular(path) if mode == "r" else _system.open(path, _MODES[mode])
+        self._descriptor = _open_regular(path) if mode == "r" else _open_writable(path, _MODES[mode])
         self._position = os.fstat(self._descriptor).st_size if mode == "a" else 0
 
     def readable(self) -> bool:

@@ -56,6 +56,12 @@ def test_a_write_that_fails_names_its_file():
         file.write("a")
 
 
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "heartbeat.jsonl")
+    with pytest.raises(OSError, match="heartbeat"):
+        files.open_text(tmp_path / "heartbeat.jsonl", "a")
+
+
 def test_loading_a_model_from_a_disk_that_fails_says_so_and_not_to_download_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,23 @@ def test_nothing_is_overwritten(kind: str, run_dir: Path, tmp_path: Path):
     with pytest.raises(StorageError, match="exists already"):
         export(run_dir, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-*.safetensors", "config.json", "tokenizer.json"])
+def test_what_is_not_as_it_was_saved_is_not_exported(name: str, run_dir: Path, tmp_path: Path):
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    (copy / "checkpoints/latest").unlink()  # what nothing names is found by its own name
+    newest = latest(copy)
+    assert newest is not None
+    (path,) = newest.glob(name)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b" ")
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged"):
+        export(copy, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{path.name} is missing"):
+        export(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path):

@@ -63,12 +63,15 @@ def name_of(step: int) -> str:
 def latest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, None where there is none.
 
+    Where nothing says which that is, it is the last one that has a name: a checkpoint gets it when it is whole.
+
     Raises:
         CheckpointError: ``latest`` cannot be read, or names one that is not there.
     """
     pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
-        return None
+        states = sorted((run_dir / CHECKPOINTS).glob(f"step-*/{STATE}"), key=lambda path: _step(path.parent))
+        return states[-1].parent if states else None
     try:
         name = files.read_text(pointer).strip()
     except (OSError, ValueError) as error:
@@ -76,7 +79,8 @@ def latest(run_dir: Path) -> Path | None:
     directory = pointer.parent / name
     if not _NAME.fullmatch(name) or not (directory / STATE).is_file():
         raise CheckpointError(
-            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint; correct or remove it"
+            f"{pointer} names {name[:_SHOWN_CHARS]!r}, which is not a checkpoint, with a file {STATE}; "
+            "correct or remove it"
         )
     return directory
 

@@ -28,6 +28,7 @@ from outsize.checkpoint.files.checkpoint_files import (
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.files.checkpoint_writer import new_directory, write_checkpoint
+from outsize.checkpoint.run_checkpoint import check_model_files
 from outsize.checkpoint.saver import weight_bytes
 from outsize.checkpoint.trainer_checkpoint import KEPT, is_trainers
 from outsize.compat.torch_private import parameters_of
@@ -69,7 +70,8 @@ def merge_adapters(
             f"{checkpoint} holds no adapters, so there is nothing to merge; leave --merge out"
         )
     stored = find_adapters(str(checkpoint), base)
-    assert stored is not None
+    if stored is None:
+        raise CheckpointError(f"{checkpoint} holds {ADAPTER_WEIGHTS} and no {ADAPTER_CONFIG}; put it beside")
     config, path = stored.config, stored.base
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ModelError(
@@ -230,7 +232,7 @@ def export(
     is, if not where the run had it. ``ready`` is called before anything is written, once nothing is known to forbid it.
 
     Raises:
-        CheckpointError: the run has no checkpoint, or there is nothing to merge.
+        CheckpointError: the run has no checkpoint, a file of it is not as it was written, or there is nothing to merge.
         ConfigError: ``base`` without ``merge``, or ``out_dir`` is within the run's checkpoints.
         ModelError: the adapters cannot be merged.
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
@@ -242,6 +244,7 @@ def export(
         )
     target = Path(out_dir)
     check_outside(target, "--out")
+    check_model_files(source, is_exact=True)
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:

@@ -7,6 +7,7 @@ too,
 see `outsize.checkpoint.trainer_checkpoint`.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from math import isclose
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from outsize import files
 from outsize.checkpoint import checkpoint_state, trainer_checkpoint
 from outsize.checkpoint.checkpoint_state import (
     MASTER_EXCEPTED,
@@ -27,7 +29,7 @@ from outsize.checkpoint.checkpoint_state import (
     read_state,
     state_planes,
 )
-from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, INDEX
 from outsize.checkpoint.files.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
 from outsize.checkpoint.files.checkpoint_map import find_plane, pieces, read_plane
 from outsize.config import Config
@@ -43,6 +45,8 @@ from outsize.session.steps import LossScale, schedule_of
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena
 from outsize.units import align_up
+
+_log = logging.getLogger(__name__)
 
 Stored = Mapping[str, StoredTensor]
 
@@ -181,22 +185,66 @@ def check_files(directory: Path) -> None:
         trainer_checkpoint.check_files(directory)
         return
     for name, expected in read_state(directory)["files"].items():
-        path, size = directory / name, expected["num_bytes"]
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing, so the run cannot be resumed exactly{_and_now(expected)}"
-            )
+        check_file(
+            directory / name,
+            expected,
+            "the run cannot be resumed exactly",
+            "resume from another checkpoint with --resume PATH",
+        )
+
+
+def check_model_files(directory: Path, *, is_exact: bool) -> None:
+    """Look whether the model of a checkpoint, without its optimizer's state, is as it was saved.
+
+    Of a ``Trainer``'s, which notes no checksums, its weights are to be there and to begin as such files do.
+
+    Args:
+        directory: the checkpoint.
+        is_exact: whether all is read and refused where it is another; else weights are to be there in their sizes, and
+            a warning names what lies beside them and was changed.
+
+    Raises:
+        CheckpointError: a file is missing or not as it was written; names the file.
+    """
+    if trainer_checkpoint.is_trainers(directory):
+        shards = files.json_or_empty(directory / INDEX).get("weight_map", {})
+        paths = {directory / name for name in shards.values()} if isinstance(shards, dict) else set()
+        for path in sorted(paths | set(directory.glob("*.safetensors"))):
+            read_header(path)
+        return
+    for name, expected in read_state(directory)["files"].items():
+        path, is_weights = directory / name, name.endswith(".safetensors")
+        if name.startswith("optimizer/") or (
+            is_weights and not is_exact and path.is_file() and path.stat().st_size == expected["num_bytes"]
+        ):
+            continue
         try:
-            actual = sum_of_file(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}{_and_now(expected)}") from error
-        if actual.num_bytes != size:
-            wrong = "truncated" if actual.num_bytes < size else "longer than it was"
-            raise CheckpointError(
-                f"{path} is {wrong}: {actual.num_bytes} bytes, not {size}{_and_now(expected)}"
-            )
-        if actual.crc32 != expected["crc32"]:
-            raise CheckpointError(f"{path} is damaged: its bytes are not those written{_and_now(expected)}")
+            check_file(path, expected, "the model is not whole", "take another checkpoint")
+        except CheckpointError as error:
+            if is_exact or is_weights:
+                raise
+            _log.warning("%s", str(error).partition(";")[0])
+
+
+def check_file(path: Path, expected: Mapping[str, Any], lost: str, remedy: str) -> None:
+    """Read a file and hold it against its entry of a checkpoint's state.
+
+    Raises:
+        CheckpointError: it is missing, so that ``lost``, or not as it was written; names the file and the unit.
+    """
+    size = expected["num_bytes"]
+    whose = f" (unit {expected['unit']})" if expected.get("unit") else ""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, so {lost}{whose}; {remedy}")
+    try:
+        actual = sum_of_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}{whose}; {remedy}") from error
+    if actual.num_bytes != size:
+        wrong = "truncated" if actual.num_bytes < size else "longer than it was"
+        raise CheckpointError(f"{path} is {wrong}: {actual.num_bytes} bytes, not {size}{whose}; {remedy}")
+    if actual.crc32 != expected["crc32"]:
+        raise CheckpointError(f"{path} is damaged: its bytes are not those written{whose}; {remedy}")
 
 
 def restore(
@@ -328,9 +376,3 @@ def _read_excepted(path: Path) -> tuple[Tensor, Tensor]:
     if stored.keys() != {"positions", "bits"} or stored["positions"].shape != stored["bits"].shape:
         raise CheckpointError(f"{path} does not hold positions and bits")
     return read_tensor(stored["positions"]), read_tensor(stored["bits"])
-
-
-def _and_now(entry: Mapping[str, Any]) -> str:
-    """Which unit a damaged file belongs to, and what to try."""
-    whose = f" (unit {entry['unit']})" if entry.get("unit") else ""
-    return f"{whose}; resume from another checkpoint with --resume PATH"

@@ -49,12 +49,26 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:
         error.args = tuple(_said_of(directory, place, each) for each in error.args)
+        _check_json(place, directory)
         raise
     longest = tokenizer.model_max_length
     if not isinstance(longest, (int, float)):
         raise ValueError(f"model_max_length of tokenizer_config.json is {longest!r}, which is no number")
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(directory)
     return tokenizer
+
+
+def _check_json(place: Path, directory: Path) -> None:
+    """Name the file that made a library fail, where it is one that holds no object of JSON.
+
+    Raises:
+        ValueError: says which, and what is wrong with it.
+    """
+    for path in sorted(place.glob("*.json")):
+        if _ITS_FILE.fullmatch(path.name):
+            files.read_json(
+                path, lambda text: ValueError(_said_of(directory, place, text)), "mend or remove it"
+            )
 
 
 def _said_of(directory: Path, place: Path, value: Any) -> Any:

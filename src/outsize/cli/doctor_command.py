@@ -83,6 +83,7 @@ def _facts(run: Path | None, machine_file: Path | None, beside: Sequence[Path], 
     """Return what was recorded; a quick probe of this machine where nothing is named."""
     from outsize.doctor.run_record import Facts, read_run
     from outsize.hardware import machine_file as files
+    from outsize.reporting.history import empty_files
 
     recorded = read_run(run) if run else None
     if beside and recorded is None:
@@ -90,6 +91,8 @@ def _facts(run: Path | None, machine_file: Path | None, beside: Sequence[Path], 
             "--beside compares with a run: name that one first, outsize doctor RUN --beside RUN"
         )
     others = tuple(read_run(other) for other in beside)
+    for path in (path for directory in (*filter(None, [run]), *beside) for path in empty_files(directory)):
+        output.say(f"note: {path} is empty, and counts as absent")
     probed = files.read(machine_file) if machine_file else None
     if recorded is None and probed is None:
         from outsize.probing.effort import QUICK

@@ -28,12 +28,16 @@ def report(
 ) -> None:
     """Show what a run did: curves, waits, timeline, memory, verdict, in one HTML file that loads nothing."""
     from outsize.reporting.collect import collect
+    from outsize.reporting.history import empty_files
     from outsize.reporting.html_page import make_page, page_data, write_page
     from outsize.units import format_bytes
 
     output = Output(as_json=as_json)
     with output.guarded():
-        runs = [collect(directory) for directory in (run, other) if directory is not None]
+        directories = [directory for directory in (run, other) if directory is not None]
+        runs = [collect(directory) for directory in directories]
+        for path in (path for directory in directories for path in empty_files(directory)):
+            output.say(f"note: {path} is empty, and counts as absent")
         name = "report.html" if other is None else f"compare-{runs[-1]['name']}.html"
         path = output_file or run / name
         size = write_page(path, make_page(page_data(runs)))

@@ -55,7 +55,10 @@ def load_config(
     for override in overrides:
         _lay_over(tree, origins, _from_override(override), f"--set {override}")
     _lay_over(tree, origins, _unflatten(given.items()), "the command line")
-    return parse_config(tree, origins)
+    try:
+        return parse_config(tree, origins)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("the config file", str(path or "a config file"))) from None
 
 
 def parse_config(tree: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:

@@ -216,7 +216,7 @@ def record_of(directory: Path, lines: Iterable[Mapping[str, Any]]) -> RunRecord:
             records.pop()
         records.append(line)
     if not records and schema is None:
-        raise ConfigError(f"{directory}: no step has ended yet; ask again later")
+        raise ConfigError(f"{directory / 'heartbeat.jsonl'}: no step has ended yet; ask again later")
     if not records:
         raise ConfigError(
             f"{directory}: schema {schema} of the heartbeat does not tell the time of each lane; train some steps "

@@ -30,7 +30,10 @@ def read_machine(path: Path) -> Machine:
         raise ConfigError(f"cannot read {path}: {error}") from error
     _check_numbers(text, path)
     # Only a probe's file has a schema; whichever it is, its own reader says what is wrong with it.
-    return machine_of(parse(text)) if '"schema_version"' in text else from_json(text)
+    try:
+        return machine_of(parse(text)) if '"schema_version"' in text else from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _check_numbers(text: str, path: Path) -> None:

@@ -85,9 +85,10 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         return cast(dict[str, Tensor], load_peft_weights(str(directory), device="cpu"))
     except Exception as error:  # of safetensors, of pickle, of the system
         first_line = str(error).strip().partition("\n")[0]
+        place = directory / (PICKLED if not (directory / ADAPTER_WEIGHTS).exists() else ADAPTER_WEIGHTS)
         raise CheckpointError(
-            f"the weights of the adapters in {directory} cannot be read: {first_line[:200]}; save them again with "
-            "PEFT, as safetensors"
+            f"the weights of the adapters, {place}, cannot be read: {first_line[:200]}; save them again with PEFT, as "
+            "safetensors"
         ) from error
 
 

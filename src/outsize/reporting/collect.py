@@ -56,7 +56,7 @@ def collect(directory: Path, history: History | None = None) -> dict[str, Any]:
             history = History(directory)
             history.advance()
         if not history.steps:
-            raise ConfigError(f"{directory}: no step has ended yet; ask again later")
+            raise ConfigError(f"{directory / HEARTBEAT}: no step has ended yet; ask again later")
         return _collected(directory, history)
 
 

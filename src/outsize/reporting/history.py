@@ -40,6 +40,13 @@ FIELDS = (
     "skipped_steps",
 )
 COMPUTE = "compute"
+_READ = ("config.yaml", "plan.json", "prediction.json", "run.json", "timeline.json")
+
+
+def empty_files(directory: Path) -> list[Path]:
+    """Return the files of a run that have no bytes, as a loss of power leaves them: they count as absent."""
+    paths = [directory / name for name in _READ]
+    return [path for path in paths if path.is_file() and not path.stat().st_size]
 
 
 class History:
