@@ -18,7 +18,9 @@ from outsize.planner.predict.decision_search import cuts_to_try, decide
 from outsize.planner.search.microbatch_search import NEAR
 
 # What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
-# as slower.
+# as slower. Five times as many cases had dips of over two percent in 2 of 1,000 for adapters and in 2 for all weights on
+# one card, which need a second gradient where rounds are summed; up to 8 % in 4 for Muon and for eight cards, whose
+# stages are chosen by a clock that knows little of what the host steps meanwhile.
 LITTLE = 0.95
 WIDE: dict[str, Any] = {}
 NARROW = {
@@ -72,9 +74,9 @@ def test_no_number_of_microbatches_that_is_named_is_a_percent_faster(tmp_path, g
         assert named <= searched * NEAR, count
 
 
-def drawn_chains(number: int, seed: int = 0) -> list[tuple[dict[str, Any], list[tuple[int, str]]]]:
+def drawn_chains(number: int) -> list[tuple[dict[str, Any], list[tuple[int, str]]]]:
     """Questions of which each is about more memory than the one before it, or about more tokens a step, by turns."""
-    draw = Random(seed)
+    draw = Random(0)
     chains = []
     for index in range(number):
         shape, card = draw.choice((NARROW, WIDE)), draw.choice(("4090", "4090", "h100"))

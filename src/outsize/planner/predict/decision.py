@@ -19,7 +19,7 @@ from outsize.planner.predict.question import MicrobatchCost, Question, exchange_
 from outsize.planner.program.program import Kind, Lane, Program, parse
 from outsize.planner.program.stages import Choice, KeptBytes
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.search.offload_balance import phases
+from outsize.planner.search.offload_balance import Phases, phases
 from outsize.planner.search.partition import Pipeline
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_pipeline import clock_of
@@ -366,12 +366,22 @@ class Decision:
         """Return whether a step takes less than ``share`` of what one of ``other`` takes."""
         return self.compared_s < share * other.least_s or self.compared_s < share * other.compared_s
 
+    @cached_property
+    def lanes(self) -> Phases:
+        """What the lanes of one worker do in a step."""
+        rates = self.options.rates
+        assert rates is not None
+        return phases(self.plan.layout, self.microbatch.demand, rates)
+
     @property
     def lanes_s(self) -> float:
         """Seconds of a step of one worker whose lanes never wait for each other within a pass."""
-        rates = self.options.rates
-        assert rates is not None
-        return phases(self.plan.layout, self.microbatch.demand, rates).step_s
+        return self.lanes.stepped_s
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound of the seconds of a step of one worker, of what it computes and of what its lanes move."""
+        return max(self.least_s, self.lanes_s)
 
     @cached_property
     def clock(self) -> Pipeline:

@@ -26,6 +26,7 @@ from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.memory.step_bytes import packed_bytes
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.question import MicrobatchCost, Question
+from outsize.planner.search.forward_plan import why_not_resident
 from outsize.planner.search.microbatch_search import (
     NEAR,
     PER_GPU,
@@ -34,12 +35,7 @@ from outsize.planner.search.microbatch_search import (
     rounds_to_try,
     search_cuts,
 )
-from outsize.planner.search.plan_stages import (
-    estimate_s,
-    fits_stages,
-    plan_stages,
-    without_peers,
-)
+from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
 
@@ -92,7 +88,12 @@ def _with_whole_masters(split: Decision) -> Decision:
     is_open = split.question.masters_open and split.question.timed and split.plan.layout.resident
     if not is_open or state is None or state.masters != "split":
         return split
-    best = _with_state(split, replace(state, masters="separate"))
+    asked = split.question
+    if not worth_it(split.compared_s, split.compared_s - split.lanes.updates_s):
+        return split
+    named = replace(split, question=replace(asked, microbatches=split.microbatches))
+    best = _with_state(named, replace(state, masters="separate"))
+    best = _same(best, question=replace(best.question, microbatches=asked.microbatches))
     return best if worth_it(split.compared_s, best.compared_s) else split
 
 
@@ -203,8 +204,8 @@ def _searched_at(question: Question, home: Tier) -> Decision:
     def may_gain(best: Decision, microbatches: int) -> bool:
         if several:
             return _may_gain(best, microbatches)
-        least_s = NEAR * min(way.least_s for way in ways(microbatches))
-        return least_s < best.least_s or least_s < best.compared_s
+        bound_s = NEAR * min(way.bound_s for way in ways(microbatches))
+        return bound_s < best.least_s or bound_s < best.compared_s
 
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
@@ -251,14 +252,14 @@ def _ways(question: Question, microbatches: int, home: Tier) -> list[Decision]:
     rates = largest.options.rates
     if not question.timed or rates is None or not smaller:
         return [largest]
-    for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller):
+    may_rest = question.options.resident == "auto" and not why_not_resident(largest.options)
+    for size in rounds_to_try(largest.plan.layout, one.demand, rates, smaller, may_rest=may_rest):
         try:
             planned = planned_in(size)
         except InfeasiblePlanError:
             break
-        if planned.lanes_s >= best.lanes_s:
-            break
-        best = planned
+        if planned.lanes_s < best.lanes_s:
+            best = planned
     return [largest] if best is largest else [largest, best]
 
 

@@ -125,7 +125,7 @@ def smaller_rounds(size: int) -> Iterator[int]:
 
 
 def rounds_to_try(
-    layout: StepLayout, demand: Demand, rates: UnitRates, sizes: Sequence[int]
+    layout: StepLayout, demand: Demand, rates: UnitRates, sizes: Sequence[int], *, may_rest: bool = False
 ) -> Iterator[int]:
     """Yield those of ``sizes`` whose rounds could take a percent less than those of ``layout``, the most first.
 
@@ -134,12 +134,14 @@ def rounds_to_try(
         demand: of a microbatch.
         rates: of the worker.
         sizes: microbatches of smaller rounds, the most first.
+        may_rest: whether units may be resident where activations leave room: most do in the smallest rounds.
     """
     step_s = phases(layout, demand, rates).step_s
     least = {size: _all_kept(layout, demand, rates, size) for size in sizes}
     hidden = [size for size, lanes in least.items() if lanes.step_s <= lanes.compute_s]
     for size in sizes:
-        if least[size].step_s * NEAR < step_s and size <= min(hidden, default=size):
+        is_less = least[size].step_s * NEAR < step_s and size <= min(hidden, default=size)
+        if is_less or (may_rest and size == sizes[-1] and len(layout.resident) < len(layout.step_order)):
             yield size
 
 
