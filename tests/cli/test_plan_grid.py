@@ -18,9 +18,9 @@ from outsize.planner.predict.decision_search import cuts_to_try, decide
 from outsize.planner.search.microbatch_search import NEAR
 
 # What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
-# as slower. Five times as many cases had dips of over two percent in 2 of 1,000 for adapters and in 2 for all weights on
-# one card, which need a second gradient where rounds are summed; up to 8 % in 4 for Muon and for eight cards, whose
-# stages are chosen by a clock that knows little of what the host steps meanwhile.
+# as slower. Of five times as many cases five of one card were slower by 3 to 5 %, since rounds that are summed need
+# another gradient; and four of Muon and of eight cards by up to 8 %, since the clock that chooses stages knows little of
+# what the host steps meanwhile.
 LITTLE = 0.95
 WIDE: dict[str, Any] = {}
 NARROW = {
