@@ -19,8 +19,8 @@ from outsize.planner.search.microbatch_search import NEAR
 
 # What leaves the device has to gain three percent, and smaller microbatches and rounds one each: so much is not counted
 # as slower. Of five times as many cases five of one card were slower by 3 to 5 %, since rounds that are summed need
-# another gradient; and four of Muon and of eight cards by up to 8 %, since the clock that chooses stages knows little of
-# what the host steps meanwhile.
+# another gradient; and four of Muon and of eight cards by up to 8 %, since the clock that chooses stages knows little
+# of what the host steps meanwhile.
 LITTLE = 0.95
 WIDE: dict[str, Any] = {}
 NARROW = {
