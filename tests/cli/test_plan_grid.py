@@ -153,8 +153,8 @@ def test_units_that_may_be_resident_are_never_slower_and_gain_with_memory(config
 def test_masters_are_no_longer_split_where_units_step_on_the_device_sooner_so(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**SHAPE, **NARROW, "num_hidden_layers": 16}))
-    found = {
+    rates = {
         masters: tokens_per_s(question(config, "4090", "full", 1024, 1024, masters=masters))
         for masters in ("auto", "split", "separate")
     }
-    assert found["auto"] == found["separate"] > 1.03 * found["split"]
+    assert rates["auto"] == rates["separate"] > 1.03 * rates["split"]

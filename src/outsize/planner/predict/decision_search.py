@@ -88,12 +88,12 @@ def _with_whole_masters(split: Decision) -> Decision:
     is_open = split.question.masters_open and split.question.timed and split.plan.layout.resident
     if not is_open or state is None or state.masters != "split":
         return split
-    asked = split.question
+    question = split.question
     if not worth_it(split.compared_s, split.compared_s - split.lanes.updates_s):
         return split
-    named = replace(split, question=replace(asked, microbatches=split.microbatches))
-    best = _with_state(named, replace(state, masters="separate"))
-    best = _same(best, question=replace(best.question, microbatches=asked.microbatches))
+    same_cut = replace(split, question=replace(question, microbatches=split.microbatches))
+    best = _with_state(same_cut, replace(state, masters="separate"))
+    best = _same(best, question=replace(best.question, microbatches=question.microbatches))
     return best if worth_it(split.compared_s, best.compared_s) else split
 
 
