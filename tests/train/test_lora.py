@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from outsize.checkpoint.export import export
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import AdapterSource, base_name
-from outsize.planner.memory.step_bytes import load_bytes
+from outsize.planner.memory.step_bytes import encoded_bytes, load_bytes
+from outsize.planner.search import upgrades
+from outsize.planner.search.sizing import Knobs, Sizing
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec
@@ -103,6 +107,33 @@ def test_streamed_is_resident_bit_for_bit(sections: dict[str, Any], tmp_path: Pa
     result = verify(lora_run(tmp_path, **dict(sections)))
     assert result.equal, result.differing
     assert len(set(result.loss_streamed)) == 4
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"lora": {"base_codec": "nf4"}, "model": {"dtype": "bf16"}, "train": {"microbatches": 3}},
+        {"lora": {"base_codec": "nf4-double", "table_codec": "int8"}, "train": {"microbatches": 2}},
+        {"name": "qwen3_moe", "lora": {**EXPERTS, "base_codec": "fp8"}, "model": {"dtype": "bf16"}},
+        {"lora": {"base_codec": "int8"}, "train": {"microbatches": 3, "round_microbatches": 1}},
+    ],
+)
+def test_frozen_units_that_lie_on_the_device_encoded_are_exact_and_cross_the_link_once(
+    sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def encoded(sizing: Sizing, knobs: Knobs) -> Iterator[Knobs]:
+        yield replace(knobs, encoded=frozenset(u.index for u in sizing.model.units if encoded_bytes(u)))
+
+    memory = {"device": "emulated:1", "resident": "none"}
+    run = lora_run(tmp_path, memory=memory, **sections)
+    monkeypatch.setattr(Sizing, "more_decoded", lambda *_: iter(()))
+    moving = prepare(RunSpec.of(run, tmp_path / "run"), lambda _: None).plan
+    monkeypatch.setattr(upgrades, "HOLDING", (encoded, Sizing.more_staying))
+    held = prepare(RunSpec.of(run, tmp_path / "run"), lambda _: None).plan
+    assert held.memory["device"]["frozen, encoded"] == held.layout.held_bytes > 0
+    assert held.traffic.up <= moving.traffic.up - held.layout.held_bytes
+    result = verify(run)
+    assert result.equal, result.differing
 
 
 def base_of(run: Config, dtype: torch.dtype = torch.float32) -> Any:

@@ -2,7 +2,8 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 import outsize
 import zoo
 from outsize.errors import OutsizeError
+from outsize.planner.memory.step_bytes import encoded_bytes
+from outsize.planner.search import upgrades
+from outsize.planner.search.sizing import Knobs, Sizing
 from outsize.wrapped.module import runner_of
 from wrapped.changes import HOMES, ROWS, Loop, Row
 from wrapped.loops import wrapped
@@ -316,3 +320,25 @@ def test_weights_that_a_codec_has_written_are_rounded_again_and_the_log_says_so(
         assert torch.allclose(weight, before * 0.5, atol=1e-3)
         assert "was rounded by the codec" in caplog.text
         assert weight.norm() == weight.detach().clone().norm()
+
+
+def test_frozen_weights_that_lie_on_the_device_encoded_follow_a_change(monkeypatch: pytest.MonkeyPatch):
+    logits = []
+    for held in (False, True):
+
+        def encoded(sizing: Sizing, knobs: Knobs, held: bool = held) -> Iterator[Knobs]:
+            units = (unit.index for unit in sizing.model.units if held and encoded_bytes(unit))
+            yield replace(knobs, encoded=frozenset(units))
+
+        monkeypatch.setattr(upgrades, "HOLDING", (encoded, Sizing.more_staying))
+        monkeypatch.setattr(Sizing, "more_decoded", lambda *_: iter(()))
+        with wrapped(adapted(), home="host", base_codec="int8", device="emulated:1") as model:
+            logits.append(model(**BATCH).logits)
+            assert bool(runner_of(model)._plan.layout.encoded) is held
+            weight = model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight")
+            with torch.no_grad():
+                weight.mul_(0.5)
+            logits.append(model(**BATCH).logits)
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])
+    assert not torch.equal(logits[0], logits[1])

@@ -88,6 +88,13 @@ def largest_share(model: ModelSpec, num_ranks: int) -> tuple[int, ...]:
     return max((tuple(len(part) for part in ranges) for ranges in by_rank), key=sum)
 
 
+def own_elements(model: ModelSpec, num_ranks: int, rank: int | None = None) -> tuple[int, ...]:
+    """Return the elements of each unit that one of several ranks steps; ``rank`` None is the one that steps most."""
+    if rank is None:
+        return largest_share(model, num_ranks)
+    return tuple(len(ranges[rank]) for ranges in shares(model, num_ranks))
+
+
 def home_bytes(
     unit: UnitSpec, state: State, own_elements: int | None = None, full_planes: Collection[str] = (WEIGHTS,)
 ) -> int:

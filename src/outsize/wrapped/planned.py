@@ -225,7 +225,8 @@ class Planned(ModelAtHome):
             self._plan_anew()
         assert self._engine is not None
         assert self._plan is not None
-        if not self._transport.is_raw("weights") or self._plan.layout.stays:
+        layout = self._plan.layout
+        if not self._transport.is_raw("weights") or layout.stays or layout.encoded:
             self._note_changes()
         while self._abandoned:  # the collector may add to it meanwhile
             self._engine.forget_saved(self._abandoned.pop())

@@ -23,7 +23,7 @@ home that commits holds all but the gradient twice, and two commit records befor
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from outsize.codecs.transport import EXACT, Transport, Wire
@@ -216,6 +216,7 @@ def _device_table(
         "weight slots": sum(layout.slot_bytes),
         "gradient accumulators": sum(layout.accumulator_bytes),
         "resident": resident,
+        "frozen, encoded": layout.held_bytes,
         "optimizer state": updates[0],
         "activations": activations.device_bytes,
         "workspace": max(demand.workspace_bytes, updates[1]),
@@ -332,3 +333,21 @@ def state_bytes(model: ModelSpec, layout: StepLayout, home: Tier, transport: Tra
     size = sum(home_bytes(unit, planes, num_elements[unit.index], whole_planes) for unit in model.units)
     size -= sum(planes.bytes_of(model.units[unit]) for unit in layout.resident)
     return size - packed_bytes(transport, model) if home == "host" else size
+
+
+def gradients_at_home(
+    state: StateLayout,
+    *,
+    clip: bool,
+    num_workers: int,
+    nodes: int,
+    transport: Transport,
+    rounds: bool = False,
+) -> StateLayout:
+    """Return ``state`` without a gradient at home where a unit can step on its own as its gradient arrives.
+
+    It cannot where the global norm is to be known first, where gradients are summed at home from round to round, as
+    several workers do, where nodes reduce whole gradients, and where gradients arrive encoded.
+    """
+    leave_as_one = clip or rounds or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
+    return state if leave_as_one else replace(state, gradients="none")

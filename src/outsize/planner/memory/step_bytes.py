@@ -105,7 +105,12 @@ def load_bytes(transport: Transport, unit: UnitSpec, dtype: str, *, stays: bool 
         return unit.trained_bytes(dtype) if stays else unit.link_bytes(dtype)
     planes = encoded_planes(unit, dtype, stays=stays)
     sent = sum(transport.wire_bytes("weights", numel, kind) for _, numel, kind in planes)
-    return sent + sum(part.home_bytes for part in unit.frozen if part.codec is not None and not stays)
+    return sent + (0 if stays else encoded_bytes(unit))
+
+
+def encoded_bytes(unit: UnitSpec) -> int:
+    """Return the bytes of its frozen parts that a codec has written once for all steps."""
+    return sum(part.home_bytes for part in unit.frozen if part.codec is not None)
 
 
 def gradient_bytes(transport: Transport, num_bytes: int) -> int:

@@ -8,7 +8,13 @@ from outsize.codecs.transport import Transport
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout, layout_of
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
-from outsize.planner.memory.step_bytes import NOTHING, activation_bytes, gradient_bytes, load_bytes
+from outsize.planner.memory.step_bytes import (
+    NOTHING,
+    activation_bytes,
+    encoded_bytes,
+    gradient_bytes,
+    load_bytes,
+)
 from outsize.planner.program.program import Op, Program
 from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
@@ -105,7 +111,8 @@ class OpBytes:
             if unit in self.layout.resident:
                 return 0
             stays = unit in self.layout.stays
-            return load_bytes(self.transport, self.model.units[unit], self.model.dtype, stays=stays)
+            size = load_bytes(self.transport, self.model.units[unit], self.model.dtype, stays=stays)
+            return size - encoded_bytes(self.model.units[unit]) * (unit in self.layout.encoded)
         if content == "sum":
             return self.layout.gradient_bytes[unit]
         if content == "gradient":

@@ -331,7 +331,7 @@ class Decision:
         if not self.question.brief:
             return self.step_s
         stages = self.plan.layout.stages
-        return self.lanes_s if stages is None else self.clock.step_s(stages)
+        return self.lanes.stepped_s if stages is None else self.clock.step_s(stages)
 
     @cached_property
     def least_s(self) -> float:
@@ -374,14 +374,9 @@ class Decision:
         return phases(self.plan.layout, self.microbatch.demand, rates)
 
     @property
-    def lanes_s(self) -> float:
-        """Seconds of a step of one worker whose lanes never wait for each other within a pass."""
-        return self.lanes.stepped_s
-
-    @property
     def bound_s(self) -> float:
         """Lower bound of the seconds of a step of one worker, of what it computes and of what its lanes move."""
-        return max(self.least_s, self.lanes_s)
+        return max(self.least_s, self.lanes.stepped_s)
 
     @cached_property
     def clock(self) -> Pipeline:

@@ -258,7 +258,7 @@ def _ways(question: Question, microbatches: int, home: Tier) -> list[Decision]:
             planned = planned_in(size)
         except InfeasiblePlanError:
             break
-        if planned.lanes_s < best.lanes_s:
+        if planned.lanes.stepped_s < best.lanes.stepped_s:
             best = planned
     return [largest] if best is largest else [largest, best]
 

@@ -170,7 +170,11 @@ def predict_again(base: Prediction, question: Question, *, may_gain: bool = True
     if question.num_workers > 1:
         return again
     other = decide(replace(question, brief=True))
-    return min(again, predict(other), key=lambda p: p.step_s) if other.lanes_s < same.lanes_s else again
+    return (
+        min(again, predict(other), key=lambda p: p.step_s)
+        if other.lanes.stepped_s < same.lanes.stepped_s
+        else again
+    )
 
 
 def predict(decision: Decision) -> Prediction:

@@ -11,13 +11,13 @@ from outsize.codecs.transport import CodecRates, Transport, Wire
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.memory.memory_table import Demand, Tier
+from outsize.planner.memory.memory_table import Demand, Tier, gradients_at_home
 from outsize.planner.program.stages import Extent
 from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.offload_balance import UnitRates
-from outsize.planner.search.sizing import PlanOptions, gradients_at_home
+from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets
-from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes, step_pace
+from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes, parts_s, step_pace
 from outsize.planner.simulate.gpu_times import SharedRates, unit_times
 
 NODES = (
@@ -221,6 +221,7 @@ class Question:
             home_up_bytes_per_s=inf if disk is None else disk.read_bytes_per_s.value / count,
             home_down_bytes_per_s=inf if disk is None else disk.write_bytes_per_s.value / count,
             host_step_s=state.step_bytes / step_pace(state) / 4 / stepped,
+            decode_s=tuple(parts_s(unit, machine.gpus[0]) for unit in self.model.units),
             update_s=state.update_bytes / 4 / machine.gpus[0].memory_bytes_per_s.value,
             shared=SharedRates(host=machine.host.bytes_per_s.value, uplinks=_uplinks(machine)),
         )

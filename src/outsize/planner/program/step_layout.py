@@ -34,6 +34,10 @@ class StepLayout:
             step.
         resident: units whose training state rests on the device: weights, masters and moments never leave it, and the
             gradient is summed and stepped there. Streamed ones stay as well.
+        encoded: units whose frozen parts lie on the device as a codec writes them at home, from step to step; each LOAD
+            decodes them into its slot.
+        link_bytes: bytes of a unit's weights on the way up; empty where they are its weight bytes.
+        encoded_bytes: of them, those that a codec writes once for all steps; empty where there are none.
         prefetch_depth: how many units (LOAD) or microbatches (FETCH) ahead of their use transfers start.
         offload: units whose inputs leave the device between forward and backward.
         kept: for each streamed unit and each microbatch of a round, what becomes of what its backward needs; empty
@@ -72,6 +76,9 @@ class StepLayout:
     accumulator_bytes: tuple[int, ...]
     stays: frozenset[int] = frozenset()
     resident: frozenset[int] = frozenset()
+    encoded: frozenset[int] = frozenset()
+    link_bytes: tuple[int, ...] = ()
+    encoded_bytes: tuple[int, ...] = ()
     prefetch_depth: int = 1
     offload: frozenset[int] = frozenset()
     kept: Kept = ()
@@ -114,6 +121,8 @@ class StepLayout:
         able = {u for u in range(self.num_streamed) if self.weight_bytes[u]}
         if not self.stays <= able:
             raise ValueError(f"stays may name units {sorted(able)}, not {sorted(self.stays)}")
+        if self.encoded & self.stays or any(not self.encoded_bytes[unit] for unit in self.encoded):
+            raise ValueError("encoded may name units that move and have frozen parts with a codec")
         self._check_resident()
         self._check_kept()
         if self.staged and self.num_host_buffers < 1:
@@ -292,6 +301,11 @@ class StepLayout:
         """Units that have a slot of their own, the rest first, and its index."""
         rest = () if self.rest is None else (self.rest,)
         return {unit: slot for slot, unit in enumerate((*rest, *sorted(self.stays)), len(self.slot_bytes))}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what lies on the device as it is encoded."""
+        return sum(self.encoded_bytes[unit] for unit in self.encoded)
 
     @property
     def own_accumulators(self) -> dict[int, int]:

@@ -159,6 +159,7 @@ def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -
         ring=False,
         tiles=tiles,
         stays=layout.stays | frozen,
+        encoded=frozenset(),
     )
     return phases(roomy, demand, rates)
 

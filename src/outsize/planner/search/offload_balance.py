@@ -135,6 +135,7 @@ class UnitRates:
         shared: of what it shares with other workers.
         host_step_s: seconds of an optimizer step in host memory, for each byte of a gradient in fp32.
         update_s: the same of a step on the device.
+        decode_s: seconds that decoding the frozen parts of each unit adds to its load; empty of none.
     """
 
     times: UnitTimes
@@ -145,6 +146,7 @@ class UnitRates:
     shared: SharedRates = field(default_factory=SharedRates)
     host_step_s: float = 0.0
     update_s: float = 0.0
+    decode_s: tuple[float, ...] = ()
 
     @property
     def load_bytes_per_s(self) -> float:
@@ -225,7 +227,7 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
         often * bytes_of(choice, unit, sizes) for unit, choice, often in cells if choice.leaves
     )
     moved += count * sum(demand.boundary_bytes[unit] for unit in layout.offload)
-    loads_s = [size / rates.load_bytes_per_s for size in _loaded_bytes(layout, min(rounds, 2))]
+    loads_s = [size / rates.load_bytes_per_s for size in _loaded_bytes(layout, rates, min(rounds, 2))]
     first_s, again_s = loads_s[:2], loads_s[-2:]
     forward_up_s, backward_up_s = (
         one + (rounds - 1) * more for one, more in zip(first_s, again_s, strict=True)
@@ -244,22 +246,24 @@ def phases(layout: StepLayout, demand: Demand, rates: UnitRates) -> Phases:
         backward_down_s=rounds * sums / rates.store_bytes_per_s,
         steps_s=sums * rates.host_step_s,
         updates_s=updated * rates.update_s,
-        first_load_s=_moved_bytes(layout)[0] / rates.load_bytes_per_s,
+        first_load_s=_moved_bytes(layout, rates)[0] / rates.load_bytes_per_s,
         clips=layout.clip,
     )
 
 
-def _moved_bytes(layout: StepLayout) -> tuple[int, ...]:
-    """Return the bytes of each unit's weights that come up when it is loaded."""
+def _moved_bytes(layout: StepLayout, rates: UnitRates) -> tuple[int, ...]:
+    """Return the bytes of each unit's weights that come up when it is loaded, with what decoding takes as bytes."""
+    decoded = [round(seconds * rates.load_bytes_per_s) for seconds in rates.decode_s]
+    decoded = decoded or [0] * layout.num_units
     return tuple(
         min(size, layout.gradient_bytes[unit] * (unit not in layout.resident))
         if unit in layout.stays
-        else size
-        for unit, size in enumerate(layout.weight_bytes)
+        else size + decoded[unit] - (layout.encoded_bytes[unit] if unit in layout.encoded else 0)
+        for unit, size in enumerate(layout.link_bytes or layout.weight_bytes)
     )
 
 
-def _loaded_bytes(layout: StepLayout, rounds: int) -> list[int]:
+def _loaded_bytes(layout: StepLayout, rates: UnitRates, rounds: int) -> list[int]:
     """Return the bytes of weights that come up in each forward and backward, by turns, of the first ``rounds``.
 
     The last units of a forward still lie in their slots when the backward begins, and so do the first of a round when
@@ -273,7 +277,7 @@ def _loaded_bytes(layout: StepLayout, rounds: int) -> list[int]:
             tuple(forward),
             tuple(backward),
             rounds,
-            _moved_bytes(layout),
+            _moved_bytes(layout, rates),
             *places,
             tuple(layout.own_slots.items()),
         )

@@ -14,8 +14,9 @@ from outsize.codecs.transport import EXACT, Transport, Wire
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.optim.shares import largest_share, shares
+from outsize.optim.shares import own_elements
 from outsize.planner.memory.memory_table import Tier
+from outsize.planner.memory.step_bytes import encoded_bytes, load_bytes
 from outsize.planner.program.stages import Kept, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.forward_plan import frozen_units, resident_order, spread, why_not_resident
@@ -142,6 +143,7 @@ class Knobs:
         kept: see `StepLayout.kept`.
         num_tile_buffers: buffers in the ring of tiles, where there are tiles.
         stays: see `StepLayout.stays`; of units that are not resident.
+        encoded: see `StepLayout.encoded`; those that stay are not.
         resident: see `StepLayout.resident`.
     """
 
@@ -153,6 +155,7 @@ class Knobs:
     kept: Kept = ()
     num_tile_buffers: int = NUM_TILE_BUFFERS
     stays: frozenset[int] = frozenset()
+    encoded: frozenset[int] = frozenset()
     resident: frozenset[int] = frozenset()
 
 
@@ -171,6 +174,8 @@ class Sizing:
         self._slot_sizes, self._accumulator_sizes = self._sizes_of(frozenset(), frozenset())
         self._trainable = tuple(unit.trainable for unit in model.units)
         self._weight_bytes = tuple(unit.weight_bytes(model.dtype) for unit in model.units)
+        self._link_bytes = tuple(load_bytes(options.transport, unit, model.dtype) for unit in model.units)
+        self._encoded_bytes = tuple(encoded_bytes(unit) for unit in model.units)
         self._gradient_bytes = tuple(unit.gradient_bytes * unit.trainable for unit in model.units)
         self.largest_trainable = max((unit.numel for unit in model.units if unit.trainable), default=0)
         # Which units are offloadable a layout tells, and the one that is asked offloads none.
@@ -230,6 +235,9 @@ class Sizing:
             accumulator_bytes=accumulators[: knobs.num_accumulators],
             stays=stays,
             resident=knobs.resident,
+            encoded=knobs.encoded - stays,
+            link_bytes=self._link_bytes,
+            encoded_bytes=self._encoded_bytes,
             prefetch_depth=max(1, knobs.num_slots - 1) if options.prefetch is None else options.prefetch,
             clip=options.clip,
             unit_clip=options.unit_clip,
@@ -301,17 +309,33 @@ class Sizing:
                 yield replace(knobs, num_host_buffers=num_host_buffers)
 
     def more_staying(self, knobs: Knobs) -> Iterator[Knobs]:
-        """Yield knobs with more units that stay, of those with weights that never train.
+        """Yield knobs with more units that stay, of those with weights that never train and no codec writes.
 
         They lie among others that move, so that the link has the time of all to move those in.
         """
-        frozen = frozen_units(self.model)
-        for number in range(1, len(frozen) + 1 if self.options.slots is None else 0):
-            yield replace(knobs, stays=spread(frozen, number))
+        for units in self._spread(encoded=False):
+            yield replace(knobs, stays=knobs.stays | units)
+
+    def more_decoded(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with more units that stay decoded, of those with weights that never train and a codec writes."""
+        for units in self._spread(encoded=True):
+            yield replace(knobs, stays=knobs.stays | units)
+
+    def more_encoded(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield knobs with more of the same units that lie on the device as they are encoded."""
+        is_open = self.options.leaves_unasked and self.options.home == "host"
+        for units in self._spread(encoded=True) if is_open else ():
+            yield replace(knobs, encoded=units)
+
+    def _spread(self, *, encoded: bool) -> Iterator[frozenset[int]]:
+        """Yield more and more units with weights that never train, of those that a codec writes or of the others."""
+        frozen = frozen_units(self.model) if self.options.slots is None else []
+        units = [unit for unit in frozen if bool(self._encoded_bytes[unit]) is encoded]
+        yield from (spread(units, number) for number in range(1, len(units) + 1))
 
     def all_frozen_stay(self, knobs: Knobs) -> bool:
         """Return whether no unit with weights that never train moves."""
-        return {*frozen_units(self.model)} <= knobs.stays | knobs.resident
+        return {*frozen_units(self.model)} <= knobs.stays | knobs.encoded | knobs.resident
 
     def more_resident(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield knobs with more units resident, where that is the planner's to say."""
@@ -364,24 +388,6 @@ AFTER_INPUTS: tuple[Upgrade, ...] = (
 UPGRADES = (*BEFORE_INPUTS, *AFTER_INPUTS)
 
 
-def gradients_at_home(
-    state: StateLayout,
-    *,
-    clip: bool,
-    num_workers: int,
-    nodes: int,
-    transport: Transport,
-    rounds: bool = False,
-) -> StateLayout:
-    """Return ``state`` without a gradient at home where a unit can step on its own as its gradient arrives.
-
-    It cannot where the global norm is to be known first, where gradients are summed at home from round to round, as
-    several workers do, where nodes reduce whole gradients, and where gradients arrive encoded.
-    """
-    leave_as_one = clip or rounds or num_workers > 1 or nodes > 1 or not transport.is_raw("gradients")
-    return state if leave_as_one else replace(state, gradients="none")
-
-
 def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     """Return a size for each of ``units`` (kind, bytes): the first fits the largest, the others any block."""
     if not units:
@@ -389,10 +395,3 @@ def _sizes(units: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     largest = max(size for _, size in units)
     block = max((size for kind, size in units if kind == "block"), default=largest)
     return (largest, *[block] * (len(units) - 1))
-
-
-def own_elements(model: ModelSpec, nodes: int, rank: int | None = None) -> tuple[int, ...]:
-    """Return the elements of each unit that one of several nodes steps; ``rank`` None is the one that steps most."""
-    if rank is None:
-        return largest_share(model, nodes)
-    return tuple(len(ranges[rank]) for ranges in shares(model, nodes))

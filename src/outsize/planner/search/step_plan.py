@@ -261,6 +261,7 @@ class Plan:
             "own_slot_bytes": list(self.own_slot_bytes),
             "own_accumulator_bytes": list(self.own_accumulator_bytes),
             **({"resident": sorted(layout.resident)} if layout.resident else {}),
+            **({"encoded": sorted(layout.encoded)} if layout.encoded else {}),
             "commits": layout.commits,
             "num_host_buffers": layout.num_host_buffers,
             "host_buffer_bytes": self.host_buffer_bytes,

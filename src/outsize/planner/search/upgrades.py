@@ -46,6 +46,8 @@ from outsize.planner.search.offload_balance import (
 from outsize.planner.search.sizing import AFTER_INPUTS, BEFORE_INPUTS, UPGRADES, Knobs, Sizing, Upgrade
 from outsize.planner.simulate.costs import UnitTimes
 
+# Frozen units that stay, or are held as they are encoded, before such as stay decoded.
+HOLDING: tuple[Upgrade, ...] = (Sizing.more_encoded, Sizing.more_staying)
 # Lanes that fill and drain lose a few percent, which is not counted where ways to spend memory are compared: what takes
 # slots from weights, or the inputs of units from the device, has to gain more.
 ENOUGH = 0.97
@@ -96,7 +98,8 @@ def _spend_on_moving(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callabl
     options = sizing.options
     inputs_first = _upgraded(sizing, knobs, UPGRADES, fits)
 
-    staying = partial(_upgraded, sizing, upgrades=(Sizing.more_staying,), fits=fits)
+    holding = partial(_upgraded, sizing, upgrades=HOLDING, fits=fits)
+    staying = partial(_upgraded, sizing, upgrades=(*HOLDING, Sizing.more_decoded), fits=fits)
     if options.activations != "auto" or not demand.kept_bytes:
         return staying(inputs_first)
 
@@ -114,7 +117,8 @@ def _spend_on_moving(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callabl
         return phases(sizing.layout(knobs), demand, rates).step_s
 
     if (stays_first := staying(inputs_first)) is not inputs_first:
-        ways = [min(staying(ways[0]), kept(stays_first), key=step_s)]
+        held = holding(inputs_first)
+        ways = [min(staying(ways[0]), kept(stays_first), *([kept(held)] if held.encoded else []), key=step_s)]
     ways = [staying(way) for way in ways]
     if not options.leaves_unasked or (sizing.all_frozen_stay(ways[0]) and _keeps_all(sizing.layout(ways[0]))):
         return ways[0]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from outsize.codecs.codec_spec import codec_spec
 from outsize.codecs.transport import EXACT, PIECE_ELEMENTS, PIECES_AT_ONCE, CodecRates, Transport, Wire
 from outsize.errors import ConfigError
-from outsize.hardware.machine_spec import Machine
+from outsize.hardware.machine_spec import Gpu, Machine
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec, UnitSpec
 from outsize.optim.optimizer_spec import UPDATE_TILE_ELEMENTS, StateLayout, layout_of
 from outsize.planner.memory.memory_table import NO_CODECS, Tier
@@ -180,6 +180,16 @@ def step_pace(state: StateLayout) -> float:
     return pace * SPLIT24_PACE if state.masters == "split24" else pace
 
 
+def parts_s(unit: UnitSpec, gpu: Gpu) -> float:
+    """Return what a device takes to decode the frozen parts of ``unit``; a host's cores are not priced."""
+    seconds = 0.0
+    for part in unit.frozen if not gpu.is_host else ():
+        if part.codec is not None:
+            moved = part.numel * codec_spec(part.codec).device_decode_bytes
+            seconds += moved / gpu.memory_bytes_per_s.value + DECODE_KERNELS * LAUNCH_S
+    return seconds
+
+
 def _rates(machine: Machine, worker: int) -> tuple[tuple[str, float], ...]:
     link = machine.links[worker]
     return ("up", link.up_bytes_per_s.value), ("down", link.down_bytes_per_s.value)
@@ -311,15 +321,9 @@ class _Pricing(OpBytes):
         What its kernels move of its own memory, and their launches, as Triton has them: torch for CUDA and ROCm on
         Linux brings it. A host's cores are not priced.
         """
-        gpu, unit = self.machine.gpus[op.worker or 0], op.unit or 0
-        if gpu.is_host or unit in self.layout.stays:
-            return 0.0
-        seconds = 0.0
-        for part in self.model.units[unit].frozen:
-            if part.codec is not None:
-                moved = part.numel * codec_spec(part.codec).device_decode_bytes
-                seconds += moved / gpu.memory_bytes_per_s.value + DECODE_KERNELS * LAUNCH_S
-        return seconds
+        unit = op.unit or 0
+        stays = unit in self.layout.stays
+        return 0.0 if stays else parts_s(self.model.units[unit], self.machine.gpus[op.worker or 0])
 
     def _coding_s(self, crossing: str, num_bytes: int, *, encode: bool, decode: bool) -> float:
         """Return what a lane spends on encoding and decoding so many bytes of a crossing before and behind its copy."""

@@ -122,6 +122,7 @@ class _Memory:
             in_place=device.in_place,
             stays=layout.stays,
             resident=layout.resident,
+            held=layout.encoded,
         )
         self.gradients = GradientOps(
             spec,

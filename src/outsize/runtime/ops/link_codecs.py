@@ -6,7 +6,7 @@ for (logical bytes).
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -318,14 +318,22 @@ def decode(part: FrozenPart, encoded: Tensor, into: Tensor, codec: Codec | None 
 class Decoding:
     """Room on one device for one encoding, and the codecs of a model. For one lane: loads are decoded one at a time."""
 
-    def __init__(self, spec: ModelSpec, device: Device) -> None:
+    def __init__(self, spec: ModelSpec, device: Device, held: Set[int] = frozenset()) -> None:
         parts = encoded_parts(spec)
         self._codecs: dict[str, Codec] = {part.codec: open_codec(part.codec) for part in parts if part.codec}
         size = max((part.encoded_bytes for part in parts), default=0)
         self._room = device.allocate(size, "encoded weights") if size else None
+        self._rooms = {
+            (unit, part.plane): device.allocate(part.encoded_bytes, "encoded weights")
+            for unit in sorted(held)
+            for part in spec.units[unit].frozen
+            if part.codec is not None
+        }
 
-    def room(self, part: FrozenPart) -> Tensor:
-        """Where the encoding of ``part`` is to come, uint8 [part.encoded_bytes]."""
+    def room(self, unit: int, part: FrozenPart) -> Tensor:
+        """Where the encoding of ``part`` of ``unit`` is to come, uint8 [part.encoded_bytes]: its own if it is held."""
+        if (unit, part.plane) in self._rooms:
+            return self._rooms[unit, part.plane][: part.encoded_bytes]
         assert self._room is not None
         return self._room[: part.encoded_bytes]
 

@@ -36,6 +36,7 @@ class WeightOps:
         in_place: whether weights that lie in a host home as they are used are used there; slots stay untouched then.
         stays: units in slots of their own, of which what never trains is loaded once.
         resident: units of which what trains rests on the device, lent out by the home there.
+        held: units whose encoded frozen parts come up once, and are decoded where they lie on the device.
 
     Attributes:
         up: what has moved so far, or would have if it were not used in place.
@@ -54,11 +55,13 @@ class WeightOps:
         in_place: bool = False,
         stays: Set[int] = frozenset(),
         resident: Set[int] = frozenset(),
+        held: Set[int] = frozenset(),
     ) -> None:
         self._in_place = in_place
         self._stays = stays
         self._resident = resident
         self._there: set[tuple[int, str]] = set()  # planes of units that stay, once they are loaded
+        self._held, self._up_once = held, set[tuple[int, str]]()
         self._spec = spec
         self._device = device
         self._home = home
@@ -66,7 +69,7 @@ class WeightOps:
         self._host_buffers = host_buffers
         self._encoded = encoded
         self._staging = staging
-        self._decoding = Decoding(spec, device)
+        self._decoding = Decoding(spec, device, held)
         self.up = Moved()
 
     @property
@@ -116,8 +119,9 @@ class WeightOps:
             self._fill(op, unit, planes)
 
     def forget(self, unit: int | None = None) -> None:
-        """Load all of ``unit`` again, or of every unit, although it stays; between programs only."""
+        """Load all of ``unit`` again, or of every unit, although it stays or is held; between programs only."""
         self._there = {key for key in self._there if unit not in (None, key[0])}
+        self._up_once = {key for key in self._up_once if unit not in (None, key[0])}
 
     def _fill(self, op: Op, unit: UnitSpec, planes: tuple[Tensor, ...]) -> None:
         staged = (None,) * len(planes) if op.buffer is None else self._staged(unit, op.buffer)
@@ -141,7 +145,10 @@ class WeightOps:
         if self._resting(unit, name, part, plane) is not None:
             self.up = self.up.and_then(plane.nbytes, plane.nbytes)
             return
-        encoded = self._decoding.room(part) if part is not None and part.codec is not None else None
+        encoded = self._decoding.room(unit, part) if part is not None and part.codec is not None else None
+        if part is not None and encoded is not None and (unit, name) in self._up_once:
+            self._decoding.decode(part, encoded, plane)
+            return
         into = plane if encoded is None else encoded
         self.up = self.up.and_then(into.nbytes, plane.nbytes)
         if staged is not None:
@@ -152,6 +159,8 @@ class WeightOps:
             self._home.read(unit, name, 0, into)
         if part is not None and encoded is not None:
             self._decoding.decode(part, encoded, plane)
+            if unit in self._held:
+                self._up_once.add((unit, name))
 
     @handles(Kind.FREE)
     def free(self, op: Op, context: StepContext) -> None:

@@ -17,7 +17,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.optim.torch_class import rule_of_class
 from outsize.optim.torch_trial import torch_class
-from outsize.planner.search.sizing import gradients_at_home
+from outsize.planner.memory.memory_table import gradients_at_home
 from outsize.session.job.job_options import clip_of, may_skip, named_transport, state_layout
 from outsize.storage.committed import find_record
 from outsize.storage.home_layout import is_laid_out

@@ -22,10 +22,9 @@ from outsize.model.products import error_of
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, UnitChoice
 from outsize.model.walk import Boundaries
-from outsize.optim.shares import shares
+from outsize.optim.shares import own_elements, shares
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.slots import validate
-from outsize.planner.search.sizing import own_elements
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
