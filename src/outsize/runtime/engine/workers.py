@@ -28,7 +28,7 @@ from outsize.runtime.ops.activation_ops import ActivationOps, Below, count_fetch
 from outsize.runtime.ops.compute_ops import ComputeOps, ComputeSettings, Stage
 from outsize.runtime.ops.gradient_ops import GradientOps, GradientSettings, count_times_home
 from outsize.runtime.ops.link_codecs import EncodedWeights, activation_codec, gradient_carrier, take_staging
-from outsize.runtime.ops.load_ops import WeightOps
+from outsize.runtime.ops.load_ops import Resting, WeightOps
 from outsize.runtime.ops.optimizer_ops import DeviceProducts, StepMemory
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena, Ledger
@@ -120,9 +120,7 @@ class _Memory:
             encoded,
             staging,
             in_place=device.in_place,
-            stays=layout.stays,
-            resident=layout.resident,
-            held=layout.encoded,
+            resting=Resting(layout.stays, layout.resident, layout.encoded),
         )
         self.gradients = GradientOps(
             spec,

@@ -1,7 +1,7 @@
 """LOAD and READ of whole units: weights on their way up into slots."""
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,6 +22,24 @@ def typed_plane(buffer: Tensor, unit: UnitSpec, dtype: str) -> Tensor:
     return buffer[: unit.numel * ITEMSIZE[dtype]].view(TORCH_DTYPE[dtype])
 
 
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Units that rest on the device.
+
+    Attributes:
+        stays: in slots of their own, of which what never trains is loaded once.
+        resident: of which what trains rests there, lent out by the home.
+        encoded: of which encoded frozen parts come up once, and are decoded where they lie.
+    """
+
+    stays: Set[int] = frozenset()
+    resident: Set[int] = frozenset()
+    encoded: Set[int] = frozenset()
+
+
+NOTHING = Resting()
+
+
 class WeightOps:
     """Moves weights from their home into slots, directly or by way of a host buffer.
 
@@ -34,9 +52,7 @@ class WeightOps:
         encoded: the weights as they go over the link; None where they go as they are.
         staging: two byte buffers on the device for what arrives encoded.
         in_place: whether weights that lie in a host home as they are used are used there; slots stay untouched then.
-        stays: units in slots of their own, of which what never trains is loaded once.
-        resident: units of which what trains rests on the device, lent out by the home there.
-        held: units whose encoded frozen parts come up once, and are decoded where they lie on the device.
+        resting: what of units rests on the device.
 
     Attributes:
         up: what has moved so far, or would have if it were not used in place.
@@ -53,15 +69,13 @@ class WeightOps:
         staging: Sequence[Tensor] = (),
         *,
         in_place: bool = False,
-        stays: Set[int] = frozenset(),
-        resident: Set[int] = frozenset(),
-        held: Set[int] = frozenset(),
+        resting: Resting = NOTHING,
     ) -> None:
         self._in_place = in_place
-        self._stays = stays
-        self._resident = resident
+        self._stays = resting.stays
+        self._resident = resting.resident
         self._there: set[tuple[int, str]] = set()  # planes of units that stay, once they are loaded
-        self._held, self._up_once = held, set[tuple[int, str]]()
+        self._held, self._up_once = resting.encoded, set[tuple[int, str]]()
         self._spec = spec
         self._device = device
         self._home = home
@@ -69,7 +83,7 @@ class WeightOps:
         self._host_buffers = host_buffers
         self._encoded = encoded
         self._staging = staging
-        self._decoding = Decoding(spec, device, held)
+        self._decoding = Decoding(spec, device, resting.encoded)
         self.up = Moved()
 
     @property
