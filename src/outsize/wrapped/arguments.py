@@ -16,6 +16,7 @@ from outsize.accelerators import Devices
 from outsize.choices import Home, Moments
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.codecs.transport import Transport
+from outsize.compat.torch_private import parameters_of
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError, ModelError
@@ -216,6 +217,10 @@ def _stretches_of(model: nn.Module) -> Iterator[_Stretch | None]:
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in _REGISTERED or (isinstance(module, nn.RNNBase) and attribute == "_flat_weights"):
+                continue
+            if f"{attribute}_orig" in parameters_of(
+                module
+            ):  # made anew by a hook in each forward: `spectral_norm`
                 continue
             name = f"{path}.{attribute}" if path else attribute
             for tensor in _tensors_in(value):

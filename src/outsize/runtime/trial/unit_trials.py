@@ -142,6 +142,7 @@ class SharedInputs:
         self._sizes: dict[int, int] = {}
         self._shared: set[int] = set()
         self._used: set[int] = set()
+        self._hidden: set[int] = set()  # inputs that are no ids: those never leave the device
 
     def receive(self, unit: int, given: Sequence[Tensor]) -> None:
         """Note what ``unit`` is called with, by position."""
@@ -154,13 +155,15 @@ class SharedInputs:
             if used or any(other != unit for other, _ in self._places[key]):
                 self._shared.add(key)
             self._places[key].add((unit, position))
+            if leaf.is_floating_point():
+                self._hidden.add(key)
             if leaf.requires_grad:
                 self._sizes[key] = leaf.untyped_storage().nbytes()
 
     def use(self, tensors: Iterable[Tensor]) -> None:
         """Note what code outside of units computes with, or the model returns."""
         keys = {self._known(tensor) for tensor in tensors if has_memory(tensor)}
-        self.used_later = self.used_later or not keys.isdisjoint(self._places)
+        self.used_later = self.used_later or not keys.isdisjoint(self._hidden)
         self._used |= keys
         self._shared |= self._used & self._places.keys()
 
