@@ -113,7 +113,7 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return path, lock
             except (BlockingIOError, FileNotFoundError):
-                pass
+                pass  # removed by the other, or about to be: tried again under another name
             except OSError:  # a file system without locks
                 return path, lock
             os.close(lock)
