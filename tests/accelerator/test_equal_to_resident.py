@@ -17,7 +17,7 @@ import torch
 import outsize
 import zoo
 from accelerator import exactness_set, late
-from devices import DEVICE, DEVICES, IS_MADE_UP, needs_accelerator
+from devices import DEVICE, DEVICES, IS_MADE_UP, ON_ACCELERATOR, needs_accelerator
 from outsize.config import load_config
 from outsize.data import Batch
 from outsize.hardware.from_probe import read_machine
@@ -183,13 +183,15 @@ def cut_into(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return cut
 
 
+@pytest.mark.parametrize("devices", [DEVICES, f"{DEVICE},0" if ON_ACCELERATOR else DEVICE])
 @pytest.mark.parametrize("case", STAGES)
-def test_stages_between_two_devices(case: str, cut_into: Callable[..., None], tmp_path: Path):
+def test_stages_between_two_devices(case: str, devices: str, cut_into: Callable[..., None], tmp_path: Path):
+    """Of two devices, and of two workers on one, where no copy between them orders what they do."""
     name, handover, forward, backward = STAGES[case]
     make_model_dir(tmp_path / "model", name, tie_word_embeddings=False)
     cut_into(forward=forward, backward=backward, round_size=2, cursor=1)
     sections = {"parallel": {"handover": handover}, "train": {"microbatches": 4}}
-    assert_equal_run(tmp_path, name, memory={"device": DEVICES}, **sections)
+    assert_equal_run(tmp_path, name, memory={"device": devices}, **sections)
 
 
 @pytest.mark.slow

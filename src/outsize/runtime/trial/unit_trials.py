@@ -63,6 +63,10 @@ class OneUnit(MicrobatchRun):
         self._visits[unit].box.values = values
 
 
+# Random numbers of a trial's weights, which then begin again: no row of a matrix has as many.
+PERIOD = 2**20 - 3
+
+
 def bind_trial_weights(
     binder: Binder, spec: ModelSpec, device: torch.device | None = None, deviation: float = 0.02
 ) -> Tensor:
@@ -84,7 +88,9 @@ def bind_trial_weights(
         start, end = end, end + numel * ITEMSIZE[dtype]
         spans[name] = (start, end, TORCH_DTYPE[dtype])
         values = memory[start:end].view(TORCH_DTYPE[dtype])
-        values.normal_(0.0, deviation, generator=torch.Generator().manual_seed(0))
+        drawn = values[:PERIOD].normal_(0.0, deviation, generator=torch.Generator().manual_seed(0))
+        for piece in values[PERIOD:].split(PERIOD):
+            piece.copy_(drawn[: len(piece)])
     memory = memory.to(device)
     planes = {name: memory[start:end].view(dtype) for name, (start, end, dtype) in spans.items()}
     for unit in spec.units:
