@@ -62,6 +62,9 @@ from outsize.model.split import Split, end_of, split
 
 # What compiles: torch's name of it.
 BACKEND = "inductor"
+# The same graphs, cut in forward and backward alike, of torch's own operations: what is compiled for a GPU is measured on
+# the CPU, and making kernels for that would take a minute and tell nothing of the GPU's.
+WITHOUT_KERNELS = "aot_eager_decomp_partition"
 # Forms of one kind. torch's own limit, 8, counts layers that differ in a number, rows, lengths and evaluation.
 MOST_FORMS = 64
 
@@ -72,15 +75,19 @@ class CompiledKind:
     Args:
         forward: a function of the block and its arguments.
         announce: told what was compiled, in how long, and why something was not.
+        own_processor: whether what computes is a processor beside the host's, see `Devices.own_processor`.
 
     Attributes:
         forward: the same.
         reason: why it runs as it is; None where it runs compiled.
     """
 
-    def __init__(self, forward: FunctionType, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, forward: FunctionType, announce: Callable[[str], None], own_processor: bool = False
+    ) -> None:
         self.forward = forward
         self.reason: str | None = None
+        self._own_processor = own_processor
         self._name = forward.__qualname__.partition(".")[0]
         self._announce = announce
         self._num_graphs = 0
@@ -106,13 +113,20 @@ class CompiledKind:
         return outputs
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
-        """Compile one graph, and its backward at once."""
-        self._num_graphs += 1
-        return compile_graph(BACKEND, graph, inputs)
+        """Compile one graph, and its backward at once; of a trial on another processor without kernels."""
+        is_trial = self._own_processor and all(each.device.type == "cpu" for each in inputs)
+        self._num_graphs += not is_trial
+        return compile_graph(WITHOUT_KERNELS if is_trial else BACKEND, graph, inputs)
 
 
-def compile_blocks(split: Split, announce: Callable[[str], None]) -> None:
-    """Have each block of ``split`` run compiled from its first call on; `take_eager` undoes it."""
+def compile_blocks(split: Split, announce: Callable[[str], None], own_processor: bool = False) -> None:
+    """Have each block of ``split`` run compiled from its first call on; `take_eager` undoes it.
+
+    Args:
+        split: the model.
+        announce: see `CompiledKind`.
+        own_processor: whether what computes is a processor beside the host's, see `Devices.own_processor`.
+    """
     kinds: dict[Any, CompiledKind] = {}
     for module, unit in zip(split.modules, split.spec.units, strict=False):
         if unit.kind != "block":
@@ -122,7 +136,7 @@ def compile_blocks(split: Split, announce: Callable[[str], None]) -> None:
             announce(f"compile: {unit.name} runs as it is: its forward is not that of its class")
             continue
         if forward not in kinds:
-            kinds[forward] = CompiledKind(forward, announce)
+            kinds[forward] = CompiledKind(forward, announce, own_processor)
         module.forward = MethodType(kinds[forward], module)  # a method, so that a copy has its own
 
 

@@ -89,8 +89,8 @@ def bind_trial_weights(
         spans[name] = (start, end, TORCH_DTYPE[dtype])
         values = memory[start:end].view(TORCH_DTYPE[dtype])
         drawn = values[:PERIOD].normal_(0.0, deviation, generator=torch.Generator().manual_seed(0))
-        for piece in values[PERIOD:].split(PERIOD):
-            piece.copy_(drawn[: len(piece)])
+        for begin in range(PERIOD, numel, PERIOD):
+            values[begin : begin + PERIOD] = drawn[: numel - begin]
     memory = memory.to(device)
     planes = {name: memory[start:end].view(dtype) for name, (start, end, dtype) in spans.items()}
     for unit in spec.units:

@@ -85,7 +85,7 @@ def change_blocks(
     if blocks.products != "native":
         announce(f"products: {take_products(parts, blocks.products, devices)}")
     if blocks.compile == "blocks":
-        compile_blocks(parts, warn)
+        compile_blocks(parts, warn, devices.own_processor)
 
 
 def sourced(

@@ -194,7 +194,7 @@ def compiled(job: Job, announce: Announce) -> Job:
         ConfigError: settings that do not go with compiled blocks.
         InfeasiblePlanError: compiled blocks do not fit.
     """
-    compile_blocks(job.split, announce)
+    compile_blocks(job.split, announce, job.machine.devices.own_processor)
     job = job.following(job.config.compiling("blocks"))
     job = replace(job, trials=_trials(job.run, job.hf_config, job.split, lambda _: None))
     return planned(job, decision_for(job).plan)
