@@ -62,8 +62,8 @@ from outsize.model.split import Split, end_of, split
 
 # What compiles: torch's name of it.
 BACKEND = "inductor"
-# The same graphs, cut in forward and backward alike, of torch's own operations: what is compiled for a GPU is measured on
-# the CPU, and making kernels for that would take a minute and tell nothing of the GPU's.
+# The same graphs, cut in forward and backward alike, of torch's own operations: what is compiled for a GPU is measured
+# on the CPU, and making kernels for that would take a minute and tell nothing of the GPU's.
 WITHOUT_KERNELS = "aot_eager_decomp_partition"
 # Forms of one kind. torch's own limit, 8, counts layers that differ in a number, rows, lengths and evaluation.
 MOST_FORMS = 64
