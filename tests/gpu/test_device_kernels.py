@@ -165,3 +165,17 @@ def test_a_constant_is_copied_to_a_device_once():
     constant = OnDevice(torch.arange(3))
     assert constant.on(DEVICE) is constant.on(DEVICE)
     assert constant.on(DEVICE).tolist() == [0, 1, 2]
+
+
+def test_kernels_that_give_other_bits_are_not_used_and_said(monkeypatch: pytest.MonkeyPatch):
+    kernels = kernels_here()
+    for module in (blockwise, frozen, window):  # the host's part comes first, without kernels
+        monkeypatch.setattr(module, "device_kernels", lambda kind: getattr(codec._proving, "kernels", None))
+    monkeypatch.setattr(codec, "TRITON_KINDS", (DEVICE.type,))
+    codec._proved_kernels.cache_clear()
+    assert codec._proved_kernels(DEVICE.type) is kernels
+    codec._proved_kernels.cache_clear()
+    monkeypatch.setattr(kernels, "decode_nf4", lambda *arguments: arguments[-1].fill_(1))
+    with pytest.warns(UserWarning, match="kernels of nf4, nf4-double give other bits"):
+        assert codec._proved_kernels(DEVICE.type) is None
+    codec._proved_kernels.cache_clear()

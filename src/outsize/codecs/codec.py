@@ -10,6 +10,7 @@ What codecs make of given tensors: ratio beside its bound, rates of one core, er
 import ctypes
 import importlib
 import importlib.util
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -25,12 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec_spec import SPECS, CodecSpec, codec_spec
+from outsize.codecs.codec_spec import BLOCKWISE, SPECS, CodecSpec, codec_spec
 from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS
 from outsize.errors import CodecError
 
 # As torch calls devices of NVIDIA and AMD, and of Intel.
 TRITON_KINDS = ("cuda", "xpu")
+# What a device's kernels are proved with before they are used: blocks of all sizes, and a rest.
+PROVED, PROVED_ELEMENTS = ("nf4", "nf4-double", "int8", "int4", "lossless4", "lossless3"), 3 * 16_384 + 1607
 DTYPE_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -39,22 +42,54 @@ def pieces_on(device: torch.device, on_host: int) -> int:
     return on_host if device.type == "cpu" else DEVICE_PIECE_ELEMENTS
 
 
-@cache
 def device_kernels(kind: str) -> Any:
-    """Return `outsize.codecs.device_kernels` for devices of a kind that Triton serves; None where torch does its work.
+    """Return `outsize.codecs.device_kernels` where Triton serves devices of a kind; None where torch does its work."""
+    return getattr(_proving, "kernels", None) or _proved_kernels(kind)
 
-    One is compiled first: Triton needs a C compiler on this machine. Of a kind that has Triton and cannot use it, it is
-    said why.
+
+# Of a thread that proves kernels on a device: these.
+_proving = threading.local()
+
+
+@cache
+def _proved_kernels(kind: str) -> Any:
+    """Return the kernels once they have given, on this machine, the bits of the host's forms.
+
+    Triton needs a C compiler here. Of a kind that has Triton and cannot use it, or gets other bits, it is said why.
     """
     if kind not in TRITON_KINDS or importlib.util.find_spec("triton") is None or native.turned_off():
         return None
     try:
         kernels = importlib.import_module("outsize.codecs.device_kernels")
-        kernels.compile_one(torch.device(kind))
+        wrong = [name for name in PROVED if not _has_bits_of_host(open_codec(name), kind, kernels)]
     except Exception as error:  # whatever Triton, its compiler or the driver raise
         warnings.warn(f"on {kind} codecs run op by op, since Triton fails there: {error}", stacklevel=2)
         return None
-    return kernels
+    if wrong:
+        warnings.warn(
+            f"on {kind} codecs run op by op, since kernels of {', '.join(wrong)} give other bits there than on the "
+            "host; please report it with the versions of Triton and of the driver",
+            stacklevel=2,
+        )
+    return None if wrong else kernels
+
+
+def _has_bits_of_host(codec: "Codec", kind: str, kernels: Any) -> bool:
+    """Return whether numbers that ``kernels`` encode and decode on a device of ``kind`` are those of the host."""
+    source = torch.randn(PROVED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    room = torch.zeros(codec.spec.max_bytes(len(source), "bf16"), dtype=torch.uint8)
+    encoded, here = room[: codec.encode(source, room)], torch.empty_like(source)
+    codec.decode(encoded, here)
+    there, room_there = torch.empty_like(source, device=kind), torch.zeros_like(room, device=kind)
+    arrived, source_there, encodes = encoded.to(kind), source.to(kind), codec.spec in BLOCKWISE
+    _proving.kernels = kernels
+    try:
+        codec.decode(arrived, there)
+        size = codec.encode(source_there, room_there) if encodes else 0  # the only ones that kernels encode
+    finally:
+        _proving.kernels = None
+    same_numbers = torch.equal(here.view(torch.int16), there.cpu().view(torch.int16))
+    return same_numbers and (not encodes or torch.equal(encoded, room_there[:size].cpu()))
 
 
 class OnDevice:

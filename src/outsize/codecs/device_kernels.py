@@ -41,17 +41,6 @@ def _bf16_words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
-def compile_one(device: torch.device) -> None:
-    """Compile a kernel and launch it, which raises whatever is missing on this machine."""
-    decode_nf4(
-        torch.zeros(32, dtype=torch.uint8, device=device),
-        torch.zeros(1, device=device),
-        None,
-        torch.zeros(16, device=device),
-        torch.empty(64, device=device),
-    )
-
-
 @triton.jit
 def _from_bf16(words):
     return (words.to(tl.int32) << 16).to(tl.float32, bitcast=True)
