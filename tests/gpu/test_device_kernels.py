@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.codecs import blockwise, codec, frozen, window
-from outsize.codecs.codec import OnDevice, open_codec
+from outsize.codecs.blockwise import OnDevice
+from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.testing import same_bits
 from outsize.testing.device_contract import TORCH_DTYPE, normal

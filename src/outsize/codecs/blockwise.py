@@ -25,10 +25,24 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec import Codec, OnDevice, device_kernels, pieces_on
+from outsize.codecs.codec import Codec, device_kernels, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
 
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+class OnDevice:
+    """A small constant tensor, copied once to each device that asks for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copies = {tensor.device: tensor}
+        self._tensor = tensor
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return it there."""
+        if device not in self._copies:
+            self._copies[device] = self._tensor.to(device)
+        return self._copies[device]
 
 
 class _Grid(ctypes.Structure):

@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec_spec import BLOCKWISE, SPECS, CodecSpec, codec_spec
+from outsize.codecs.codec_spec import SPECS, CodecSpec, codec_spec
 from outsize.codecs.transport import DEVICE_PIECE_ELEMENTS
 from outsize.errors import CodecError
 
 # As torch calls devices of NVIDIA and AMD, and of Intel.
 TRITON_KINDS = ("cuda", "xpu")
-# What a device's kernels are proved with before they are used: blocks of all sizes, and a rest.
-PROVED, PROVED_ELEMENTS = ("nf4", "nf4-double", "int8", "int4", "lossless4", "lossless3"), 3 * 16_384 + 1607
+# By which a device's kernels are proved before they are used.
+PROVED = ("nf4", "nf4-double", "int8", "int4", "lossless4", "lossless3")
 DTYPE_NAME = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -61,7 +61,7 @@ def _proved_kernels(kind: str) -> Any:
         return None
     try:
         kernels = importlib.import_module("outsize.codecs.device_kernels")
-        wrong = [name for name in PROVED if not _has_bits_of_host(open_codec(name), kind, kernels)]
+        wrong = [name for name in PROVED if not kernels.has_bits_of_host(open_codec(name), kind, _proving)]
     except Exception as error:  # whatever Triton, its compiler or the driver raise
         warnings.warn(f"on {kind} codecs run op by op, since Triton fails there: {error}", stacklevel=2)
         return None
@@ -72,38 +72,6 @@ def _proved_kernels(kind: str) -> Any:
             stacklevel=2,
         )
     return None if wrong else kernels
-
-
-def _has_bits_of_host(codec: "Codec", kind: str, kernels: Any) -> bool:
-    """Return whether numbers that ``kernels`` encode and decode on a device of ``kind`` are those of the host."""
-    source = torch.randn(PROVED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    room = torch.zeros(codec.spec.max_bytes(len(source), "bf16"), dtype=torch.uint8)
-    encoded, here = room[: codec.encode(source, room)], torch.empty_like(source)
-    codec.decode(encoded, here)
-    there, room_there = torch.empty_like(source, device=kind), torch.zeros_like(room, device=kind)
-    arrived, source_there, encodes = encoded.to(kind), source.to(kind), codec.spec in BLOCKWISE
-    _proving.kernels = kernels
-    try:
-        codec.decode(arrived, there)
-        size = codec.encode(source_there, room_there) if encodes else 0  # the only ones that kernels encode
-    finally:
-        _proving.kernels = None
-    same_numbers = torch.equal(here.view(torch.int16), there.cpu().view(torch.int16))
-    return same_numbers and (not encodes or torch.equal(encoded, room_there[:size].cpu()))
-
-
-class OnDevice:
-    """A small constant tensor, copied once to each device that asks for it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._copies = {tensor.device: tensor}
-        self._tensor = tensor
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return it there."""
-        if device not in self._copies:
-            self._copies[device] = self._tensor.to(device)
-        return self._copies[device]
 
 
 class Codec(ABC):

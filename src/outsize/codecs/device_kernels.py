@@ -6,6 +6,7 @@ bf16 is read and written by its bits: rounding is then the same on every GPU, an
 tests run. A kernel takes no memory; it works in order with the stream that its thread has set.
 """
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from outsize.codecs.blockwise import LEAST_SCALE, PIECE_ELEMENTS, SPREAD_PIECE
+from outsize.codecs.codec_spec import BLOCKWISE
 
 if TYPE_CHECKING:
     from outsize.codecs.blockwise import Grid, Sections
+    from outsize.codecs.codec import Codec
     from outsize.codecs.window_layout import WindowLayout
 
+_PROVED_ELEMENTS = 3 * 16_384 + 1607  # blocks of all sizes, and a rest
 _BLOCK = tl.constexpr(2048)  # elements of a program of the kernels that look at elements one by one
 _PIECE, _LEAST_SCALE = tl.constexpr(PIECE_ELEMENTS), tl.constexpr(LEAST_SCALE)
 _SPREAD = tl.constexpr(SPREAD_PIECE - 2**64)  # as a number of 64 bits with a sign
@@ -39,6 +43,30 @@ def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants
 
 def _bf16_words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+
+
+def has_bits_of_host(codec: "Codec", kind: str, proving: threading.local) -> bool:
+    """Return whether numbers that are encoded and decoded on a device of ``kind`` are those of the host.
+
+    Args:
+        codec: that has kernels here.
+        kind: as torch calls it.
+        proving: what has a codec use these kernels while its ``kernels`` are this file.
+    """
+    source = torch.randn(_PROVED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    room = torch.zeros(codec.spec.max_bytes(len(source), "bf16"), dtype=torch.uint8)
+    encoded, here = room[: codec.encode(source, room)], torch.empty_like(source)
+    codec.decode(encoded, here)
+    there, room_there = torch.empty_like(source, device=kind), torch.zeros_like(room, device=kind)
+    arrived, source_there, encodes = encoded.to(kind), source.to(kind), codec.spec in BLOCKWISE
+    proving.kernels = sys.modules[__name__]
+    try:
+        codec.decode(arrived, there)
+        size = codec.encode(source_there, room_there) if encodes else 0  # the only ones that kernels encode
+    finally:
+        proving.kernels = None
+    same_numbers = torch.equal(here.view(torch.int16), there.cpu().view(torch.int16))
+    return same_numbers and (not encodes or torch.equal(encoded, room_there[:size].cpu()))
 
 
 @triton.jit

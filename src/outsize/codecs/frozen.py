@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.blockwise import LEAST_SCALE, PIECE_ELEMENTS, whole_groups
-from outsize.codecs.codec import Codec, OnDevice, device_kernels, pieces_on
+from outsize.codecs.blockwise import LEAST_SCALE, PIECE_ELEMENTS, OnDevice, whole_groups
+from outsize.codecs.codec import Codec, device_kernels, pieces_on
 from outsize.codecs.codec_spec import FP8_GROUP, NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
 
 _DTYPES = (torch.float32, torch.bfloat16)
