@@ -97,9 +97,15 @@ def _calibrate(
         effects: dict[Any, UnitEffects] = {}
         with without_trace(split.model):
             rows = [
-                TrialPass(split, forwards, make_inputs(1, length), chunk_tokens, ambient, effects).run(
-                    memory.untyped_storage()
-                )
+                TrialPass(
+                    split,
+                    forwards,
+                    make_inputs(1, length),
+                    chunk_tokens,
+                    ambient,
+                    effects,
+                    is_longest=length == lengths[-1],
+                ).run(memory.untyped_storage())
                 for length in lengths
             ]
     except OutsizeError:

@@ -72,6 +72,7 @@ class TrialPass:
 
     Args:
         effects: what is known of units of each kind besides what they return; more is added.
+        is_longest: whether chunks of the loss are measured: `scale` reads those of the longest length alone.
     """
 
     def __init__(
@@ -82,11 +83,14 @@ class TrialPass:
         chunk_tokens: int | None,
         ambient: Ambient = nullcontext,
         effects: dict[Any, UnitEffects] | None = None,
+        *,
+        is_longest: bool = True,
     ) -> None:
         self._split = split
         self._ambient = ambient
         self._inputs = dict(inputs)
         self._chunk_tokens = chunk_tokens
+        self._is_longest = is_longest
         self._row = Row([], [], [], [], 0, False, False)
         self._units = UnitMeasure(split, forwards, ambient, self._row, {} if effects is None else effects)
         self._has_cache = False
@@ -257,10 +261,11 @@ class TrialPass:
         self._row.glue = max(glue, 0)
         if self._chunk_tokens is not None and self._row.plain:
             del ending
-            hidden = next(
-                t for t in torch_private.leaves_of((call.args, call.kwargs)) if is_differentiable(t)
-            )
-            self._chunk(forward, hidden.detach().flatten(0, -2), live)
+            if self._is_longest:
+                hidden = next(
+                    t for t in torch_private.leaves_of((call.args, call.kwargs)) if is_differentiable(t)
+                )
+                self._chunk(forward, hidden.detach().flatten(0, -2), live)
             self._row.backward.append(())
             return
         live.restart()
