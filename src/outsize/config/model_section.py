@@ -201,7 +201,8 @@ class OptimizerConfig(Section):
         description="How fp32 masters lie beside bf16 weights. separate: a plane of their own, 6 bytes with the "
         "weight; split: the bits that the weight lacks, 4.13 bytes, bit-exact beside fp32 moments; split24: the "
         "upper 8 of these bits, rounded by chance, 3 bytes, not bit-exact; auto: split where state is not fp32, and in "
-        "a single process where C kernels step them; as it lies in a home that a run goes on from.",
+        "a single process where C kernels step them, unless units on the device step sooner with separate ones; as it "
+        "lies in a home that a run goes on from.",
     )
     schedule: Schedule = Field(
         default="cosine",
