@@ -1,8 +1,8 @@
 """What do rollouts of GRPO cost over streamed weights, and how does that fall with the number of texts at once?
 
 TRL generates the completions of a whole optimizer step in one call of `generate`, so all of them share each load of the
-weights: a wave. What is left is one visit to all weights for each token of the longest completion, against two or three
-for the update itself. The model trains all its weights from disk, and generates with the same ones.
+weights: a wave. What is left is one visit to all weights for each token of the longest completion, against two to
+four for the update itself. The model trains all its weights from disk, and generates with the same ones.
 
     python bench/bench_rollouts.py                   # 36M parameters, 8 and 32 texts of 8 and 32 tokens: 4 minutes
 """
@@ -95,10 +95,10 @@ def measured(texts: int, tokens: int, steps: int, directory: Path) -> dict[str, 
     trainer.train()
     runner.close()
     seconds, moved, passes = (sum(column) / (steps - 1) for column in zip(*rollouts[1:], strict=True))
-    whole = sum(times[1:]) / (steps - 1)
+    step_s = sum(times[1:]) / (steps - 1)
     return {
-        "texts": texts, "tokens": tokens, "generate_s": seconds, "update_s": whole - seconds,
-        "share": seconds / whole, "passes": passes, "bytes_per_token_pass": moved / passes,
+        "texts": texts, "tokens": tokens, "generate_s": seconds, "update_s": step_s - seconds,
+        "share": seconds / step_s, "passes": passes, "bytes_per_token_pass": moved / passes,
         "tokens_per_s": texts * tokens / seconds,
     }  # fmt: skip
 

@@ -3,8 +3,7 @@
 ``checkpoints/step-00000100/`` holds what ``from_pretrained`` reads, ``optimizer/<unit>.<plane>.safetensors`` and
 ``trainer_state.json``. This is how one is found, checked and brought back; `outsize.checkpoint.saving` writes them,
 `outsize.checkpoint.checkpoint_state` says what lies in their directory. Those of the Hugging Face ``Trainer`` are taken
-too,
-see `outsize.checkpoint.trainer_checkpoint`.
+too, see `outsize.checkpoint.trainer_checkpoint`.
 """
 
 import logging

@@ -356,22 +356,22 @@ class Answer:
         return f"data: {chunk.model_dump_json(exclude_unset=True, warnings=False)}\n\n"
 
     def _logprob(self, token: "Token") -> dict[str, Any]:
-        """Return what is told of the logprobs of a token, as chats have it."""
+        """Return the logprobs of a token, as chats have them."""
 
-        def told(number: int, logprob: float) -> dict[str, Any]:
+        def entry(number: int, logprob: float) -> dict[str, Any]:
             text = self._text_of(number)
-            is_whole = UNKNOWN not in text  # else part of a character, and its bytes are not told
+            is_whole = UNKNOWN not in text  # else part of a character, whose bytes are not known
             return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
 
         assert token.token is not None
         assert token.logprob is not None
         return {
-            **told(token.token, token.logprob),
-            "top_logprobs": [told(*likely) for likely in token.likeliest],
+            **entry(token.token, token.logprob),
+            "top_logprobs": [entry(*likely) for likely in token.likeliest],
         }
 
     def _logprobs(self, tokens: "Sequence[Token]") -> dict[str, Any] | None:
-        """Return what is told of the logprobs of tokens; None where nobody wants them."""
+        """Return the logprobs of tokens as an answer has them; None where nobody wants them."""
         entries = [self._logprob(token) for token in tokens if token.logprob is not None]
         if self._is_chat or not entries:
             return {"content": entries, "refusal": None} if entries else None

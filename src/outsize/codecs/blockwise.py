@@ -39,7 +39,7 @@ class OnDevice:
         self._tensor = tensor
 
     def on(self, device: torch.device) -> Tensor:
-        """Return it there."""
+        """Return the copy on ``device``."""
         if device not in self._copies:
             self._copies[device] = self._tensor.to(device)
         return self._copies[device]

@@ -29,9 +29,8 @@ _PIECE, _LEAST_SCALE = tl.constexpr(PIECE_ELEMENTS), tl.constexpr(LEAST_SCALE)
 _SPREAD = tl.constexpr(SPREAD_PIECE - 2**64)  # as a number of 64 bits with a sign
 _INFINITE = tl.constexpr(0x7F800000)
 _COLUMNS, _SPAN = tl.constexpr(1024), tl.constexpr(2048)  # of a block of window codecs, and between counts
-_HALFWAY = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: a sum with it has no fraction, and rounds to the nearest even
+# 1.5 * 2^23: a sum with it has no fraction, and rounds to the nearest even.
+_HALFWAY = tl.constexpr(12582912.0)
 # Lanes of several devices launch from threads of their own, and the first launch of each form compiles it.
 _LAUNCHING = threading.Lock()
 

@@ -29,7 +29,7 @@ from outsize.units import align_up, format_bytes
 
 
 def tier_of(worker: int, num_workers: int) -> str:
-    """Tier of the ledger that a worker's memory is: ``device``, or ``device:w1`` where there are several."""
+    """Return the tier of the ledger that a worker's memory is: ``device``, or ``device:w1`` where there are several."""
     return "device" if num_workers == 1 else f"device:w{worker}"
 
 

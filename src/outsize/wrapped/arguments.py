@@ -204,7 +204,7 @@ def check_memory(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _stretches_of(model: nn.Module) -> Iterator[_Stretch | None]:
-    """The memory of all that a model holds.
+    """Yield the memory of all that a model holds.
 
     Raises:
         ModelError: a module holds a parameter where it is not registered.
@@ -218,9 +218,8 @@ def _stretches_of(model: nn.Module) -> Iterator[_Stretch | None]:
         for attribute, value in vars(module).items():
             if attribute in _REGISTERED or (isinstance(module, nn.RNNBase) and attribute == "_flat_weights"):
                 continue
-            if f"{attribute}_orig" in parameters_of(
-                module
-            ):  # made anew by a hook in each forward: `spectral_norm`
+            # Made anew by a hook in each forward: `spectral_norm`.
+            if f"{attribute}_orig" in parameters_of(module):
                 continue
             name = f"{path}.{attribute}" if path else attribute
             for tensor in _tensors_in(value):
@@ -256,7 +255,7 @@ def _stretch(name: str, tensor: Tensor, *, is_parameter: bool = False) -> _Stret
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors that a value holds, also in containers of Python's."""
+    """Yield the tensors that a value holds, also in containers of Python's."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, dict | list | tuple | set):

@@ -67,9 +67,8 @@ class ModelAtHome(ABC):
         self._codecs, self._moments = settings.codecs, settings.moments
         self._transport = settings.transport
         self._choice = UnitChoice(with_head=settings.with_head)
-        self._shared: tuple[
-            tuple[str, str], ...
-        ] = ()  # frozen ones that lay in one memory, see `check_memory`
+        # Frozen ones that lay in one memory, see `check_memory`.
+        self._shared: tuple[tuple[str, str], ...] = ()
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
@@ -235,7 +234,7 @@ class ModelAtHome(ABC):
         return model
 
     def _version_of_shared(self) -> tuple[int, ...]:
-        """What tells weights that once lay in one memory from those of then: changes, and whether they train."""
+        """Return numbers that differ once weights that lay in one memory have changed, or train."""
         names = {name for pair in self._shared for name in pair if name in self.parameters.named}
         trains = [int(self.parameters.named[name].requires_grad) for name in names]
         units = [u for u in self.split.spec.units if names & {tensor.name for tensor in u.all_tensors}]

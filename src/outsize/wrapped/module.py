@@ -106,7 +106,7 @@ class Wrapped(nn.Module):
         """Stay where it is: where a wrapped model computes was said to `outsize.wrap`.
 
         Raises:
-            ConfigError: another dtype is asked for, or to have no bytes.
+            ConfigError: another dtype is asked for, or the device ``meta``, where weights have no bytes.
         """
         device, dtype = place_to_move_to(*args, **kwargs)
         if device is not None and device.type == "meta":
@@ -139,12 +139,12 @@ class Wrapped(nn.Module):
         changes = False
         for dtype in {p.dtype for p in runner.parameters.named.values()}:
             sample = torch.linspace(-3, 3, 8).to(dtype)
-            asked = fn(sample)
-            if asked.dtype != dtype or asked.device not in (torch.device("cpu"), runner.device):
+            result = fn(sample)
+            if result.dtype != dtype or result.device not in (torch.device("cpu"), runner.device):
                 raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
-            if asked.is_shared():
+            if result.is_shared():
                 self.share_memory()
-            changes = changes or not torch.equal(asked.cpu(), torch.linspace(-3, 3, 8).to(dtype))
+            changes = changes or not torch.equal(result.cpu(), torch.linspace(-3, 3, 8).to(dtype))
         return super()._apply(fn, recurse) if changes else self  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -237,9 +237,8 @@ def saved_things_here() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "its data is not allocated yet" not in str(
-            error
-        ):  # torch's words for memory that has been given away
+        # Torch's words for memory that has been given away.
+        if "its data is not allocated yet" not in str(error):
             raise
         raise ModelError(
             "code between the layers has saved for its backward what a layer was given, in a way that a trial of the "

@@ -331,7 +331,7 @@ class Decoding:
         }
 
     def room(self, unit: int, part: FrozenPart) -> Tensor:
-        """Where the encoding of ``part`` of ``unit`` is to come, uint8 [part.encoded_bytes]: its own if it is held."""
+        """Return where the encoding of ``part`` comes, uint8 [part.encoded_bytes]: its own room if ``unit`` is held."""
         if (unit, part.plane) in self._rooms:
             return self._rooms[unit, part.plane][: part.encoded_bytes]
         assert self._room is not None

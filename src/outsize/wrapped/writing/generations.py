@@ -106,8 +106,8 @@ class TextProgress:
         if self._logprobs is not None and token is not None:
             logprobs = self._logprobs[row]
             logprob = float(logprobs[token])
-            values, found = logprobs.topk(min(self._num_likeliest or 0, len(logprobs)))
-            likeliest = list(zip(found.tolist(), values.tolist(), strict=True))
+            values, numbers = logprobs.topk(min(self._num_likeliest or 0, len(logprobs)))
+            likeliest = list(zip(numbers.tolist(), values.tolist(), strict=True))
         self._on_token(Token(self.first_row + row, piece, token, logprob, likeliest))
 
 
