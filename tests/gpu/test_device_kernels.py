@@ -3,6 +3,7 @@
 Without a GPU they run in Triton's interpreter on the CPU, where Triton is installed; that of torch for the CPU is not.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +20,12 @@ from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.testing import same_bits
 from outsize.testing.device_contract import TORCH_DTYPE, normal
 
+# Before the environment changes, which all tests of a process share.
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
-pytest.importorskip("triton")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = pytest.mark.cuda
 
