@@ -50,8 +50,8 @@ Relative paths start at the working directory.
 """
 
 NOT_KEYS = """\
-One is no key of the configuration: `OUTSIZE_NATIVE=0` turns the [kernels in C](optimizers.md#kernels) off, and torch
-ops do the same work.
+One is no key of the configuration: `OUTSIZE_NATIVE=0` turns the [kernels in C](optimizers.md#kernels) and those of
+[codecs on a GPU](codecs.md#what-it-costs-and-brings) off, and torch ops do the same work.
 """
 
 
