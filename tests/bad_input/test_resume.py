@@ -161,7 +161,10 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (hostile_moment(math.nan, "exp_avg"), "exp_avg of .*layers.1 holds what is no number"),
     (hostile_moment(-1.0, "exp_avg_sq"), "exp_avg_sq of .*layers.1 holds what is no number"),
     (hostile_count, "trainer_state.json cannot be read: updates: missing"),
-    (remove_checkpoint, "latest names 'step-00000003', which is not a checkpoint, with a file trainer_state.json; correct or remove it"),
+    (
+        remove_checkpoint,
+        "latest names 'step-00000003', which is not a checkpoint, with a file trainer_state.json; correct or",
+    ),
 ]
 
 

@@ -511,9 +511,25 @@ def test_replies_of_many_kinds_come_apart_as_transformers_has_it(kind: str):
     ]
 
 
+def test_a_call_is_one_where_tools_are_offered_and_the_reply_was_not_cut():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+    def kinds(reply: str, tools: list[Any], *, is_cut: bool = False) -> list[str]:
+        reader = ReplyReader(QWEN_REPLIES, make_tokenizer(), "", tools, None)
+        return [part.kind for part in reader.put(reply) + reader.end(is_cut=is_cut)]
+
+    tools = [{"function": {"name": "f"}}]
+    assert kinds(call, tools) == ["tool_calls"]
+    assert kinds(call, []) == ["content"]
+    assert kinds(f"a{call}<tool_call>" + '{"name": "f", "arguments": {"a', tools, is_cut=True) == [
+        "content",
+        "tool_calls",
+    ]
+
+
 @pytest.mark.parametrize("call", ["{bad", '["f"]', '{"arguments": {}}', '"f"'])
 def test_a_call_that_is_none_is_shown_as_written(call: str):
-    reader = ReplyReader(QWEN_REPLIES, make_tokenizer(), "", [], None)
+    reader = ReplyReader(QWEN_REPLIES, make_tokenizer(), "", [{"function": {"name": "f"}}], None)
     parts = reader.put(f"a <tool_call>{call}</tool_call>") + reader.end()
     assert [part.kind for part in parts] == ["content", "content"]
     assert parts[1].text in (call, json.loads(call) if call == '"f"' else call)

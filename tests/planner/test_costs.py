@@ -281,8 +281,9 @@ def test_a_load_is_priced_with_what_decoding_frozen_parts_takes_on_the_device():
         return cost_model(machine, model, layout, TIMES, (0, 7, 7, 7)).cost_of(parse_op("LOAD 2@w0.0"))
 
     gpu, latency = MACHINE.gpus[0], MACHINE.links[0].latency_s.value
-    moved_s = numel * codec_spec("nf4").device_decode_bytes / gpu.memory_bytes_per_s.value
-    assert load(kind).seconds == pytest.approx(latency + moved_s + DECODE_KERNELS * LAUNCH_S)
+    by_memory = numel * codec_spec("nf4").device_decode_bytes / gpu.memory_bytes_per_s.value
+    decoding_s = max(by_memory, numel / 280e9)  # what an H200 did, and no memory is too slow for
+    assert load(kind).seconds == pytest.approx(latency + decoding_s + DECODE_KERNELS * LAUNCH_S)
     assert load(plain).seconds == latency
     assert load(kind, replace(LAYOUT, stays=frozenset({2}))).seconds == latency
     host = replace(MACHINE, gpus=(replace(gpu, is_host=True),))

@@ -278,7 +278,8 @@ class Answer:
         for index, one in enumerate(texts):
             written = [token for token in tokens if token.row == index]
             reader = self.readers[index]
-            parts = reader.put("".join(token.text for token in written)) + reader.end()
+            parts = reader.put("".join(token.text for token in written))
+            parts += reader.end(is_cut=one.finish_reason == "length")
             holds = {"message": self._message(parts)} if self._is_chat else {"text": one.text}
             ends = {"logprobs": self._logprobs(written), "finish_reason": self._why(parts, one)}
             choices.append({"index": index, **holds, **ends})
@@ -308,7 +309,7 @@ class Answer:
     def ending(self, texts: "Sequence[Written]") -> Iterator[str]:
         """Yield the events that a stream ends with: what has waited, why each choice ends, the usage, the end."""
         for index, one in enumerate(texts):
-            parts = self.readers[index].end()
+            parts = self.readers[index].end(is_cut=one.finish_reason == "length")
             for part in parts:
                 yield self._chunk(index, self._holds(index, part))
             why = self._why(parts, one, self._num_calls[index])
@@ -339,6 +340,8 @@ class Answer:
 
     def _why(self, parts: Sequence[ReplyPart], text: "Written", num_calls: int = 0) -> str:
         """Return why a choice ends; ``num_calls`` came before these parts."""
+        if text.finish_reason == "length":
+            return text.finish_reason
         calls = num_calls or any(part.kind == "tool_calls" for part in parts)
         return "tool_calls" if calls else text.finish_reason
 

@@ -286,8 +286,7 @@ async def _events(job: _Job, event: Any, stack: contextlib.AsyncExitStack) -> As
                     for chunk in job.answer.pieces(event):
                         yield chunk
                 event = await _first(job)
+            for chunk in job.answer.ending(event):
+                yield chunk
         except Exception as error:
             yield f"data: {bytes(_failure(error).body).decode()}\n\n"
-            return
-        for chunk in job.answer.ending(event):
-            yield chunk

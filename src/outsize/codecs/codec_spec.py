@@ -22,6 +22,8 @@ _LINKS: Final = frozenset({"weights", "activations", "gradients"})
 FEEDBACK: Final = "-ef"
 # One kernel of Triton reads codes and scales and writes bf16; for fp8, torch widens to bf16 (3) and scales (4).
 _NF4_DEVICE_DECODE_BYTES, _INT8_DEVICE_DECODE_BYTES, _FP8_DEVICE_DECODE_BYTES = 2.5625, 3.015625, 7.0
+# Elements a second that an H200 decoded, far from its memory's rate: bench/results/gpu_h200_2026-11.json.
+_NF4_DEVICE_DECODE_RATE, _INT8_DEVICE_DECODE_RATE, _FP8_DEVICE_DECODE_RATE = 280e9, 358e9, 171e9
 _BLOCKWISE = "outsize.codecs.blockwise.BlockwiseCodec"
 
 
@@ -52,6 +54,7 @@ class CodecSpec:
         encode_bytes_per_s: assumed rate of encoding on one core.
         decode_bytes_per_s: assumed rate of decoding on one core.
         device_decode_bytes: of a device's memory, moved there to decode an element: what its kernels read and write.
+        device_decode_rate: elements a second that a device's kernels decode at most, as it was measured.
     """
 
     name: str
@@ -68,6 +71,7 @@ class CodecSpec:
     encode_bytes_per_s: float
     decode_bytes_per_s: float
     device_decode_bytes: float = _NF4_DEVICE_DECODE_BYTES
+    device_decode_rate: float = _NF4_DEVICE_DECODE_RATE
 
     def __post_init__(self) -> None:
         if self.lossless and self.error:
@@ -189,6 +193,7 @@ def _blockwise(
         encode_bytes_per_s=5e9,
         decode_bytes_per_s=7e9,
         device_decode_bytes=_INT8_DEVICE_DECODE_BYTES,
+        device_decode_rate=_INT8_DEVICE_DECODE_RATE,
     )
 
 
@@ -214,6 +219,7 @@ FP8 = replace(
     encode_bytes_per_s=1e9,
     decode_bytes_per_s=2.5e9,
     device_decode_bytes=_FP8_DEVICE_DECODE_BYTES,
+    device_decode_rate=_FP8_DEVICE_DECODE_RATE,
 )
 
 # Dettmers et al. (2023), appendix E: quantiles of the normal distribution, with an exact zero, from -1 to 1.

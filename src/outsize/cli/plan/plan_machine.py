@@ -92,17 +92,29 @@ def _in_words(path: Path, options: PlanFlags) -> Machine:
         named = sorted(map(str, unknown)) if isinstance(fields, dict) else "no keys"
         raise ConfigError(f"{path}: {named}; a machine in words has {', '.join(keys)} and switches")
     switches = fields.pop("switches", None) or {}
-    words = {name: value if name == "cpu_cores" else str(value) for name, value in fields.items()}
+    if not isinstance(fields.get("cpu_cores", 1), int):
+        raise ConfigError(f"{path}: cpu_cores is a number, not {fields['cpu_cores']!r}")
+    words = {
+        name: value if name == "cpu_cores" else str(value)
+        for name, value in fields.items()
+        if name not in options.named  # what stands on the command line comes first
+    }
     described: Callable[..., PlanFlags] = replace
     machine = machine_from(described(options, machine=None, **words))
     links, uplinks = list(machine.links), dict(machine.uplinks)
     for name, switch in switches.items():
-        if not (isinstance(switch, dict) and switch.keys() == {"uplink", "gpus"}):
+        if not (
+            isinstance(switch, dict)
+            and switch.keys() == {"uplink", "gpus"}
+            and isinstance(switch["gpus"], list)
+        ):
             raise ConfigError(f"{path}: switches.{name} has uplink, such as 25GB, and gpus, such as [0, 1]")
         uplinks[str(name)] = Figure(value=_rate("uplink", str(switch["uplink"])), source=path.name)
         for gpu in switch["gpus"]:
             if gpu not in range(len(links)):
                 raise ConfigError(f"{path}: switches.{name}: there is no GPU {gpu} among {len(links)}")
+            if links[gpu].switch in set(map(str, switches)):
+                raise ConfigError(f"{path}: switches.{name}: GPU {gpu} is behind {links[gpu].switch} already")
             links[gpu] = replace(links[gpu], switch=str(name))
     return replace(machine, links=tuple(links), uplinks=uplinks)
 

@@ -43,6 +43,24 @@ from outsize.units import format_bytes, parse_count
 # Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
+# Options of the command that say what is printed or written beside a prediction.
+REPORTING = frozenset(
+    {
+        *(
+            "largest",
+            "compare",
+            "tokens",
+            "what_if",
+            "full",
+            "sweep",
+            "picture",
+            "advice",
+            "data",
+            "timeline",
+        ),
+        *("named", "output_file"),
+    }
+)
 _MIB = 2**20
 
 
@@ -105,9 +123,16 @@ def predict(
             raise ConfigError(
                 f"{name} is no option of outsize plan" + (f"; did you mean {near[0]}?" if near else "")
             )
-    named: dict[str, Any] = {"gpus": gpus, "tokens_per_step": tokens_per_step, "home": home, **options}
+    if reports := sorted(set(options) & REPORTING):
+        raise ConfigError(
+            f"{', '.join(reports)}: what outsize plan prints or writes, and no part of a prediction"
+        )
+    given: dict[str, Any] = {"gpus": gpus, "tokens_per_step": tokens_per_step, "home": home, **options}
+    if given.get("resident") is not None:
+        given["resident"] = str(given["resident"])
+    named = frozenset(name for name, value in given.items() if value not in (None, "auto"))
     described = Path(machine) if isinstance(machine, str) else machine
-    flags = PlanFlags(model=str(model), machine=cast(Any, described), **named)
+    flags = PlanFlags(model=str(model), machine=cast(Any, described), named=named, **given)
     return fastest(ask_what_fits(with_run(flags)).question)
 
 

@@ -185,8 +185,11 @@ def parts_s(unit: UnitSpec, gpu: Gpu) -> float:
     seconds = 0.0
     for part in unit.frozen if not gpu.is_host else ():
         if part.codec is not None:
-            moved = part.numel * codec_spec(part.codec).device_decode_bytes
-            seconds += moved / gpu.memory_bytes_per_s.value + DECODE_KERNELS * LAUNCH_S
+            codec = codec_spec(part.codec)
+            element_s = max(
+                codec.device_decode_bytes / gpu.memory_bytes_per_s.value, 1 / codec.device_decode_rate
+            )
+            seconds += part.numel * element_s + DECODE_KERNELS * LAUNCH_S
     return seconds
 
 

@@ -295,6 +295,8 @@ class ReplyReader:
             from transformers.utils.chat_parsing import ResponseParser
 
             template = copy.deepcopy(template)
+            if not tools:  # nobody can call: what looks like one is content
+                template["fields"].pop("tool_calls", None)
             for field in template["fields"].values():
                 if field.get("content") == "json":
                     field.setdefault("content_args", {})["allow_non_json"] = True
@@ -315,9 +317,19 @@ class ReplyReader:
             self._parser = None
         return [ReplyPart("content", text)] if text else []
 
-    def end(self) -> list[ReplyPart]:
-        """Return what has waited for more."""
-        return [] if self._parser is None else self._parts(self._parser.finalize()[1])
+    def end(self, *, is_cut: bool = False) -> list[ReplyPart]:
+        """Return what has waited for more.
+
+        Args:
+            is_cut: whether the reply was ended at the most tokens: a call that is open then is not whole, and left out.
+        """
+        if self._parser is None:
+            return []
+        try:
+            events = self._parser.finalize()[1]
+        except ValueError:  # of a call
+            return []
+        return self._parts([event for event in events if not is_cut or event.get("field") != "tool_calls"])
 
     def _parts(self, events: Sequence[Mapping[str, Any]]) -> list[ReplyPart]:
         parts = []
