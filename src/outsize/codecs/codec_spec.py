@@ -73,6 +73,10 @@ class CodecSpec:
     device_decode_bytes: float = _NF4_DEVICE_DECODE_BYTES
     device_decode_rate: float = _NF4_DEVICE_DECODE_RATE
 
+    def element_s(self, memory_bytes_per_s: float) -> float:
+        """Return the seconds that a device with such memory takes to decode an element."""
+        return max(self.device_decode_bytes / memory_bytes_per_s, 1 / self.device_decode_rate)
+
     def __post_init__(self) -> None:
         if self.lossless and self.error:
             raise ValueError(f"codec {self.name} is lossless and has an error of {self.error}")

@@ -1,8 +1,8 @@
 """What ops take on a machine: seconds for what computes, bytes through named resources for what moves.
 
-Resources: ``up:w0`` and ``down:w0`` (a worker's link), ``uplink:NAME:up`` and ``:down`` (a switch shared by
-several links), ``host memory`` (reads and writes together), ``optimizer`` (what its cores can do), ``disk
-read`` and ``disk write``, and ``network`` (what a node sends, and receives at the same time).
+Resources: ``up:w0`` and ``down:w0`` (a worker's link), ``uplink:NAME:up`` and ``:down`` (a switch of several links),
+``host memory`` (reads and writes together), ``optimizer`` (what its cores can do), ``disk read`` and ``disk write``,
+and ``network`` (what a node sends, and receives at the same time).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -182,13 +182,10 @@ def step_pace(state: StateLayout) -> float:
 
 def parts_s(unit: UnitSpec, gpu: Gpu) -> float:
     """Return what a device takes to decode the frozen parts of ``unit``; a host's cores are not priced."""
-    seconds = 0.0
+    seconds, memory = 0.0, gpu.memory_bytes_per_s.value
     for part in unit.frozen if not gpu.is_host else ():
         if part.codec is not None:
-            codec = codec_spec(part.codec)
-            element_s = max(
-                codec.device_decode_bytes / gpu.memory_bytes_per_s.value, 1 / codec.device_decode_rate
-            )
+            element_s = codec_spec(part.codec).element_s(memory)
             seconds += part.numel * element_s + DECODE_KERNELS * LAUNCH_S
     return seconds
 
