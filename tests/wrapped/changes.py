@@ -577,6 +577,11 @@ def _(loop: Loop) -> None:
     loop.model._apply(lambda t: t * 0.5 if t.is_floating_point() else t)
 
 
+@row("_apply of what changes matrices alone", alone="")
+def _(loop: Loop) -> None:
+    loop.model._apply(lambda t: t.clamp(-0.01, 0.01) if t.dim() > 1 else t)
+
+
 @row("share_memory()", all="keeps its memory")
 def _(loop: Loop) -> None:
     loop.model.share_memory()

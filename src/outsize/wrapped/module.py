@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from functools import partial, wraps
+from itertools import product
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from outsize.checkpoint.files.checkpoint_writer import write_checkpoint
 from outsize.checkpoint.saver import weight_bytes
-from outsize.compat.torch_private import parameters_of, place_to_move_to
+from outsize.compat.torch_private import parameters_of, place_to_move_to, version_of
 from outsize.errors import ConfigError, ModelError
 from outsize.model.walk import is_walking
 from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
@@ -137,14 +138,19 @@ class Wrapped(nn.Module):
         """What a module around this one asks for: stay, see `to`; a function that changes values does so at home."""
         runner = runner_of(self)
         changes = False
-        for dtype in {p.dtype for p in runner.parameters.named.values()}:
-            sample = torch.linspace(-3, 3, 8).to(dtype)
+        # What moves or keeps returns a tensor that is right already as it is, and writes to none.
+        for dtype, shape in product({p.dtype for p in runner.parameters.named.values()}, [(8,), (2, 4)]):
+            sample = torch.linspace(-3, 3, 8).to(dtype).view(shape)
+            before, version = sample.clone(), version_of(sample)
             result = fn(sample)
             if result.dtype != dtype or result.device not in (torch.device("cpu"), runner.device):
                 raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
             if result.is_shared():
                 self.share_memory()
-            changes = changes or not torch.equal(result.cpu(), torch.linspace(-3, 3, 8).to(dtype))
+            made = result is not sample and result.device == sample.device
+            changes = (
+                changes or made or version_of(sample) != version or not torch.equal(result.cpu(), before)
+            )
         return super()._apply(fn, recurse) if changes else self  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
