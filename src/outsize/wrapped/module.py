@@ -147,9 +147,9 @@ class Wrapped(nn.Module):
                 raise ConfigError("a wrapped model keeps device and dtype; change it before outsize.wrap")
             if result.is_shared():
                 self.share_memory()
-            made = result is not sample and result.device == sample.device
+            is_other = result is not sample and result.device == sample.device
             changes = (
-                changes or made or version_of(sample) != version or not torch.equal(result.cpu(), before)
+                changes or is_other or version_of(sample) != version or not torch.equal(result.cpu(), before)
             )
         return super()._apply(fn, recurse) if changes else self  # type: ignore[no-untyped-call]
 
