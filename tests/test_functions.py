@@ -74,6 +74,12 @@ def test_a_machine_with_a_switch_and_a_program_of_ones_own_are_predicted(tmp_pat
         ("- 4090", "no keys"),
         ("gpus: 4090\nswitches: {plx: {uplink: 3GB, gpus: [1]}}", "no GPU 1 among 1"),
         ("gpus: 4090\nswitches: {plx: 3GB}", "switches.plx has uplink"),
+        ("gpus: 4090\nswitches: {plx: {uplink: 3GB, gpus: 0}}", "switches.plx has uplink"),
+        (
+            "gpus: 4090\nswitches: {a: {uplink: 3GB, gpus: [0]}, b: {uplink: 3GB, gpus: [0]}}",
+            "switches.b: GPU 0 is behind a already",
+        ),
+        ("gpus: 4090\ncpu_cores: many", "cpu_cores is a number, not 'many'"),
         ("gpus: 4090\nswitches: {plx: {uplink: fast, gpus: [0]}}", "not a rate: 'fast'"),
         ("gpus: [", "cannot read"),
     ],
@@ -83,6 +89,27 @@ def test_a_machine_in_words_that_is_none_is_refused(text, says, tmp_path, model_
     box.write_text(text)
     with pytest.raises(outsize.ConfigError, match=re.escape(says)):
         outsize.predict(model_json, machine=box)
+
+
+def test_what_is_given_comes_before_what_a_file_says(tmp_path, model_json):
+    box = tmp_path / "box.yaml"
+    box.write_text("gpus: 4090\nram: 1GB")
+    options = {"tokens_per_step": 16384, "home": "host"}
+    given = outsize.predict(model_json, machine=box, ram="256GB", resident=0, **options)
+    plain = outsize.predict(model_json, gpus="4090", ram="256GB", resident="0", **options)
+    assert given.tokens_per_s == plain.tokens_per_s
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"model: {{path: {model_json}}}\ndata: {{path: d, seq_len: 1024}}\ntrain: {{tokens_per_step: 8192, steps: 2}}"
+    )
+    kept = outsize.predict(run, gpus="4090", ram="256GB", tokens_per_step=16384)
+    files = outsize.predict(run, gpus="4090", ram="256GB")
+    assert [round(one.tokens_per_s * one.step_s) for one in (kept, files)] == [16384, 8192]
+
+
+def test_what_only_prints_is_refused(model_json):
+    with pytest.raises(outsize.ConfigError, match="compare, sweep: what outsize plan prints"):
+        outsize.predict(model_json, gpus="4090", sweep="ram", compare=True)
 
 
 def test_an_option_that_there_is_not_is_refused(model_json):

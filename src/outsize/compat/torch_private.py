@@ -121,7 +121,7 @@ def made_at(node: Any) -> int:
 
 
 def keeps_alive(node: Any) -> bool:
-    """Return whether the Python object of ``node`` keeps it alive: before torch 2.13 none does of a Python function."""
+    """Return whether the Python object of ``node`` keeps it alive: of a Python function none did in torch 2.11."""
     return not isinstance(node, torch._C._FunctionBase)
 
 

@@ -45,21 +45,10 @@ DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 DEFAULT_SEQ_LEN = 2048
 # Options of the command that say what is printed or written beside a prediction.
 REPORTING = frozenset(
-    {
-        *(
-            "largest",
-            "compare",
-            "tokens",
-            "what_if",
-            "full",
-            "sweep",
-            "picture",
-            "advice",
-            "data",
-            "timeline",
-        ),
-        *("named", "output_file"),
-    }
+    (
+        *("largest", "compare", "tokens", "what_if", "full", "sweep"),
+        *("picture", "advice", "data", "timeline", "output_file", "named"),
+    )
 )
 _MIB = 2**20
 

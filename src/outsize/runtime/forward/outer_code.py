@@ -141,7 +141,7 @@ def _is_leaf(node: Node) -> bool:
 def _made_before(start: int, edges: Sequence[GradientEdge]) -> dict[Node, Node]:
     """Return where the graph behind ``edges`` goes on into nodes that were made before ``start``, with their owners.
 
-    Before torch 2.13 the Python object of a node of `torch.autograd.Function` does not keep the node alive; its owner
+    The Python object of a node of `torch.autograd.Function` may not keep the node alive (seen in torch 2.11); its owner
     does, a node further on in the graph.
     """
     waiting = [(edge.node, edge.ownership_token or edge.node) for edge in edges]
