@@ -527,6 +527,18 @@ def test_a_call_is_one_where_tools_are_offered_and_the_reply_was_not_cut():
     ]
 
 
+@pytest.mark.parametrize("fails", ["feed", "finalize"])
+def test_what_the_parser_gives_up_on_is_shown_as_written(fails: str, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> None:
+        raise ValueError("no call")
+
+    reader = ReplyReader(QWEN_REPLIES, make_tokenizer(), "", [{"function": {"name": "f"}}], None)
+    parts = reader.put("a ") + reader.put("<tool_call>") + reader.put("{bad")
+    monkeypatch.setattr(reader._parser, fails, fail)
+    parts += reader.put(" b") + reader.end()
+    assert "".join(part.text for part in parts) == "a<tool_call>{bad b"
+
+
 @pytest.mark.parametrize("call", ["{bad", '["f"]', '{"arguments": {}}', '"f"'])
 def test_a_call_that_is_none_is_shown_as_written(call: str):
     reader = ReplyReader(QWEN_REPLIES, make_tokenizer(), "", [{"function": {"name": "f"}}], None)

@@ -14,7 +14,6 @@ The whole of a text is put together from the same pieces, so a stream cannot dif
 It ends at a token that marks it or at a string. A reply comes apart into content, reasoning and calls.
 """
 
-import contextlib
 import copy
 import json
 import re
@@ -291,6 +290,7 @@ class ReplyReader:
         self._most_calls = most_calls
         self._spaces = {"content": "", "reasoning_content": ""}  # that wait for more
         self._begun: set[str] = set()
+        self._unshown = ""  # what no part has come of yet: a call under way
         if template is not None:
             from transformers.utils.chat_parsing import ResponseParser
 
@@ -311,10 +311,20 @@ class ReplyReader:
 
     def put(self, text: str) -> list[ReplyPart]:
         """Return what is new with a piece of the reply."""
-        if self._parser is not None:
-            with contextlib.suppress(ValueError):  # of a call
-                return self._parts(self._parser.feed(text))
-            self._parser = None
+        if self._parser is None:
+            return [ReplyPart("content", text)] if text else []
+        self._unshown += text
+        try:
+            parts = self._parts(self._parser.feed(text))
+        except ValueError:  # of a call
+            return self._as_written()
+        if parts:
+            self._unshown = ""
+        return parts
+
+    def _as_written(self) -> list[ReplyPart]:
+        """Return what no part has come of as content; what follows is content, too."""
+        self._parser, text = None, self._special.sub("", self._unshown)
         return [ReplyPart("content", text)] if text else []
 
     def end(self, *, is_cut: bool = False) -> list[ReplyPart]:
@@ -328,7 +338,7 @@ class ReplyReader:
         try:
             events = self._parser.finalize()[1]
         except ValueError:  # of a call
-            return []
+            return self._as_written()
         return self._parts([event for event in events if not is_cut or event.get("field") != "tool_calls"])
 
     def _parts(self, events: Sequence[Mapping[str, Any]]) -> list[ReplyPart]:
