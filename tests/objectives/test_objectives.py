@@ -368,6 +368,47 @@ def test_a_teacher_has_the_same_vocabulary(tmp_path: Path):
         train(make_run(tmp_path, "distill", train={"objective": "distill", "teacher": str(other)}))
 
 
+def test_logits_of_a_teacher_are_written_once_and_learnt_from_in_every_epoch(tmp_path: Path):
+    """Whole, they train as the teacher itself does, bit for bit; the largest alone are said to be another loss."""
+    sections: dict[str, Any] = {
+        "train": {"steps": 6, "tokens_per_step": 64, "microbatches": 2},
+        "eval": {"split": 0.25, "every": 3},
+    }
+    live = make_run(tmp_path, "distill", "live", **sections)
+    train(live)
+    run, teacher = tmp_path / "run.yaml", live.train.teacher
+    run.write_text(dump_config(live))
+    said: list[str] = []
+
+    def again(place: str, top_k: str = "") -> list[float]:
+        result = CliRunner().invoke(app, [
+            "score", teacher, "--data", str(run), "--want", "logits", "--out", str(tmp_path / place), "--home", "disk",
+            "--device", "cpu", "--device-memory", "64MiB", *(["--top-k", top_k] if top_k else []),
+        ])  # fmt: skip
+        assert result.exit_code == 0, result.output
+        other = {**sections["train"], "teacher": str(tmp_path / place)}
+        config = make_run(tmp_path, "distill", f"of-{place}", **{**sections, "train": other})
+        train(config, announce=said.append)
+        return losses(config)
+
+    assert again("whole") == losses(live)
+    kept = weights(make_run(tmp_path, "distill", "of-whole"))
+    assert all(torch.equal(value, kept[name]) for name, value in weights(live).items())
+    assert losses(live)[0] != pytest.approx(again("top", "8")[0], rel=1e-3)
+    assert any("of each token the 8 largest: " in line for line in said)
+    assert again("all", "264") == pytest.approx(losses(live), rel=1e-5)
+    other = make_run(
+        tmp_path, "distill", "other", train={**sections["train"], "teacher": str(tmp_path / "top")}
+    )
+    first, second = (tmp_path / f"top/0000000{n}.safetensors" for n in (0, 1))
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(DataError, match="is of another sequence than the run's of that number"):
+        train(other)
+    second.unlink()
+    with pytest.raises(ConfigError, match=r"has the logits of 1 of \d+ sequences; make them: outsize score"):
+        train(other)
+
+
 def test_a_generation_config_that_is_not_written_as_it_is_read_does_not_cost_the_run(tmp_path: Path):
     said = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
     tiny_model(tmp_path / "model")

@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +29,9 @@ class ScoreOptions(ModelOptions):
     data: Annotated[
         Path,
         typer.Option(
-            "--data", help="JSON lines with prompt or messages and completion, or with text; or a text file."
+            "--data",
+            help="JSON lines with prompt or messages and completion, or with text; a text file; or the YAML file of a "
+            "run that learns from a teacher, for its sequences.",
         ),
     ]
     out: Annotated[
@@ -40,6 +42,10 @@ class ScoreOptions(ModelOptions):
     context: Annotated[
         int, typer.Option("--context", min=2, help="Tokens of the pieces that a text file is cut into.")
     ] = 1024
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", min=1, help="Of logits write the K largest alone; less than all of them."),
+    ] = None
 
 
 @with_options(ScoreOptions)
@@ -47,14 +53,25 @@ def score(options: ScoreOptions, output: Output) -> None:
     """Score texts with a model that may be larger than the device; run again, it goes on where it ended."""
     from outsize.wrapped.writing.scoring import ScoringFigures
 
+    if options.top_k is not None and options.want != "logits":
+        raise ConfigError("--top-k is of --want logits; leave it out")
     results = _Results(options)
     figures, tell = ScoringFigures(), now_and_then(output.say)
-    with TextWriter(options, "none" if options.want in ("hidden", "embeddings") else "auto") as writer:
-        texts = list(_texts(options, writer))
+    with contextlib.ExitStack() as stack:
+        sequences, opened = _sequences(options, stack, output)
+        writer = stack.enter_context(
+            TextWriter(opened, "none" if options.want in ("hidden", "embeddings") else "auto")
+        )
+        texts = list(_texts(options, writer)) if sequences is None else sequences
+        choice: dict[str, Any] = {"top_k": options.top_k, "figures": figures}
+        if sequences is not None:
+            choice["group_tokens"] = sequences.step_sequences * sequences.seq_len
+            results.num_done -= results.num_done % sequences.step_sequences
         if results.num_done:
             output.say(f"{results.num_done} of {len(texts)} texts are scored already: going on behind them")
-        for result in writer.score(texts[results.num_done :], options.want, figures):
-            results.add(result)
+        to_do = (texts[number] for number in range(results.num_done, len(texts)))
+        for result in writer.score(to_do, options.want, **choice):
+            results.add(result, texts[results.num_done].ids)
             tell(
                 lambda: (
                     f"{results.num_done} of {len(texts)} texts, {figures.tokens_per_s:.3g} tokens/s "
@@ -72,6 +89,22 @@ def score(options: ScoreOptions, output: Output) -> None:
     )
     if "perplexity" in summary:
         output.print_result(f"perplexity {summary['perplexity']:.6g}")
+
+
+def _sequences(
+    options: ScoreOptions, stack: contextlib.ExitStack, output: Output
+) -> "tuple[Any, ScoreOptions]":
+    """Return the sequences of the run that ``--data`` describes, or None, and the options with its dtype."""
+    if options.data.suffix not in (".yaml", ".yml"):
+        return None, options
+    from outsize.config import load_config
+    from outsize.objectives.objective_data import ScoredSequences
+
+    if options.want != "logits":
+        raise ConfigError(f"--data {options.data}: of the sequences of a run, --want logits are written")
+    config = load_config(options.data)
+    dtype = config.model.dtype if options.dtype == "auto" else options.dtype
+    return ScoredSequences(config, stack, output.say), replace(options, dtype=dtype)
 
 
 def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
@@ -123,7 +156,7 @@ class _Results:
         self._as_files = options.want in ("logits", "hidden")
         settings = {
             name: str(getattr(options, name))
-            for name in ("model", "base", "dtype", "data", "want", "context")
+            for name in ("model", "base", "dtype", "data", "want", "context", "top_k")
         }
         settings["data_bytes"] = size_of(options.data)
         check_made_with(options.out, settings)
@@ -138,15 +171,26 @@ class _Results:
                     f"{options.out}, line {number}: not what this command writes; choose another --out"
                 ) from error
 
-    def add(self, result: Any) -> None:
-        """Write what is wanted of the next text."""
+    def add(self, result: Any, ids: Sequence[int]) -> None:
+        """Write what is wanted of the next text, whose tokens are ``ids``."""
         if self._lines is None:
+            import torch
             from safetensors.torch import save_file
+
+            is_one = isinstance(result, torch.Tensor)
+            tensors: dict[str, Any] = {self._want: result} if is_one else asdict(result)
+            if self._want == "logits":
+                tensors["logits"] = tensors.pop("values", result)
+                vocab_size = tensors.get("vocab_size", tensors["logits"].shape[-1])
+                tensors |= {
+                    "input_ids": torch.tensor(ids, dtype=torch.int32),
+                    "vocab_size": torch.tensor(vocab_size),
+                }
 
             place = self._file(self.num_done)
             partial = place.with_name(place.name + files.PARTIAL)
             try:
-                save_file({self._want: result.contiguous()}, partial)
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
                 files.sync(partial)  # else a loss of power leaves an empty file of that name
                 files.system().rename(partial, place)
             except BaseException:

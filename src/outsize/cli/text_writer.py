@@ -15,7 +15,7 @@ from outsize.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from outsize.training.run_data import Conversation
     from outsize.wrapped.writing.detokenizer import ReplyReader
-    from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures
+    from outsize.wrapped.writing.scoring import ScoredText
     from outsize.wrapped.writing.text import Figures, Prompt, Written
 
 
@@ -184,11 +184,11 @@ class TextWriter:
             ids, len(self._tokenizer(before, add_special_tokens=not text_prompt.is_templated)["input_ids"])
         )
 
-    def score(self, texts: "Iterable[ScoredText]", want: Scored, figures: "ScoringFigures") -> Iterator[Any]:
+    def score(self, texts: "Iterable[ScoredText]", want: Scored, **choice: Any) -> Iterator[Any]:
         """Yield what is wanted of each text; see `outsize.wrapped.writing.scoring.score`."""
         from outsize.wrapped.writing.scoring import score
 
-        return score(self._model, texts, want=want, figures=figures)
+        return score(self._model, texts, want=want, **choice)
 
     def _prompt_of(self, prompt: "str | Conversation") -> "Prompt":
         from outsize.wrapped.writing.text import Prompt

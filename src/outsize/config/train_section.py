@@ -66,7 +66,11 @@ class TrainConfig(Section):
         PathText | None,
         Idle(("train.objective has no teacher", lambda case: not case.learns(*OBJECTIVES_OF["teacher"]))),
         TOLD_ON_RESUME,
-    ] = Field(default=None, description="distill: directory or hub id of the model that is learnt from.")
+    ] = Field(
+        default=None,
+        description="distill: directory or hub id of the model that is learnt from, or the directory of its logits "
+        "that outsize score wrote.",
+    )
     steps: Annotated[
         int,
         Idle(("train.epochs says how long", lambda case: case.config.train.epochs is not None)),

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from outsize.config import Config
+from outsize.data.batch import IGNORED
 from outsize.data.chat import ChatTemplate
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.model.build import is_masked
 from outsize.objectives.objective_models import Row
 from outsize.objectives.objective_records import Classes, read_rows
-from outsize.objectives.recipes import RECIPES, Recipe
+from outsize.objectives.recipes import RECIPES, ROW, Recipe, TeacherLogits, teacher_logits_of
+from outsize.storage.directory import temporary_directory
+from outsize.training.defaults import settle
 from outsize.training.run_data import ModelFiles, files_of, load_tokenizer, open_dataset
+from outsize.training.run_dir import choose_run_dir
+from outsize.wrapped.writing.scoring import ScoredText
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -35,6 +40,7 @@ class Prepared:
         measured: that the model is measured on; None for none.
         collate: makes a batch of rows; None where the trainer itself does.
         changes: what the model's config says of the data.
+        teacher: its logits, where they are read and not computed.
     """
 
     tokenizer: Any
@@ -42,6 +48,7 @@ class Prepared:
     measured: Any = None
     collate: Collate | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    teacher: TeacherLogits | None = None
 
 
 def prepare_data(
@@ -240,17 +247,18 @@ class PairCollator:
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The sequences of an epoch, each by its number."""
+    """The sequences of an epoch, each by its number, which counts from ``first`` on where it is in the row as well."""
 
-    def __init__(self, dataset: PackedDataset, most: int | None = None) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: PackedDataset, most: int | None = None, first: int | None = None) -> None:
+        self._dataset, self._first = dataset, first
         self._num_rows = min(dataset.num_sequences, most or dataset.num_sequences)
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return {name: value[0] for name, value in self._dataset.sequences(int(number), 1).inputs.items()}
+        row = {name: value[0] for name, value in self._dataset.sequences(int(number), 1).inputs.items()}
+        return row if self._first is None else {**row, ROW: torch.tensor(self._first + int(number))}
 
 
 def _stacked(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -271,11 +279,53 @@ def _packed(
     stack, run_dir = place
     dataset = stack.enter_context(open_dataset(config, files, run_dir, announce))
     tokenizer.chat_template = dataset.template or tokenizer.chat_template  # as the trainer saves it
-    measured = None
+    logits_in = teacher_logits_of(config)
+    first = None if logits_in is None else 0
+    rows, measured, num_rows = PackedRows(dataset, first=first), None, dataset.num_sequences
     if config.eval.on:
         held = stack.enter_context(open_dataset(config, files, run_dir, announce, measured=True))
-        measured = PackedRows(held, config.eval.sequences)
-    return Prepared(tokenizer=tokenizer, rows=PackedRows(dataset), measured=measured, collate=_stacked)
+        measured = PackedRows(held, config.eval.sequences, None if first is None else num_rows)
+        num_rows += len(measured)
+    teacher = None if logits_in is None else TeacherLogits(logits_in, num_rows)
+    if teacher is not None:
+        announce(teacher.describe())
+    return Prepared(tokenizer=tokenizer, rows=rows, measured=measured, collate=_stacked, teacher=teacher)
+
+
+class ScoredSequences:
+    """The sequences of a run that learns from a teacher, to be scored by it; those the run is measured on are last.
+
+    Args:
+        config: of the run.
+        stack: is entered in what stays open.
+        announce: told what the data are.
+
+    Raises:
+        OutsizeError: the run learns something else, or its data cannot be used.
+    """
+
+    def __init__(self, config: Config, stack: ExitStack, announce: Callable[[str], None]) -> None:
+        if config.train.objective != "distill":
+            raise ConfigError(
+                f"train.objective is {config.train.objective}: the logits of sequences are for a run that learns from "
+                "a teacher; set it to distill"
+            )
+        config = settle(config, choose_run_dir(config.train.run_dir), announce, objective="distill").config
+        place = stack, stack.enter_context(temporary_directory())
+        train = config.train.model_copy(update={"teacher": config.model.path})  # whose logits are to be made
+        config = config.model_copy(update={"train": train})
+        data = prepare_data(config, "distill", RECIPES["distill"], files_of(config), place, announce)
+        measured = () if data.measured is None else (data.measured,)
+        self._rows: Any = torch.utils.data.ConcatDataset([data.rows, *measured])
+        self.step_sequences, self.seq_len = config.sequences_per_step, config.data.seq_len
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> ScoredText:
+        row = self._rows[number]
+        ids, counts = row.pop("input_ids").tolist(), row.pop("labels") != IGNORED
+        return ScoredText(ids, counts=counts, inputs=row)
 
 
 def tell_of_lengths(config: Config, trained: Any, read: Any, announce: Callable[[str], None]) -> None:

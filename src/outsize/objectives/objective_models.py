@@ -35,7 +35,7 @@ from outsize.data.reading.text_records import Record
 from outsize.errors import ConfigError, DataError
 from outsize.model.adapters import peft_config
 from outsize.model.build import build_skeleton, load_hf_config
-from outsize.objectives.recipes import Recipe
+from outsize.objectives.recipes import Recipe, teacher_logits_of
 from outsize.session.job.machine import describe_machine, home_file
 from outsize.streamed.spec import BlockSettings, choose_dtype
 from outsize.wrapped.api import Built, open_wrapped
@@ -106,6 +106,7 @@ def open_models(
     """
     lora = config.train.method == "lora"
     other = config.train.teacher if config.train.objective in OBJECTIVES_OF["teacher"] else None
+    other = None if teacher_logits_of(config) else other
     if recipe.compares and not lora:
         other = config.model.path
     memory, frozen_memory = (

@@ -207,9 +207,7 @@ def _trainer(
     more: dict[str, Any] = {} if data.collate is None else {"data_collator": data.collate}
     model = models.trained
     if recipe.compares:
-        more["ref_model"] = models.frozen
-    if recipe.compares and models.adapters is not None:
-        more["ref_model"] = NoReference(model)
+        more["ref_model"] = models.frozen if models.adapters is None else NoReference(model)
     trainer = by_config(kind)(
         model=model,
         args=arguments,
@@ -222,8 +220,9 @@ def _trainer(
         trainer.ref_model = None  # then TRL compares with the model without its adapters
     for callback in (PrinterCallback, ProgressCallback):  # stdout is for the result
         trainer.remove_callback(callback)
-    settings = {"beta": config.train.beta, "temperature": config.train.temperature, "teacher": models.frozen}
-    for name, value in {} if recipe.by_trl else settings.items():
+    teacher, train = data.teacher or models.frozen, config.train
+    settings = {"beta": train.beta, "temperature": train.temperature, "teacher": teacher}
+    for name, value in () if recipe.by_trl else settings.items():
         if value is not None:
             setattr(trainer, name, value)
     trainer.config = config

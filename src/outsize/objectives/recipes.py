@@ -11,9 +11,12 @@ targets, Hinton et al., arXiv:1503.02531.
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, normalize
 from transformers import Trainer
@@ -21,7 +24,7 @@ from transformers import Trainer
 from outsize.config import Config
 from outsize.config.config_rules import refused_by_trainers
 from outsize.data.batch import IGNORED
-from outsize.errors import ConfigError, OutsizeError
+from outsize.errors import ConfigError, DataError, OutsizeError
 from outsize.model.build import load_hf_config
 from outsize.training.records import TrainResult
 
@@ -188,12 +191,12 @@ class DistillTrainer(Trainer):  # type: ignore[misc]
     """Has the model predict what a teacher does, besides the tokens of the data.
 
     Attributes:
-        teacher: frozen, of the same vocabulary.
+        teacher: frozen, of the same vocabulary; or what it said of the sequences.
         beta: share of the teacher in the loss.
         temperature: that the logits of both are divided by.
     """
 
-    teacher: nn.Module
+    teacher: "nn.Module | TeacherLogits"
     beta: float = 0.5
     temperature: float = 1.0
     loss_is_scaled_for_ga = False
@@ -202,17 +205,119 @@ class DistillTrainer(Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **_: Any
     ) -> Any:
         """See `transformers.Trainer.compute_loss`."""
+        rows, inputs = inputs.get(ROW), {name: value for name, value in inputs.items() if name != ROW}
         outputs = model(**inputs)
-        with torch.no_grad():
-            taught = self.teacher(
-                **{name: value for name, value in inputs.items() if name != "labels"}
-            ).logits
         trained = inputs["labels"][:, 1:] != IGNORED
-        distance = self._distance(outputs.logits[:, :-1][trained], taught[:, :-1][trained])
-        loss = (1 - self.beta) * outputs.loss + self.beta * distance
+        tokens: Tensor | None = None
+        if isinstance(self.teacher, TeacherLogits):
+            taught, tokens = self.teacher.of(rows, inputs["input_ids"], outputs.logits.shape[-1])
+        else:
+            with torch.no_grad():
+                others = {name: value for name, value in inputs.items() if name != "labels"}
+                taught = self.teacher(**others).logits[:, :-1][trained]
+        from_teacher = distance(outputs.logits[:, :-1][trained], taught, tokens, self.temperature)
+        loss = (1 - self.beta) * outputs.loss + self.beta * from_teacher
         return (loss, outputs) if return_outputs else loss
 
-    def _distance(self, logits: Tensor, taught: Tensor) -> Tensor:
-        """Return the KL divergence from the teacher, the mean over targets, times the square of the temperature."""
-        ours, theirs = (log_softmax(x.float() / self.temperature, dim=-1) for x in (logits, taught))
-        return kl_div(ours, theirs, reduction="batchmean", log_target=True) * self.temperature**2
+
+def distance(logits: Tensor, taught: Tensor, tokens: Tensor | None, temperature: float) -> Tensor:
+    """Return the KL divergence from a teacher [N, V], the mean over N, times the square of the temperature.
+
+    Of the teacher's largest logits alone, those of ``tokens`` [N, k], the other tokens have no probability.
+    """
+    ours, theirs = (log_softmax(x.float() / temperature, dim=-1) for x in (logits, taught))
+    ours = ours if tokens is None else ours.gather(-1, tokens)
+    return kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
+
+
+ROW: Final = "row"  # of a batch: the numbers of its sequences, by which a teacher's logits are kept
+
+
+def teacher_logits_of(config: Config) -> Path | None:
+    """Return the directory of a teacher's logits that a run learns from; None where its teacher is a model."""
+    place = Path(config.train.teacher or "")
+    return place if config.train.teacher and logits_file(place, 0).is_file() else None
+
+
+def logits_file(directory: Path, number: int) -> Path:
+    """Return where the logits of a sequence lie."""
+    return directory / f"{number:08}.safetensors"
+
+
+class TeacherLogits:
+    """Logits of a teacher, written once by ``outsize score``: a file for each sequence of a run.
+
+    Args:
+        directory: the files.
+        num_rows: sequences of the run, those that it is measured on among them.
+
+    Raises:
+        ConfigError: there are fewer files.
+    """
+
+    def __init__(self, directory: Path, num_rows: int) -> None:
+        self._directory = directory
+        missing = next((n for n in range(num_rows) if not logits_file(directory, n).is_file()), None)
+        if missing is not None:
+            raise ConfigError(
+                f"train.teacher: {directory} has the logits of {missing:,} of {num_rows:,} sequences; {self._remedy}"
+            )
+        self._num_rows = num_rows
+
+    def describe(self) -> str:
+        """Return what is learnt from, and what of it was left out."""
+        parts = [self._read(n) for n in sorted({n * self._num_rows // 16 for n in range(16)})]
+        line = f"teacher: the logits of {self._num_rows:,} sequences in {self._directory}"
+        if "indices" not in parts[0]:
+            return line
+        mass = torch.cat([part["mass"] for part in parts]).mean()
+        return (
+            f"{line}, of each token the {parts[0]['indices'].shape[-1]:,} largest: {mass:.1%} of the teacher's "
+            "probability. The others count as impossible, so the loss is another than that of the whole teacher "
+            "(docs/objectives.md)"
+        )
+
+    def of(self, rows: Any, input_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [N, V] of the targets of sequences, or the largest of them [N, k] with their tokens.
+
+        Args:
+            rows: the numbers of the sequences [B].
+            input_ids: of the sequences [B, S].
+            vocab_size: logits of the model that learns.
+
+        Raises:
+            ConfigError, DataError: they are of other sequences, or of another vocabulary.
+        """
+        parts = []
+        for number, ids in zip(rows.tolist(), input_ids.cpu(), strict=True):
+            part = self._read(number)
+            if not torch.equal(part["input_ids"].long(), ids):
+                raise DataError(
+                    f"train.teacher: {logits_file(self._directory, number)} is of another sequence than the run's of "
+                    f"that number; the data or how they are cut has changed. {self._remedy}"
+                )
+            if int(part["vocab_size"]) != vocab_size:
+                raise ConfigError(
+                    f"train.teacher: {self._directory} has logits of {int(part['vocab_size']):,} tokens, and the "
+                    f"model's are {vocab_size:,}; predictions can be compared over the same tokens alone"
+                )
+            parts.append(part)
+        logits = torch.cat([part["logits"] for part in parts]).to(input_ids.device)
+        if "indices" not in parts[0]:
+            return logits, None
+        return logits, torch.cat([part["indices"] for part in parts]).long().to(input_ids.device)
+
+    @property
+    def _remedy(self) -> str:
+        return f"make them: outsize score TEACHER --data RUN.yaml --want logits --out {self._directory}"
+
+    def _read(self, number: int) -> dict[str, Tensor]:
+        path = logits_file(self._directory, number)
+        try:
+            part: dict[str, Tensor] = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"train.teacher: {path} cannot be read: {error}; {self._remedy}") from error
+        lacks = {"input_ids", "vocab_size", "logits"} - part.keys()
+        if lacks:
+            raise DataError(f"train.teacher: {path} has no {', '.join(sorted(lacks))}; {self._remedy}")
+        return part

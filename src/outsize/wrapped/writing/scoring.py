@@ -9,8 +9,8 @@ are those of transformers for the same sequences, bit by bit.
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,10 +35,14 @@ class ScoredText:
     Attributes:
         ids: its tokens.
         start: the first token whose logprob counts, at least 1, since the first token follows nothing.
+        counts: bool [S], which tokens count in place of all from ``start`` on.
+        inputs: what else the forward takes of it, such as a mask, each [S].
     """
 
     ids: Sequence[int]
     start: int = 1
+    counts: Tensor | None = None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,23 @@ class Logprobs:
     def total(self) -> float:
         """The logprob of all of them."""
         return sum(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogits:
+    """The largest logits at places of a text.
+
+    Attributes:
+        values: [T, k], the largest first.
+        indices: int32 [T, k], their tokens.
+        mass: fp32 [T], the probability of these tokens together.
+        vocab_size: logits that there were.
+    """
+
+    values: Tensor
+    indices: Tensor
+    mass: Tensor
+    vocab_size: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +123,8 @@ def score(
     *,
     want: Scored = "logprobs",
     wave_tokens: int | None = None,
+    group_tokens: int | None = None,
+    top_k: int | None = None,
     figures: ScoringFigures | None = None,
 ) -> Iterator[Any]:
     """Yield for each text what is wanted of it, in order; whole waves are computed at once.
@@ -112,6 +135,9 @@ def score(
         want: ``logprobs``: `Logprobs`. ``logits``: those that the tokens that count are chosen from [T, V].
             ``hidden``: the last hidden states of all tokens [S, d]. ``embeddings``: their mean [d], in fp32.
         wave_tokens: of a wave; None has it chosen past the break-even, as far as there is room.
+        group_tokens: of sequences of one length that are computed together, as far as there is room; waves are cut
+            between such groups. None for `GROUP_TOKENS`, and waves cut anywhere.
+        top_k: of logits only so many, the largest, as `TopLogits`; None for all.
         figures: counts what it takes.
 
     Raises:
@@ -120,18 +146,21 @@ def score(
         InfeasiblePlanError: a text takes more of the device than there is.
     """
     _check_kind(model, want)
-    pace = _Pace(model, wave_tokens, ScoringFigures() if figures is None else figures)
-    for wave in _waves(model, texts, pace):
+    pace = _Pace(model, wave_tokens, ScoringFigures() if figures is None else figures, top_k)
+    pace.group_tokens = group_tokens or GROUP_TOKENS
+    for wave in _waves(model, texts, pace, group_tokens or 1):
         yield from pace.run(wave, want)
 
 
 class _Pace:
     """Runs waves, and chooses how many tokens the next one has by what the last ones took."""
 
-    def __init__(self, model: nn.Module, wave_tokens: int | None, figures: ScoringFigures) -> None:
+    def __init__(
+        self, model: nn.Module, wave_tokens: int | None, figures: ScoringFigures, top_k: int | None
+    ) -> None:
         self._model, self._runner = model, runner_of(model)
-        self._given, self.figures = wave_tokens, figures
-        self._group_tokens = GROUP_TOKENS
+        self._given, self.figures, self._top_k = wave_tokens, figures, top_k
+        self.group_tokens = GROUP_TOKENS
         self._waiting_per_token = 0.0
         self._break_even = LoadHiding()
 
@@ -157,21 +186,21 @@ class _Pace:
         except InfeasiblePlanError:
             if len(wave) == 1:
                 raise
-        self._group_tokens = max(self._group_tokens // 2, 1)
+        self.group_tokens = max(self.group_tokens // 2, 1)
         middle = len(wave) // 2
         return self.run(wave[:middle], want) + self.run(wave[middle:], want)
 
     def _run(self, wave: Sequence[ScoredText], want: Scored) -> list[Any]:
-        groups = _groups(wave, self._group_tokens)
+        groups = _groups(wave, self.group_tokens)
         results: list[Any] = [None] * len(wave)
 
         def keep(number: int, output: Any) -> None:
             states = output.last_hidden_state if want in ("hidden", "embeddings") else output.logits
             for row, text in zip(states, groups[number], strict=True):
-                results[text] = _result(row, wave[text], want)
+                results[text] = _result(row, wave[text], want, self._top_k)
 
         num_tokens = sum(len(text.ids) for text in wave)
-        inputs = [_inputs(self._model, [wave[text].ids for text in group]) for group in groups]
+        inputs = [_inputs(self._model, [wave[text] for text in group]) for group in groups]
         before, began = self._runner.inference_statistics(), time.perf_counter()
         expected = int(self._waiting_per_token * num_tokens)
         waiting = self._runner.forward_together(inputs, expected, keep)
@@ -195,9 +224,9 @@ class _Pace:
 
 
 def _waves(
-    model: nn.Module, texts: Iterable[ScoredText | Sequence[int]], pace: _Pace
+    model: nn.Module, texts: Iterable[ScoredText | Sequence[int]], pace: _Pace, multiple: int
 ) -> Iterator[list[ScoredText]]:
-    """Yield the texts in waves of as many tokens as there are to be, at least one text in each."""
+    """Yield the texts in waves of as many tokens as there are to be, a ``multiple``, at least one text in each."""
     most = positions_of(model)
     wave: list[ScoredText] = []
     count = 0
@@ -211,7 +240,7 @@ def _waves(
             raise DataError(
                 f"text {number} has {len(text.ids)} tokens, more than the {most} positions of the model; cut it"
             )
-        if wave and count + len(text.ids) > pace.tokens:
+        if wave and count % multiple == 0 and count + len(text.ids) > pace.tokens:
             yield wave
             wave, count = [], 0
         wave.append(text)
@@ -226,16 +255,26 @@ def _groups(wave: Sequence[ScoredText], most_tokens: int) -> list[list[int]]:
     for number in sorted(range(len(wave)), key=lambda number: -len(wave[number].ids)):
         length = len(wave[number].ids)
         group = groups[-1] if groups else []
-        if group and len(wave[group[0]].ids) == length and (len(group) + 1) * length <= most_tokens:
+        alike = group and len(wave[group[0]].ids) == length
+        if alike and (len(group) + 1) * length <= most_tokens:
             group.append(number)
         else:
             groups.append([number])
     return groups
 
 
-def _inputs(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    cached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    return {"input_ids": torch.tensor([list(row) for row in rows]), **cached}
+def _inputs(model: nn.Module, texts: Sequence[ScoredText]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([list(text.ids) for text in texts])}
+    for name in dict.fromkeys(
+        name for text in texts for name in text.inputs
+    ):  # a mask is left out if all ones
+        rows = [text.inputs.get(name) for text in texts]
+        inputs[name] = torch.stack(
+            [torch.ones(len(texts[0].ids), dtype=torch.int64) if x is None else x for x in rows]
+        )
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
+    return inputs
 
 
 def _check_kind(model: nn.Module, want: Scored) -> None:
@@ -253,16 +292,24 @@ def _check_kind(model: nn.Module, want: Scored) -> None:
         )
 
 
-def _result(row: Tensor, text: ScoredText, want: Scored) -> Any:
+def _result(row: Tensor, text: ScoredText, want: Scored, top_k: int | None) -> Any:
     """Return what is wanted of a text, by its hidden states [S, d] or its logits [S, V]."""
     if want == "hidden":
         return row.to("cpu", copy=True)
     if want == "embeddings":
         return row.float().mean(0).cpu()
-    logits = row[text.start - 1 : len(text.ids) - 1]
+    ids = torch.tensor(list(text.ids), device=row.device)
+    if text.counts is None:
+        logits, targets = row[text.start - 1 : len(text.ids) - 1], ids[text.start :]
+    else:
+        counts = text.counts[1:].to(row.device)
+        logits, targets = row[:-1][counts], ids[1:][counts]
+    if want == "logits" and top_k is not None:
+        values, indices = logits.topk(min(top_k, logits.shape[-1]), -1)
+        mass = (values.float() - logits.float().logsumexp(-1, keepdim=True)).exp().sum(-1)
+        return TopLogits(values.cpu(), indices.int().cpu(), mass.cpu(), logits.shape[-1])
     if want == "logits":
         return logits.to("cpu", copy=True)
-    targets = torch.tensor(list(text.ids[text.start :]), device=logits.device)
     logprobs = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     is_greedy = bool((logits.argmax(-1) == targets).all())
     return Logprobs(logprobs.tolist(), is_greedy)
