@@ -351,6 +351,20 @@ def sync(path: Path) -> None:
         _system.close(descriptor)
 
 
+def lock(descriptor: int) -> bool:
+    """Lock an open file or directory until it is closed; return False where another process has locked it.
+
+    On a file system without locks nobody is kept out.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def free_bytes(path: Path) -> int:
     """Return what is free where ``path`` lies, or would; more than any need where the file system does not say."""
     place = next(p for p in (path, *path.absolute().parents) if p.exists())

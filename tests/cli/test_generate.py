@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import zoo
 from cli.command_line import status_of
 from outsize.checkpoint.export import export
+from outsize.cli.text.records_text import ResumedLines, results_at
+from outsize.errors import StorageError
 from outsize.training.run import train
 from support import make_run, save_model
 from tiny import tiny_model
@@ -415,3 +417,28 @@ def test_the_checkpoints_own_temperature_holds_where_none_is_said(model: Path, t
         assert run(copy, "--prompt", "a", *how, "--max-new-tokens", 8, "--home", "host", *ROOM, "--json") == 0
         texts.append(json.loads(capsys.readouterr().out)["written"][0]["text"])
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_two_processes_do_not_write_one_file(model: Path, tmp_path: Path, capsys: Any):
+    out = tmp_path / "out.jsonl"
+    given = ("--prompt", "a", "--out", out, "--max-new-tokens", 2, *ROOM)
+    with results_at(out, {"of": "another"}):
+        for lines in ("", "{}\n"):
+            out.write_text(lines)
+            assert run(model, *given) == 2
+            assert f"{out} is written by another process now" in capsys.readouterr().err
+        with pytest.raises(StorageError), results_at(out, {}):
+            pass
+    out.write_text("")
+    assert run(model, *given) == 0
+
+
+def test_lines_that_others_take_away_end_what_writes_them(tmp_path: Path):
+    out = tmp_path / "out.jsonl"
+    lines = ResumedLines(out)
+    lines.add({"a": "é"})
+    lines.add({"b": 2})
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [{"a": "é"}, {"b": 2}]
+    out.unlink()
+    with pytest.raises(StorageError, match="changed or removed while this command wrote it"):
+        lines.add({"c": 3})

@@ -196,7 +196,7 @@ def result_of(at: Path, words: str, files: Sequence[Path]) -> Mapping[str, str]:
 
 def is_noticed(name: str, path: Path, how: Any) -> bool:
     """Whether a command can know that a file is another: by its form, or by a checksum that it holds it against."""
-    if name in ("export", "merge"):
+    if name in ("export", "merge", "generate", "score"):
         return "optimizer" not in path.parts
     whole = isinstance(how, str) and how not in ("absent", "link to nowhere")
     return whole and not (path.suffix == ".yaml" and how in ("half", "zeros", "twice"))

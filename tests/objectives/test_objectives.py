@@ -256,15 +256,16 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(
         if record.step == 3:
             raise ZeroDivisionError
 
+    said: list[str] = []
     with pytest.raises(ZeroDivisionError):
-        train(config, progress=die)
+        train(config, progress=die, announce=said.append)
     assert (tmp_path / "cut/checkpoints/latest").read_text() == "checkpoint-2\n"
+    assert said[-1] == "the run failed: --resume auto goes on after step 2, from checkpoint-2"
     seen: list[tuple[int, int]] = []
     left = tmp_path / "cut/store/home/of-a-process-that-was-killed.bin"
     left.parent.mkdir(parents=True, exist_ok=True)
     left.write_bytes(b"weights")
     again = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
-    said: list[str] = []
     result = train(
         again, progress=lambda record: seen.append((record.step, record.num_steps)), announce=said.append
     )

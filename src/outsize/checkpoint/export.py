@@ -77,6 +77,7 @@ def merge_adapters(
         raise ModelError(
             f"{checkpoint} holds adapters of a model for {config.task_type}; merge them with PEFT's merge_and_unload"
         )
+    check_model_files(path)
     hf_config = unquantised(load_hf_config(path, trust_remote_code))
     dtype = _dtype_of(checkpoint, hf_config)
     plain = build_skeleton(hf_config, dtype, trust_remote_code=trust_remote_code)
@@ -244,10 +245,10 @@ def export(
         )
     target = Path(out_dir)
     check_outside(target, "--out")
-    check_model_files(source, is_exact=True)
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")
     if merge:
+        check_model_files(source, {})
         return merge_adapters(source, target, trust_remote_code, base, ready)
     shards = sorted(source.glob("model-*.safetensors"))
     skipped = {*KEPT, INDEX, *(shard.name for shard in shards)} if shards else {*KEPT}
@@ -257,8 +258,7 @@ def export(
         for path in beside:
             files.copy(path, partial / path.name)
         copy_named_templates(source, partial)
-        if shards:
-            join_shards(shards, partial)
+        check_model_files(source, join_shards(shards, partial) if shards else {})
     return target
 
 

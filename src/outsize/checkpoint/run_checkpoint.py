@@ -29,7 +29,13 @@ from outsize.checkpoint.checkpoint_state import (
     state_planes,
 )
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, INDEX
-from outsize.checkpoint.files.checkpoint_format import StoredTensor, read_header, read_tensor, sum_of_file
+from outsize.checkpoint.files.checkpoint_format import (
+    FileSum,
+    StoredTensor,
+    read_header,
+    read_tensor,
+    sum_of_file,
+)
 from outsize.checkpoint.files.checkpoint_map import find_plane, pieces, read_plane
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError
@@ -192,41 +198,60 @@ def check_files(directory: Path) -> None:
         )
 
 
-def check_model_files(directory: Path, *, is_exact: bool) -> None:
-    """Look whether the model of a checkpoint, without its optimizer's state, is as it was saved.
+_NOT_WHOLE = "the model is not whole"
+_OF_WEIGHTS = "take another checkpoint: each directory beside this one is a model as it lies there"
+_OF_TEXTS = (
+    "put it back as it was, from another checkpoint of the run, say; if it was changed on purpose, this directory is a "
+    "model as it lies there: copy it"
+)
+
+
+def check_model_files(directory: str | Path, sums: Mapping[str, FileSum] | None = None) -> None:
+    """Look whether a model, without its optimizer's state, is as a run has saved it; one of no run is taken as it is.
 
     Of a ``Trainer``'s, which notes no checksums, its weights are to be there and to begin as such files do.
 
     Args:
-        directory: the checkpoint.
-        is_exact: whether all is read and refused where it is another; else weights are to be there in their sizes, and
-            a warning names what lies beside them and was changed.
+        directory: of the model.
+        sums: of files that were read already, of a model that is copied; None for one that is used, whose files beside
+            the weights may have been changed on purpose: a warning names those.
 
     Raises:
         CheckpointError: a file is missing or not as it was written; names the file.
     """
+    directory = Path(os.path.expanduser(directory))
+    if not (directory / STATE).is_file():
+        return
     if trainer_checkpoint.is_trainers(directory):
         shards = files.json_or_empty(directory / INDEX).get("weight_map", {})
         paths = {directory / name for name in shards.values()} if isinstance(shards, dict) else set()
         for path in sorted(paths | set(directory.glob("*.safetensors"))):
             read_header(path)
         return
-    for name, expected in read_state(directory)["files"].items():
-        path, is_weights = directory / name, name.endswith(".safetensors")
-        if name.startswith("optimizer/") or (
-            is_weights and not is_exact and path.is_file() and path.stat().st_size == expected["num_bytes"]
-        ):
+    try:
+        listed = read_state(directory)["files"]
+    except CheckpointError as error:
+        if sums is not None:
+            raise
+        _log.warning("%s is not held against its checksums: %s", directory, str(error).partition(";")[0])
+        return
+    for name, expected in listed.items():
+        if name.startswith("optimizer/"):
             continue
+        is_weights = name.endswith(".safetensors")
         try:
-            check_file(path, expected, "the model is not whole", "take another checkpoint")
+            remedy = _OF_WEIGHTS if is_weights else _OF_TEXTS
+            check_file(directory / name, expected, _NOT_WHOLE, remedy, (sums or {}).get(name))
         except CheckpointError as error:
-            if is_exact or is_weights:
+            if is_weights or sums is not None:
                 raise
             _log.warning("%s", str(error).partition(";")[0])
 
 
-def check_file(path: Path, expected: Mapping[str, Any], lost: str, remedy: str) -> None:
-    """Read a file and hold it against its entry of a checkpoint's state.
+def check_file(
+    path: Path, expected: Mapping[str, Any], lost: str, remedy: str, actual: FileSum | None = None
+) -> None:
+    """Hold a file against its entry of a checkpoint's state; it is read where ``actual`` does not say what it holds.
 
     Raises:
         CheckpointError: it is missing, so that ``lost``, or not as it was written; names the file and the unit.
@@ -236,7 +261,7 @@ def check_file(path: Path, expected: Mapping[str, Any], lost: str, remedy: str) 
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, so {lost}{whose}; {remedy}")
     try:
-        actual = sum_of_file(path)
+        actual = actual or sum_of_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}{whose}; {remedy}") from error
     if actual.num_bytes != size:

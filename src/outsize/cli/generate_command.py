@@ -1,5 +1,6 @@
 """``outsize generate``: text from a model whose weights are streamed."""
 
+import contextlib
 import json
 import math
 import sys
@@ -13,7 +14,7 @@ import typer
 
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.records_text import ResumedLines, check_made_with, now_and_then, size_of
+from outsize.cli.text.records_text import ResumedLines, now_and_then, results_at, size_of
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
@@ -111,7 +112,10 @@ def generate(options: GenerateOptions, output: Output) -> None:
     talks = options.chat and not (prompts or output.as_json or options.json_lines or options.out)
     check_question(len(prompts) + talks, options.max_new_tokens, options.batch_size)
     how = _how(options)
-    with TextWriter(options) as writer:
+    with contextlib.ExitStack() as stack:
+        if options.out is not None:
+            stack.enter_context(results_at(options.out, _settings(options)))
+        writer = stack.enter_context(TextWriter(options))
         if talks:
             turns = count()
 
@@ -124,7 +128,7 @@ def generate(options: GenerateOptions, output: Output) -> None:
 
             conversation(reply, options.system, _lines_of_a_user(), output.say)
             return
-        lines = None if options.out is None else _lines(options)
+        lines = None if options.out is None else ResumedLines(options.out)
         num_done = 0 if lines is None else lines.count
         if num_done:
             output.say(f"{num_done} of {len(prompts)} prompts are answered already: going on behind them")
@@ -165,16 +169,14 @@ def _shown(
     return show
 
 
-def _lines(options: GenerateOptions) -> ResumedLines:
-    """Return the lines of ``--out``, those of a former run among them."""
-    assert options.out is not None
+def _settings(options: GenerateOptions) -> dict[str, str]:
+    """Return what the lines of ``--out`` are made with."""
     settled = (
         *("model", "base", "dtype", "prompt", "prompts", "chat", "system", "max_new_tokens", "batch_size"),
         *("stop", "sample", *_DRAWING, "seed"),
     )
     settings = {name: str(getattr(options, name)) for name in settled}
-    check_made_with(options.out, {**settings, "prompts_bytes": size_of(options.prompts)})
-    return ResumedLines(options.out)
+    return {**settings, "prompts_bytes": size_of(options.prompts)}
 
 
 def _lines_of_a_user() -> Iterator[str]:

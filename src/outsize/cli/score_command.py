@@ -13,7 +13,7 @@ from outsize import files
 from outsize.choices import Scored
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.records_text import ResumedLines, check_made_with, now_and_then, size_of
+from outsize.cli.text.records_text import ResumedLines, now_and_then, results_at, size_of
 from outsize.cli.text_writer import ModelOptions, TextWriter
 from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_seconds
@@ -47,6 +47,11 @@ class ScoreOptions(ModelOptions):
         typer.Option("--top-k", min=1, help="Of logits write the K largest alone; less than all of them."),
     ] = None
 
+    @property
+    def in_files(self) -> bool:
+        """Whether what is wanted of each text is a file."""
+        return self.want in ("logits", "hidden")
+
 
 @with_options(ScoreOptions)
 def score(options: ScoreOptions, output: Output) -> None:
@@ -55,9 +60,10 @@ def score(options: ScoreOptions, output: Output) -> None:
 
     if options.top_k is not None and options.want != "logits":
         raise ConfigError("--top-k is of --want logits; leave it out")
-    results = _Results(options)
     figures, tell = ScoringFigures(), now_and_then(output.say)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(results_at(options.out, _settings(options), in_files=options.in_files))
+        results = _Results(options)
         sequences, opened = _sequences(options, stack, output)
         writer = stack.enter_context(
             TextWriter(opened, "none" if options.want in ("hidden", "embeddings") else "auto")
@@ -141,27 +147,26 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             yield writer.scored_text(read_prompt(record, where), None)
 
 
+def _settings(options: ScoreOptions) -> dict[str, str]:
+    """Return what results are made with."""
+    names = ("model", "base", "dtype", "data", "want", "context", "top_k")
+    return {name: str(getattr(options, name)) for name in names} | {"data_bytes": size_of(options.data)}
+
+
 class _Results:
     """What is written of a scoring: a line or a file for each text, and how far a former one came.
 
     Args:
-        options: of the command; a file beside ``--out`` tells what it was made with.
+        options: of the command.
 
     Raises:
-        ConfigError: it was made with something else.
+        ConfigError: there is something else.
     """
 
     def __init__(self, options: ScoreOptions) -> None:
         self._out, self._want = options.out, options.want
-        self._as_files = options.want in ("logits", "hidden")
-        settings = {
-            name: str(getattr(options, name))
-            for name in ("model", "base", "dtype", "data", "want", "context", "top_k")
-        }
-        settings["data_bytes"] = size_of(options.data)
-        check_made_with(options.out, settings)
         self._logprob, self._num_scored = 0.0, 0
-        self._lines = None if self._as_files else ResumedLines(options.out)
+        self._lines = None if options.in_files else ResumedLines(options.out)
         self.num_done = self._count_files() if self._lines is None else self._lines.count
         for number, line in enumerate(() if self._lines is None else self._lines.former(), 1):
             try:
@@ -222,7 +227,6 @@ class _Results:
         self._num_scored += len(logprobs)
 
     def _count_files(self) -> int:
-        self._out.mkdir(exist_ok=True)
         number = 0
         while self._file(number).exists():
             number += 1

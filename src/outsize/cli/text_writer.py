@@ -49,14 +49,10 @@ class TextWriter:
     def __init__(self, options: ModelOptions, head: Literal["auto", "none"] = "auto") -> None:
         import outsize
         from outsize.checkpoint.begun_adapters import servable
-        from outsize.checkpoint.checkpoint_state import STATE
-        from outsize.checkpoint.run_checkpoint import check_model_files
         from outsize.model.stored_adapters import find_adapters
         from outsize.wrapped.writing.text import check_model
 
         place = servable(options.model)
-        if (Path(place) / STATE).is_file():
-            check_model_files(Path(place), is_exact=False)
         with contextlib.ExitStack() as stack:
             self._model = outsize.load(
                 place,

@@ -41,7 +41,7 @@ from outsize.streamed.spec import devices_of
 from outsize.telemetry.run_reading import lines_of, step_of
 from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.defaults import settle
-from outsize.training.evaluation import Interrupt
+from outsize.training.evaluation import Aftermath, Interrupt
 from outsize.training.loop import Progress
 from outsize.training.measures import peak_rss_bytes, stall_share
 from outsize.training.records import HEARTBEAT, TrainResult, write_whole
@@ -113,6 +113,7 @@ def _train(
         files.system().remove_tree(store_of(config, run_dir))  # what a process that was killed has left
     following = Following(config, interrupt, announce, progress, RECIPES[objective].has_perplexity)
     with contextlib.ExitStack() as stack:
+        aftermath = stack.enter_context(Aftermath(run_dir, announce))
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
         known_run = Known(config, done, following.complete)
         trainer, models = _opened(stack, config, objective, run_dir, announce, known_run)
@@ -131,6 +132,7 @@ def _train(
         )
         if resumed is not None:
             announce(f"resumed from {resumed.name}")
+        aftermath.begun = True
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
         figures = {
             "steps": trainer.state.global_step,

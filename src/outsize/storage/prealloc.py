@@ -191,12 +191,8 @@ def _check_free_space(path: Path, num_bytes: int) -> None:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise StorageError(f"{path} is in use by another run; give this one another directory") from error
-    except OSError:
-        return  # a file system without locks: nothing to check
+    if not files.lock(descriptor):
+        raise StorageError(f"{path} is in use by another run; give this one another directory")
 
 
 def enable_direct(descriptor: int, sector_bytes: int) -> OSError | None:

@@ -7,25 +7,22 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import latest, name_of, position_of, set_best
-from outsize.config import Config, MemoryConfig
+from outsize.checkpoint.checkpoint_state import latest, name_of, set_best
+from outsize.checkpoint.run_checkpoint import position_of
+from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, OutsizeError
-from outsize.model.sizes.model_spec import ModelSpec
-from outsize.optim.optimizer_spec import WEIGHTS, Plane
-from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job
 from outsize.session.steps import Measure
 from outsize.session.stream import StreamedTrainer
-from outsize.storage.committed import find_record
 from outsize.storage.prealloc import explain
 from outsize.training.records import Telling
 
@@ -167,13 +164,9 @@ class Aftermath:
     """A context manager that tells what a run which fails has left; it tells nothing of one that did not begin.
 
     Args:
-        memory: where its home is.
         run_dir: its directory.
-        spec: its model.
         announce: told.
-        planes: of a trained unit, at home.
-        own: elements of each unit that this rank steps; None for all.
-        whole: planes of which it holds all elements all the same.
+        home: returns the step that its home on disk holds, and where that is; None where it holds none.
 
     Attributes:
         begun: whether there have been steps.
@@ -181,21 +174,12 @@ class Aftermath:
 
     def __init__(
         self,
-        memory: MemoryConfig,
         run_dir: Path,
-        spec: ModelSpec,
         announce: Callable[[str], None],
-        planes: Mapping[str, Plane],
-        share: Sequence[range] | None = None,
-        whole_planes: Collection[str] = (WEIGHTS,),
+        home: Callable[[], tuple[int, str] | None] = lambda: None,
     ) -> None:
-        self._planes = planes
-        self._own, self._whole = share, whole_planes
         self.begun = False
-        self._memory = memory
-        self._run_dir = run_dir
-        self._spec = spec
-        self._announce = announce
+        self._run_dir, self._announce, self._home = run_dir, announce, home
 
     def __enter__(self) -> "Aftermath":
         return self
@@ -213,10 +197,8 @@ class Aftermath:
         """
         saved = latest(self._run_dir)
         starts = [(position_of(saved).step, saved.name)] if saved is not None else []
-        home = home_file(self._memory, self._run_dir)
-        record, _ = find_record(home, self._spec, self._planes, self._own, self._whole)
-        if record is not None:
-            starts.append((record.state["step"], str(home)))
+        if (committed := self._home()) is not None:
+            starts.append(committed)
         if not starts:
             return "nothing is saved yet, --resume auto starts with step 1 again"
         step, where = max(starts)

@@ -34,6 +34,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch, bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
+from outsize.storage.committed import find_record
 from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
 from outsize.streamed.spec import RunSpec
@@ -161,6 +162,9 @@ def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job
     if resumed is not None:
         run_checkpoint.check_holds(resumed, config)
     config, begun = with_begun_adapters(config, resumed, announce if ranks.is_first else lambda _: None)
+    if resumed is None:
+        for place in (config.model.path, begun or ""):
+            run_checkpoint.check_model_files(place)
     if resumed is not None:
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
@@ -236,8 +240,14 @@ def _open(
 
 
 def _aftermath(prepared: Job, own_dir: Path, announce: Announce) -> Aftermath:
-    memory, spec, planes = prepared.config.memory, prepared.split.spec, prepared.plan.state.planes
-    return Aftermath(memory, own_dir, spec, announce, planes, prepared.own, prepared.whole)
+    home = home_file(prepared.config.memory, own_dir)
+    laid_out = (prepared.split.spec, prepared.plan.state.planes, prepared.own, prepared.whole)
+
+    def committed() -> tuple[int, str] | None:
+        record, _ = find_record(home, *laid_out)
+        return None if record is None else (record.state["step"], str(home))
+
+    return Aftermath(own_dir, announce, committed)
 
 
 def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:

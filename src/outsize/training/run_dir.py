@@ -4,7 +4,6 @@ Another number of microbatches sums gradients in another order, and compiled blo
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
@@ -162,7 +161,10 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
         except OSError as error:
             raise explain(error, f"open {run_dir} ({key})") from error
         try:
-            _lock(descriptor, run_dir, key)
+            if not files.lock(descriptor):
+                raise StorageError(
+                    f"{run_dir} is in use by another run; wait for it, or choose another {key}"
+                )
             _remove_partial(run_dir)
             if config is None and _has_begun(run_dir):
                 raise ConfigError(f"{run_dir} holds a run already; choose another run_dir")
@@ -174,17 +176,6 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
             yield
         finally:
             files.system().close(descriptor)
-
-
-def _lock(descriptor: int, run_dir: Path, key: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise StorageError(
-            f"{run_dir} is in use by another run; wait for it, or choose another {key}"
-        ) from error
-    except OSError:
-        return  # a file system without locks: nothing to check
 
 
 def _remove_partial(run_dir: Path) -> None:

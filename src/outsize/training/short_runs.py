@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.begun_adapters import with_begun_adapters
+from outsize.checkpoint.run_checkpoint import check_model_files
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError
@@ -55,6 +56,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
         set_thresholds(heap=False)
         config, begun = with_begun_adapters(config, None, announce)
+        for place in (config.model.path, begun or ""):
+            check_model_files(place)
         prepared, _ = plan_run(replace(run, config=config), announce, adapters_from=begun)
         for note in notes_of(config, prepared):
             announce(note)

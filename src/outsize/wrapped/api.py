@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
+from outsize.checkpoint.run_checkpoint import check_model_files
 from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Products
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.compat.torch_private import is_compiled_in_place, parameters_of
@@ -218,6 +219,9 @@ def open_wrapped(
     Raises:
         OutsizeError: as `load`.
     """
+    if not built.empty:
+        for place in (name,) if adapters is None else (name, adapters.directory):
+            check_model_files(place)
     config = load_hf_config(name, built.trust_remote_code)
     config.update(dict(built.changes))
     dtype = choose_dtype(built.dtype, settings.devices, scaled=built.frozen)

@@ -6,6 +6,7 @@ The weights of a checkpoint in few files: a run writes one for each unit, and wh
 import contextlib
 import copy
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -236,29 +237,58 @@ _SHARD_BYTES = 5 * 10**9
 _PIECE_BYTES = 1 << 23
 
 
-def join_shards(shards: Sequence[Path], target: Path, shard_bytes: int = _SHARD_BYTES) -> None:
+def join_shards(shards: Sequence[Path], target: Path, shard_bytes: int = _SHARD_BYTES) -> dict[str, FileSum]:
     """Write the tensors of ``shards`` into ``target``, as one file or as few as hold ``shard_bytes`` each.
 
     A piece of a tensor is in memory at a time. Every method of writing raises `OSError` as the system says.
+
+    Returns:
+        Sizes and checksums of the shards, by name, where each was read from its beginning to its end.
 
     Raises:
         CheckpointError: a shard cannot be read.
     """
     stored = [tensor for shard in shards for tensor in read_header(shard).values()]
     groups = list(_groups(stored, shard_bytes))
+    read = {shard: _Reading(shard) for shard in shards}
     if len(groups) == 1:
-        _write(target / "model.safetensors", groups[0])
-        return
+        _write(target / "model.safetensors", groups[0], read)
+        return _sums(read)
     weight_map = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        _write(target / name, group)
+        _write(target / name, group, read)
         weight_map.update({tensor.name: name for tensor in group})
     index = {
         "metadata": {"total_size": sum(map(_bytes, stored))},
         "weight_map": dict(sorted(weight_map.items())),
     }
     files.write_text(target / INDEX, json.dumps(index, indent=2) + "\n", sync=True)
+    return _sums(read)
+
+
+class _Reading:
+    """The checksum of a file as its pieces are read, one behind the other; a piece out of order ends it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_bytes = self.crc32 = 0
+
+    def take(self, offset: int, data: memoryview) -> None:
+        """Take the bytes at ``offset``; of the first ones, the header before them is read."""
+        if self.num_bytes == 0:
+            with files.open_binary(self._path, "r") as file:
+                header = file.read(offset)
+            self.num_bytes, self.crc32 = len(header), zlib.crc32(header)
+        if self.num_bytes != offset:
+            self.num_bytes = -1
+            return
+        self.num_bytes, self.crc32 = offset + len(data), zlib.crc32(data, self.crc32)
+
+
+def _sums(read: Mapping[Path, _Reading]) -> dict[str, FileSum]:
+    whole = {path: each for path, each in read.items() if each.num_bytes == path.stat().st_size}
+    return {path.name: FileSum(each.num_bytes, each.crc32) for path, each in whole.items()}
 
 
 def _groups(stored: Sequence[StoredTensor], most_bytes: int) -> Iterator[list[StoredTensor]]:
@@ -274,7 +304,7 @@ def _groups(stored: Sequence[StoredTensor], most_bytes: int) -> Iterator[list[St
     yield group
 
 
-def _write(path: Path, tensors: Sequence[StoredTensor]) -> None:
+def _write(path: Path, tensors: Sequence[StoredTensor], read: Mapping[Path, _Reading]) -> None:
     # The larger items first, so that every tensor is aligned for its dtype.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     with TensorWriter(path, ((t.name, t.dtype, t.shape) for t in ordered)) as file:
@@ -283,7 +313,9 @@ def _write(path: Path, tensors: Sequence[StoredTensor]) -> None:
             for start in range(0, tensor.numel, step):
                 piece = torch.empty(min(step, tensor.numel - start), dtype=tensor.dtype)
                 read_elements(tensor, start, start + len(piece), piece)
-                file.write(bytes_of(piece))
+                data = bytes_of(piece)
+                read[tensor.path].take(tensor.offset + start * tensor.dtype.itemsize, data)
+                file.write(data)
         file.sync()
 
 

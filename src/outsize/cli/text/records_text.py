@@ -1,6 +1,8 @@
 """Print records in words: the plan of a dry run, findings of the doctor, results of a command that goes on."""
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outsize import files
 from outsize.cli.text.console import Output
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, StorageError
 from outsize.units import format_seconds
 
 if TYPE_CHECKING:
@@ -107,25 +109,38 @@ def _counted(number: int) -> str:
 SAY_S = 10.0  # between two lines of progress
 
 
-def check_made_with(out: Path, settings: Mapping[str, str]) -> None:
-    """Note beside results what they are made with, and refuse to go on with those made with something else.
+@contextlib.contextmanager
+def results_at(out: Path, settings: Mapping[str, str], *, in_files: bool = False) -> Iterator[None]:
+    """Hold the place of results for this process, and note beside them what they are made with.
 
     Args:
-        out: the results, or where they are to be.
-        settings: settings.
+        out: where they are, or are to be.
+        settings: what they are made with.
+        in_files: whether each is a file in a directory, and no line of one file.
 
     Raises:
-        ConfigError: they were made with others, or by something else.
+        ConfigError: they were made with other settings, or by something else.
+        StorageError: another process writes them now.
     """
     note = out.with_name(out.name + ".made-with.json")
-    begun = any(out.iterdir()) if out.is_dir() else out.exists() and out.stat().st_size > 0
-    if begun and note.exists() and files.read_json(note, ConfigError, "choose another --out") != settings:
-        raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
-    if not note.exists() and out.exists():
+    if out.exists() and not note.exists():
         raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
-    if not (begun and note.exists()):
-        files.make_directories(out.parent)
-        files.write_whole(note, json.dumps(settings))
+    files.make_directories(out if in_files else out.parent)
+    flags = os.O_RDONLY | os.O_DIRECTORY if in_files else os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
+    descriptor = files.system().open(out, flags)
+    try:
+        if not files.lock(descriptor):
+            raise StorageError(
+                f"{out} is written by another process now; wait for it, or choose another --out"
+            )
+        begun = any(out.iterdir()) if in_files else os.fstat(descriptor).st_size > 0
+        if not (begun and note.exists()):
+            files.write_whole(note, json.dumps(settings))
+        elif files.read_json(note, ConfigError, "choose another --out") != settings:
+            raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
+        yield
+    finally:
+        files.system().close(descriptor)
 
 
 def size_of(data: Path | None) -> str:
@@ -145,6 +160,7 @@ class ResumedLines:
 
     def __init__(self, out: Path) -> None:
         self._out = out
+        self._num_bytes = 0
         self._former = list(self._read())
         self.count = len(self._former)
 
@@ -154,9 +170,18 @@ class ResumedLines:
         return iter(lines)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line."""
-        with files.open_text(self._out, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        """Write a line.
+
+        Raises:
+            StorageError: the file is not as the last line left it.
+        """
+        with files.open_binary(self._out, "a") as file:
+            if file.tell() != self._num_bytes:
+                raise StorageError(
+                    f"{self._out} was changed or removed while this command wrote it: what is there no longer goes "
+                    "with what was asked; remove it and start again"
+                )
+            self._num_bytes += file.write(json.dumps(line).encode() + b"\n")
         self.count += 1
 
     def _read(self) -> Iterator[dict[str, Any]]:
@@ -172,6 +197,7 @@ class ResumedLines:
         complete = written[: written.rfind(b"\n") + 1]
         if len(complete) < len(content):
             files.cut(self._out, len(complete))
+        self._num_bytes = len(complete)
         for number, text in enumerate(complete.splitlines(), 1):
             try:
                 line = json.loads(text)
