@@ -82,6 +82,15 @@ def newest_home(
     return record
 
 
+def committed_step(prepared: Job, run_dir: Path) -> tuple[int, str] | None:
+    """Return the step that the home of a run holds, and its path; None where it holds none."""
+    home = home_file(prepared.config.memory, run_dir)
+    record, _ = find_record(
+        home, prepared.split.spec, prepared.plan.state.planes, prepared.own, prepared.whole
+    )
+    return None if record is None else (record.state["step"], str(home))
+
+
 def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce) -> CommitRecord | None:
     """Return this rank's record of the last step that all ranks have committed; None where there is none.
 

@@ -198,7 +198,6 @@ def check_files(directory: Path) -> None:
         )
 
 
-_NOT_WHOLE = "the model is not whole"
 _OF_WEIGHTS = "take another checkpoint: each directory beside this one is a model as it lies there"
 _OF_TEXTS = (
     "put it back as it was, from another checkpoint of the run, say; if it was changed on purpose, this directory is a "
@@ -229,19 +228,17 @@ def check_model_files(directory: str | Path, sums: Mapping[str, FileSum] | None 
             read_header(path)
         return
     try:
-        listed = read_state(directory)["files"]
+        listed = {n: e for n, e in read_state(directory)["files"].items() if not n.startswith("optimizer/")}
     except CheckpointError as error:
         if sums is not None:
             raise
         _log.warning("%s is not held against its checksums: %s", directory, str(error).partition(";")[0])
         return
     for name, expected in listed.items():
-        if name.startswith("optimizer/"):
-            continue
         is_weights = name.endswith(".safetensors")
         try:
             remedy = _OF_WEIGHTS if is_weights else _OF_TEXTS
-            check_file(directory / name, expected, _NOT_WHOLE, remedy, (sums or {}).get(name))
+            check_file(directory / name, expected, "the model is not whole", remedy, (sums or {}).get(name))
         except CheckpointError as error:
             if is_weights or sums is not None:
                 raise

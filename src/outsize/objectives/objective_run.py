@@ -113,7 +113,6 @@ def _train(
         files.system().remove_tree(store_of(config, run_dir))  # what a process that was killed has left
     following = Following(config, interrupt, announce, progress, RECIPES[objective].has_perplexity)
     with contextlib.ExitStack() as stack:
-        aftermath = stack.enter_context(Aftermath(run_dir, announce))
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
         known_run = Known(config, done, following.complete)
         trainer, models = _opened(stack, config, objective, run_dir, announce, known_run)
@@ -132,7 +131,7 @@ def _train(
         )
         if resumed is not None:
             announce(f"resumed from {resumed.name}")
-        aftermath.begun = True
+        stack.enter_context(Aftermath(run_dir, announce)).begun = True
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
         figures = {
             "steps": trainer.state.global_step,

@@ -4,6 +4,7 @@ import contextlib
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from outsize.accelerators import uuids_of
@@ -17,7 +18,7 @@ from outsize.checkpoint.checkpoint_state import (
     read_state,
     remove_litter,
 )
-from outsize.checkpoint.home_file import newest_home, start, tell_costs
+from outsize.checkpoint.home_file import committed_step, newest_home, start, tell_costs
 from outsize.checkpoint.saver import Saver, check_room
 from outsize.config import Config, dump_config
 from outsize.data.packed_dataset import PackedDataset
@@ -34,7 +35,6 @@ from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch, bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
-from outsize.storage.committed import find_record
 from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
 from outsize.streamed.spec import RunSpec
@@ -203,7 +203,7 @@ def _open(
     # Entered first, so that it still watches while everything else is given back.
     watchdog = stack.enter_context(_watchdog(prepared, ranks, expected))
     # Entered before what it speaks of, so that it speaks when every lane has ended.
-    aftermath = stack.enter_context(_aftermath(prepared, own_dir, announce))
+    aftermath = stack.enter_context(Aftermath(own_dir, announce, partial(committed_step, prepared, own_dir)))
     trainer = start(
         stack, prepared, own_dir, record, resumed, announce, data_of(dataset, prepared.config.data)
     )
@@ -237,17 +237,6 @@ def _open(
     # Of several ranks one that fails says so before its lanes end: they may wait for the others, and those for it.
     stack.push(lambda kind, error, trace: ranks.group.close(error) if error is not None else None)
     return run
-
-
-def _aftermath(prepared: Job, own_dir: Path, announce: Announce) -> Aftermath:
-    home = home_file(prepared.config.memory, own_dir)
-    laid_out = (prepared.split.spec, prepared.plan.state.planes, prepared.own, prepared.whole)
-
-    def committed() -> tuple[int, str] | None:
-        record, _ = find_record(home, *laid_out)
-        return None if record is None else (record.state["step"], str(home))
-
-    return Aftermath(own_dir, announce, committed)
 
 
 def _computing(prepared: Job, announce: Announce) -> tuple[Peak, float | None]:

@@ -287,8 +287,11 @@ class _Reading:
 
 
 def _sums(read: Mapping[Path, _Reading]) -> dict[str, FileSum]:
-    whole = {path: each for path, each in read.items() if each.num_bytes == path.stat().st_size}
-    return {path.name: FileSum(each.num_bytes, each.crc32) for path, each in whole.items()}
+    return {
+        path.name: FileSum(each.num_bytes, each.crc32)
+        for path, each in read.items()
+        if each.num_bytes == path.stat().st_size
+    }
 
 
 def _groups(stored: Sequence[StoredTensor], most_bytes: int) -> Iterator[list[StoredTensor]]:
