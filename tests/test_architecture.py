@@ -243,7 +243,6 @@ ARROWS = {
         "storage",
     },
     "wrapped.at_home": {"compat", "errors"},
-    "wrapped.calls": {"compat", "errors"},
     "wrapped": GROUND
     | {
         "accelerators",
@@ -266,7 +265,6 @@ ARROWS = {
         "telemetry",
         "training",
         "wrapped.at_home",
-        "wrapped.calls",
     },
     "wrapped.writing": GROUND
     | {"choices", "compat", "inference", "model.sizes", "planner.search", "wrapped"},

@@ -221,6 +221,42 @@ def _(loop: Loop) -> Tensor:
     return view
 
 
+@row("data assigned, and changed later where they were")
+def _(loop: Loop) -> Tensor:
+    given = torch.full(loop.head.shape, 0.01)
+    loop.head.data = given
+    given.mul_(2)
+    torch.enable_grad()(loop.step)()
+    given.mul_(0.5)
+    loop.head.add_(1e-3)
+    return given
+
+
+@row("data assigned of a flat tensor, which is looked at and changed as a whole")
+def _(loop: Loop) -> list[Tensor]:
+    size = loop.head.numel()
+    flat = torch.full((size + loop.table.numel(),), 0.01)
+    loop.head.data, loop.table.data = flat[:size].view_as(loop.head), flat[size:].view_as(loop.table)
+    torch.enable_grad()(loop.step)()
+    found = [flat.clone(), flat.norm()]
+    flat.mul_(0.5)
+    torch.enable_grad()(loop.step)()
+    return [*found, flat, loop.model.state_dict()["lm_head.weight"]]
+
+
+@row("data of another parameter", all="lie in one memory")
+def _(loop: Loop) -> None:
+    one, other = (loop.model.model.layers[n].mlp.up_proj.weight for n in (0, 1))
+    other.data = one.data
+    torch.enable_grad()(loop.step)()
+
+
+@row("the same data for two parameters", all="lie in one memory")
+def _(loop: Loop) -> None:
+    given = torch.full(loop.head.shape, 0.01)
+    loop.head.data, loop.table.data = given, given
+
+
 @row("data = another shape", all="has room for that shape|was given other sizes after")
 def _(loop: Loop) -> None:
     loop.head.data = torch.zeros(3, 4)
@@ -905,6 +941,39 @@ def _(loop: Loop) -> None:
         p.grad = gradient
     loop.optimizer.step()
     loop.optimizer.zero_grad()
+
+
+@row("a gradient assigned, which the program goes on looking at and changing", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    given = torch.full(loop.head.shape, 1e-3)
+    loop.head.grad = given
+    given.mul_(3)
+    loop.backward()
+    found = [given.clone()]
+    given.mul_(0.5)
+    loop.backward()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+    return [*found, given]
+
+
+@row("gradients in a flat tensor, zeroed in place", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    size = loop.head.numel()
+    flat = torch.zeros(size + loop.table.numel())
+    loop.head.grad, loop.table.grad = flat[:size].view_as(loop.head), flat[size:].view_as(loop.table)
+    found = []
+    for _ in range(2):
+        loop.backward()
+        found += [flat.norm(), loop.head.grad.clone()]
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+    return [*found, flat.norm()]
+
+
+@row("one gradient for two parameters", kind="gradients", all="lie in one memory")
+def _(loop: Loop) -> None:
+    loop.head.grad = loop.table.grad = torch.zeros(loop.head.shape)
+    loop.backward()
 
 
 @row("gradients of two parameters exchanged", kind="gradients")

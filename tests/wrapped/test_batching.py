@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import DataError
-from outsize.wrapped.calls.batching import cut, divisors, main_input, sizes_of
+from outsize.wrapped.batching import cut, divisors, main_input, sizes_of
 
 
 @given(rows=st.integers(1, 40), count=st.integers(1, 12))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import ConfigError, ModelError
+from outsize.model.shared_memory import check_memory
 from wrapped.loops import wrapped
 
 WIDTH = 16
@@ -196,6 +197,15 @@ def test_frozen_weights_of_one_memory_are_refused_once_they_change(home: str):
                 ModelError, match=r"layers.0.first.weight and layers.1.first.weight lay in one"
             ):
                 model(input_ids=IDS)
+
+
+def test_a_skeleton_whose_parameters_would_share_memory_is_refused_by_name():
+    with torch.device("meta"):
+        model = Model()
+    assert check_memory(model) == ()
+    _over(model, lambda t: t)
+    with pytest.raises(ModelError, match="lie in one memory"):
+        check_memory(model)
 
 
 def test_a_parameter_added_later_over_the_memory_of_another_is_refused():

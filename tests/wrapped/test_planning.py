@@ -10,7 +10,7 @@ from outsize.planner.program.stages import Choice
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.session import session
 from outsize.session.job import demand
-from outsize.wrapped.calls.batching import Autocast
+from outsize.wrapped.batching import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of
 from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped

@@ -242,6 +242,11 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def has_no_bytes(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of a class that wraps others, or rests elsewhere: its address is that of nothing."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def weak_storage(storage: torch.UntypedStorage) -> object:
     """Return what keeps no byte of ``storage``, and keeps its `storage_key` from being that of another one."""
     from torch.multiprocessing.reductions import StorageWeakRef

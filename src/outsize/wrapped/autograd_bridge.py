@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outsize.compat.torch_private import wants_gradient, will_run
 from outsize.errors import ConfigError
-from outsize.wrapped.calls.batching import InputGradients
+from outsize.wrapped.batching import InputGradients
 from outsize.wrapped.outputs import Joined, Roots
 
 Backward = Callable[[Roots], None]

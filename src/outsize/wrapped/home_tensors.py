@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outsize.checkpoint.checkpoint_state import plane_of
+from outsize.compat.torch_private import memory_key, num_holders
 from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, FrozenPart, TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
@@ -43,6 +44,7 @@ class HomeTensors:
         handed_out: weights and optimizer state that a program may hold.
         factors: what gradients are yet to be multiplied by, at the latest in the next step, by name.
         is_left: whether the home is no more.
+        links: tensors that the program has assigned, and may hold, by name and `WEIGHTS` or `GRADIENT`.
         num_writes: how often `write` has replaced weights, by unit.
     """
 
@@ -52,6 +54,10 @@ class HomeTensors:
         self._half = MASTER in state.planes
         self._given_masters: set[int] = set()
         self._shown: weakref.WeakValueDictionary[object, Tensor] = weakref.WeakValueDictionary()
+        self._where: dict[str, tuple[UnitSpec, TensorSpec, str]] = {}
+        self._pointers: dict[str, int] = {}
+        self.links: dict[tuple[str, str], Tensor] = {}
+        self._places_of_others: dict[str, Place] = {}
         self.settle = settle
         self.handed_out = HandedOut()
         self.is_left = False
@@ -73,6 +79,8 @@ class HomeTensors:
             tensor: as `plane_of` has it, where items stand for several elements each.
             plane: of its unit or frozen part.
         """
+        if (tensor.name, WEIGHTS) in self.links and plane == self._where[tensor.name][2]:
+            return self.links[tensor.name, WEIGHTS]
         if self._is_view(unit, plane):
             return self._view(unit, tensor, plane)
         with Arena() as arena:
@@ -90,6 +98,8 @@ class HomeTensors:
                 flat = self._plane(arena, unit, name)
                 self._read(unit, name, flat, arena)
                 found |= {t.name: flat[t.offset :][: t.numel].view(t.shape).clone() for t in tensors}
+        if self.links and plane == WEIGHTS:
+            found |= {name: self.links[name, WEIGHTS] for name in found if (name, WEIGHTS) in self.links}
         return found
 
     def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
@@ -100,6 +110,9 @@ class HomeTensors:
         if plane == MASTER:
             self._given_masters.add(unit.index)
         self.num_writes[unit.index] += plane == WEIGHTS
+        for name in tensors if self.links else ():
+            if (name, plane) in self.links:
+                self.links[name, plane].copy_(tensors[name].detach())
         planes = list(self._members(unit, plane))
         if plane == WEIGHTS and self._half and unit.trainable:
             planes.append((MASTER, unit.tensors))
@@ -163,6 +176,69 @@ class HomeTensors:
     def _plane(self, arena: Arena, unit: UnitSpec, plane: str) -> Tensor:
         numel, dtype = self._form(unit, plane)
         return arena.take(numel * dtype.itemsize, plane).view(dtype)
+
+    def link(self, name: str, value: Tensor, plane: str = WEIGHTS) -> None:
+        """Have what is at home under ``name`` lie in ``value`` as well, which the program has assigned and may hold.
+
+        Not so where a codec writes it, or ``value`` has no bytes here.
+        """
+        self.unlink(name, plane)
+        unit, _, place = self._where[name]
+        if isinstance(value, AtRest):
+            if plane == WEIGHTS:
+                self._places_of_others[name] = value.place
+        elif codec_part(unit, place) is None and value.device.type == "cpu" and value.layout is torch.strided:
+            form = value.storage_offset(), value.shape, value.stride()
+            self.links[name, plane] = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage(), *form)
+
+    def unlink(self, name: str, plane: str = WEIGHTS) -> None:
+        """Let go of what the program has assigned there before."""
+        self.links.pop((name, plane), None)
+        if plane == WEIGHTS:
+            self._places_of_others.pop(name, None)
+
+    def bring_links(self) -> list[tuple[str, str]]:
+        """Bring home what a program has changed in tensors that it assigned; let go of those that it holds no longer.
+
+        Returns:
+            Parameters without bytes that were assigned what rests at home of another one, with the names of these.
+        """
+        for key in list(self.links):
+            value = self.links[key]
+            if not torch.equal(self._at_home(*key).to(value.dtype), value):
+                self.write(self._where[key[0]][0], {key[0]: value.clone()}, key[1])
+            if not self._is_linked(*key):
+                self.unlink(*key)
+        return [
+            (name, other)
+            for name, place in self._places_of_others.items()
+            for other, (unit, tensor, plane) in self._where.items()
+            if other != name and place.key == (id(self), other, plane)
+        ]
+
+    def show_links(self, plane: str) -> None:
+        """Have what the program holds show what a pass has left at home."""
+        for name, among in list(self.links):
+            if among == plane:
+                self.links[name, plane].copy_(self._at_home(name, plane))
+
+    def _at_home(self, name: str, plane: str) -> Tensor:
+        unit, tensor, place = self._where[name]
+        value = self.links.pop((name, plane))
+        try:
+            return self.read_one(unit, tensor, place if plane == WEIGHTS else plane)
+        finally:
+            self.links[name, plane] = value
+
+    def _is_linked(self, name: str, plane: str) -> bool:
+        """Whether a program holds what lies at home under ``name`` as well."""
+        key = memory_key(self.links[name, plane])
+        usual = sum(
+            1 + (among == WEIGHTS and other in self._pointers)
+            for (other, among), value in self.links.items()
+            if memory_key(value) == key
+        )
+        return num_holders(self.links[name, plane].untyped_storage()) > usual
 
     def _is_view(self, unit: UnitSpec, plane: str) -> bool:
         """Whether tensors of a plane are views of it: it lies in memory as it is."""
@@ -233,6 +309,16 @@ class _Place:
     def key(self) -> object:
         return id(self if self._apart is not None else self._alive()), self.tensor.name, self.plane
 
+    def unlink(self) -> None:
+        own = self._alive()
+        if self._apart is None and self.plane == own._where[self.tensor.name][2]:
+            own.unlink(self.tensor.name)
+
+    def link(self, value: Tensor) -> None:
+        own = self._alive()
+        if self._apart is None and self.plane == own._where[self.tensor.name][2]:
+            own.link(self.tensor.name, value)
+
     def part(self) -> None:
         """Rest apart from what is at home from now on: a gradient that was let go of, and that somebody holds."""
         self._apart = self.read()
@@ -247,6 +333,8 @@ class _Place:
         own = self._alive()
         own.settle()
         value = own.read_one(self.unit, self.tensor, self.plane)
+        if (self.tensor.name, WEIGHTS) in own.links:
+            value = value.clone()
         if self.plane == GRADIENT and self.tensor.name in own.factors:
             value.mul_(own.factors[self.tensor.name])
         return value

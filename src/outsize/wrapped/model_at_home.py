@@ -19,9 +19,10 @@ from outsize.compat.torch_private import parameters_of
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
+from outsize.model.shared_memory import check_memory
 from outsize.model.split import Split, UnitChoice, split
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import StateLayout
+from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.trial.trial_pass import UnitOrderError
@@ -29,7 +30,7 @@ from outsize.session.fill import summary
 from outsize.session.job.machine import check_transport, describe_machine
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
-from outsize.wrapped.arguments import WrapSettings, check_memory
+from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.at_home.home_parameter import plainly, weakly
 from outsize.wrapped.moving import Moving
 from outsize.wrapped.parameters import Fill, HomeParameters
@@ -195,6 +196,7 @@ class ModelAtHome(ABC):
         model = self._model()
         if model is None or self._closed:
             raise ConfigError("this model has been unwrapped; wrap it again to stream it")
+        self._follow_links(model)
         present = {
             id(p) for p in model.parameters()
         }  # in any order: PEFT's experts change it in their forward
@@ -233,6 +235,21 @@ class ModelAtHome(ABC):
             )
         return model
 
+    def _follow_links(self, model: nn.Module) -> None:
+        """Bring home what a program has changed in tensors that it assigned to parameters, and to their gradients.
+
+        Raises:
+            ModelError: one of them is the memory of several.
+        """
+        if self.parameters.links:
+            links = self.parameters.links.items()
+            check_memory(model, {name: value for (name, plane), value in links if plane == WEIGHTS})
+        for one, other in self.parameters.bring_links():
+            raise ModelError(
+                f"{one} was assigned the data of {other} (parameter.data =), and would lie in one memory with it: "
+                "assign its clone(), or make them one parameter before outsize.wrap"
+            )
+
     def _version_of_shared(self) -> tuple[int, ...]:
         """Return numbers that differ once weights that lay in one memory have changed, or train."""
         names = {name for pair in self._shared for name in pair if name in self.parameters.named}
@@ -243,10 +260,10 @@ class ModelAtHome(ABC):
     def _is_in_use(self, gone: Set[int]) -> bool:
         """Whether any of the parameters that the model has no longer, by `id`, has a gradient or optimizer state."""
         with plainly():
-            gradients = {id(one) for one in self.parameters.named.values() if one.grad is not None}
+            with_gradient = {id(self.parameters.named[name]) for name in self.parameters.gradients()}
         stepped = {id(self.parameters.named[name]) for name, count in self.updates.items() if count}
         owned = {key for key, name in self.parameters.names.items() if name in self.owners}
-        return bool(gone & (gradients | stepped | owned))
+        return bool(gone & (with_gradient | stepped | owned))
 
     def _keep_head(self, model: nn.Module) -> None:
         """From now on the forward takes the weight of the head itself: the head is part of the rest."""
@@ -309,13 +326,8 @@ class ModelAtHome(ABC):
 
     def _flags_now(self, model: nn.Module) -> dict[int, bool]:
         """What trains, and what has a gradient though it was frozen since: optimizers of torch step that as well."""
-        with plainly():
-            waiting = {
-                key
-                for key, name in self.parameters.names.items()
-                if self.parameters.named[name].grad is not None
-            }
-        return {key: trains or key in waiting for key, trains in flags_of(model).items()}
+        names, waiting = self.parameters.names, self.parameters.gradients()
+        return {key: trains or names.get(key) in waiting for key, trains in flags_of(model).items()}
 
     def _split_anew(self, model: nn.Module, flags: dict[int, bool]) -> None:
         decays = self._decays

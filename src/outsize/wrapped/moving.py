@@ -54,9 +54,7 @@ class Moving:
             if unit.index in former.with_state
             for position in former.positions_with_gradient(unit)
         }
-        with plainly():
-            gradients = {name: parameter.grad for name, parameter in former.named.items()}
-        self._loose = {n: g for n, g in gradients.items() if g is not None and n not in self._with_gradient}
+        self._loose = {n: g for n, g in former.gradients().items() if n not in self._with_gradient}
 
     def room_for(self, flags: Mapping[int, bool], former: Mapping[int, bool]) -> dict[int, bool]:
         """Return what gets room for a gradient and state: what trains, what has either, and adapters that are off now.
@@ -148,3 +146,6 @@ class Moving:
         with plainly(), torch.no_grad():
             for name, gradient in self._loose.items():
                 parameters.named[self.names[name]].grad = gradient
+        for (name, plane), value in self._former.links.items():
+            if name in self.names:
+                parameters.link(self.names[name], value, plane)

@@ -16,10 +16,9 @@ from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.step import clip_coefficient, gradient_norms
 from outsize.storage.ledger import Arena
 from outsize.wrapped.at_home.at_rest import AtRest
-from outsize.wrapped.at_home.home_parameter import plainly
+from outsize.wrapped.at_home.home_parameter import parameter_of_now, plainly
 from outsize.wrapped.module import iterate_parameters, runner_of
 from outsize.wrapped.optimizer_state import StateAtHome
-from outsize.wrapped.parameters import parameter_of_now
 from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -359,7 +358,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         raise NonFiniteError(f"the gradient norm is {total.item():g}; no gradient was changed")
     if math.isfinite(max_norm):
         runner.parameters.factors.update((name, coefficient) for name, _ in norms)
-    if runner.optimizer is None:
+    if runner.optimizer is None or runner.parameters.links:
         runner.parameters.multiply_gradients(name for name, _ in norms)
     return total
 

@@ -3,7 +3,7 @@
 Tensors are joined leaf by leaf, as soon as each microbatch has them, so that logits lie in one place only, of several
 devices on that which comes first:
 
-* a number (the loss, an auxiliary loss): weighted as in `wrapped.calls.batching` and added;
+* a number (the loss, an auxiliary loss): weighted as in `wrapped.batching` and added;
 * a tensor whose first dimension is the rows of its microbatch, or a multiple of them (router logits, one per token):
   concatenated, in the order of the batch;
 * anything else: kept where all microbatches returned the same, else None (a cache of keys and values, say).

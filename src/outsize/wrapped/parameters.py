@@ -8,9 +8,9 @@ written, and those that ``transport.weights`` keeps encoded.
 In both, ``parameter.grad is None`` means: there is no gradient, the next backward begins anew.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -18,32 +18,30 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
 from outsize.compat.torch_private import (
-    gradient_hooks,
     has_gradient_hooks,
     parameters_of,
     share_gradient_hooks,
     version_of,
-    waits_for_others,
 )
-from outsize.errors import ConfigError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena
-from outsize.wrapped.at_home.at_rest import AtRest, Place
+from outsize.wrapped.at_home.at_rest import AtRest, Place, value_to_assign
 from outsize.wrapped.at_home.home_parameter import (
     HandedGradient,
     HomeParameter,
     alone,
+    hooks_run,
     plainly,
     show_at_home,
+    stands_in,
     weakly,
 )
 from outsize.wrapped.home_tensors import HomeTensors, codec_part, follow
 
 Fill = Callable[[TensorSpec, Tensor], None]
-_NOW = "_outsize_now"
 
 
 class HomeParameters(HomeTensors):
@@ -82,8 +80,6 @@ class HomeParameters(HomeTensors):
         self._versions: dict[str, int] = {}
         self.named: dict[str, nn.Parameter] = {}
         self.names: dict[int, str] = {}
-        self._pointers: dict[str, int] = {}
-        self._where: dict[str, tuple[UnitSpec, TensorSpec, str]] = {}
         self._handed_gradients: dict[str, HandedGradient] = {}
         self._gradient_places: weakref.WeakValueDictionary[str, Place] = weakref.WeakValueDictionary()
         units = split.spec.units
@@ -122,13 +118,16 @@ class HomeParameters(HomeTensors):
             for position, tensor in enumerate(unit.tensors):
                 gradient = self.named[tensor.name].grad
                 if gradient is None:
+                    self.unlink(tensor.name, GRADIENT)
                     self._let_go(tensor.name)
                     continue
                 found.add(position)
                 if not self._is_own(unit, tensor, gradient):
                     self._let_go(tensor.name)
                     self.write(unit, {tensor.name: gradient}, GRADIENT)
-                    self._show(unit, tensor)
+                    self.link(tensor.name, gradient, GRADIENT)
+                    if (tensor.name, GRADIENT) not in self.links:
+                        self._show(unit, tensor)
         return frozenset(found)
 
     def resized(self) -> list[str]:
@@ -146,6 +145,12 @@ class HomeParameters(HomeTensors):
                 elif parameter.data_ptr() != self._pointers[name]:
                     return name
         return None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that there are now, by name."""
+        with plainly():
+            gradients = {name: parameter.grad for name, parameter in self.named.items()}
+        return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
     def show_gradients(self, unit: UnitSpec, positions: frozenset[int]) -> None:
         """Let the parameters at ``positions`` have a ``.grad``."""
@@ -165,36 +170,12 @@ class HomeParameters(HomeTensors):
                     value = self.read_one(unit, tensor, GRADIENT)
                     self.write(unit, {tensor.name: value.mul_(due[tensor.name])}, GRADIENT)
 
-    @contextlib.contextmanager
-    def hooks_run(self) -> Iterator[None]:
-        """Run hooks on gradients behind a backward, with the sum of that backward alone, as autograd does.
-
-        What was there before is set aside meanwhile.
-        """
+    def hooks_run(self) -> AbstractContextManager[None]:
+        """See `hooks_run`."""
         with plainly():
             hooked = {name: each for name, each in self.named.items() if has_gradient_hooks(each)}
             self.multiply_gradients(hooked)
-            former = {n: None if p.grad is None else p.grad.clone() for n, p in hooked.items()}
-            for parameter in hooked.values():
-                parameter.grad = None
-        ended = False
-        try:
-            yield
-            ended = True
-        finally:
-            try:
-                for name, parameter in hooked.items():
-                    with plainly():
-                        gradient, before = parameter.grad, former[name]
-                        if not ended or gradient is None:
-                            parameter.grad = former.pop(name)
-                            continue
-                    _run_hooks(parameter, gradient, before)
-                    del former[name]
-            finally:
-                with plainly():
-                    for name, before in former.items():  # a hook has failed: what was there is there again
-                        hooked[name].grad = before
+        return hooks_run(hooked)
 
     def begin_state(self, names: Collection[str], planes: Iterable[str]) -> None:
         """Have the optimizer's state of these names begin anew, at zero."""
@@ -291,7 +272,10 @@ class HomeParameters(HomeTensors):
             self._handed_gradients.pop(name).part(name, factor)
 
     def _is_own(self, unit: UnitSpec, tensor: TensorSpec, gradient: Tensor) -> bool:
-        """Whether a gradient is what `_show` has shown."""
+        """Whether a gradient is what `_show` has shown, or is linked."""
+        linked = self.links.get((tensor.name, GRADIENT))
+        if linked is not None:
+            return linked.data_ptr() == gradient.data_ptr()
         if self._is_view(unit, GRADIENT):
             return gradient.data_ptr() == self._view(unit, tensor, GRADIENT).data_ptr()
         return isinstance(gradient, AtRest) and gradient.rests_at((id(self), tensor.name, GRADIENT))
@@ -302,11 +286,56 @@ class HomeParameters(HomeTensors):
         if gradient and self.factors and id(parameter) in self.names:
             self.multiply_gradients((self.names[id(parameter)],))
 
-    def _part(self, parameter: nn.Parameter) -> None:
-        """Have a parameter that is about to be assigned other data lie apart from what a program holds of it."""
+    def _assign(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Bring home what a parameter is assigned; what a program holds of the former value lies apart from now on."""
         name = self.names[id(parameter)]
+        value_home = value_to_assign(parameter.detach(), value)
+        assert value_home is not None
+        self.unlink(name)
         if self.handed_out.part_one(f"{self._where[name][2]} of {name}"):
-            parameter.data = self._shown_view(name)
+            self._show_weights(name)
+        with torch.no_grad():
+            parameter.detach().copy_(value_home)
+        self.link(name, value)
+
+    def link(self, name: str, value: Tensor, plane: str = WEIGHTS) -> None:
+        """See `HomeTensors.link`; parameters in memory, and gradients, show the value itself."""
+        super().link(name, value, plane)
+        if (name, plane) in self.links:
+            with plainly():
+                self._show_link(name, plane)
+
+    def unlink(self, name: str, plane: str = WEIGHTS) -> None:
+        """See `HomeTensors.unlink`."""
+        linked = (name, plane) in self.links
+        super().unlink(name, plane)
+        if linked and plane == WEIGHTS and name in self._pointers:
+            self._show_weights(name)
+        elif linked and plane == GRADIENT and self.named[name].grad is not None:
+            self._show(*self._where[name][:2])
+
+    def show_links(self, plane: str) -> None:
+        """See `HomeTensors.show_links`."""
+        with plainly(), torch.no_grad():
+            super().show_links(plane)
+            for name, among in self.links:
+                if among == plane == GRADIENT and self.named[name].grad is not None:
+                    self._show_link(name, plane)
+
+    def _show_link(self, name: str, plane: str) -> None:
+        parameter, value = self.named[name], self.links[name, plane]
+        if plane == GRADIENT:
+            parameter.grad = None
+            parameter.grad_dtype = value.dtype
+            parameter.grad = value
+        elif name in self._pointers:
+            parameter.data = value
+            self._pointers[name] = value.data_ptr()
+
+    def _show_weights(self, name: str) -> None:
+        with plainly():
+            self.named[name].data = view = self._shown_view(name)
+            self._pointers[name] = view.data_ptr()
 
     def _shown_view(self, name: str) -> Tensor:
         unit, tensor, plane = self._where[name]
@@ -360,36 +389,12 @@ class HomeParameters(HomeTensors):
         if isinstance(former, AtRest):  # also where it could be seen by now: others know this object
             former.moved(place)
             return former
+        self._where[tensor.name] = unit, tensor, plane
         if self._is_view(unit, plane):
-            self._where[tensor.name] = unit, tensor, plane
-            return show_at_home(former, self._shown_view(tensor.name), weakly(self._look), weakly(self._part))
+            return show_at_home(
+                former, self._shown_view(tensor.name), weakly(self._look), weakly(self._assign)
+            )
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
         share_gradient_hooks(former, made)
-        vars(former)[_NOW] = made  # optimizers may know the former one
-        return cast(nn.Parameter, made)
-
-
-def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None) -> None:
-    """Run the hooks of a parameter: on a new gradient, and behind the sum with a former one."""
-    hooks, behind = gradient_hooks(parameter)
-    if any(map(waits_for_others, hooks)):
-        raise ConfigError(
-            "register_multi_grad_hook waits for gradients as autograd has them, and those of a wrapped model come home "
-            "by themselves: use register_post_accumulate_grad_hook, or look at parameter.grad behind the backward"
-        )
-    value = gradient.clone()
-    for hook in hooks:
-        changed = hook(value)
-        value = value if changed is None else changed
-    with torch.no_grad():
-        gradient.copy_(value if former is None else former + value)
-    for hook in behind:
-        hook(parameter)
-
-
-def parameter_of_now(parameter: Tensor) -> Tensor:
-    """Return what stands in the model by now for a parameter that went to a home where it has no bytes."""
-    while (following := vars(parameter).get(_NOW)) is not None:
-        parameter = following
-    return parameter
+        return stands_in(former, cast(nn.Parameter, made))

@@ -15,7 +15,7 @@ Between passes the modules hold the parameters that rest at home; while a pass r
 import gc
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from outsize.compat.torch_private import has_gradient_hooks
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.loader import Caller
+from outsize.model.shared_memory import check_apart
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
@@ -34,11 +36,10 @@ from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, watching
 from outsize.runtime.ops.context import Microbatch, StepContext
-from outsize.wrapped import loop_records, wrap_planning
+from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.autograd_bridge import AutogradBridge, is_pending
-from outsize.wrapped.calls import batching
-from outsize.wrapped.calls.batching import (
+from outsize.wrapped.batching import (
     Autocast,
     InputGradients,
     check_call,
@@ -103,9 +104,9 @@ class Runner(Inferring):
             except ModelError as raised:
                 output, error = None, raised
             left = None if self._leaves_state else state.changed()  # the batch went whole already
+            if left is None and error is not None:
+                raise error
             if left is None:
-                if error is not None:
-                    raise error
                 self._leaves_nothing = sign
                 return output
             del output
@@ -254,6 +255,7 @@ class Runner(Inferring):
                 )
             with self.parameters.hooks_run():
                 self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
+            self.parameters.show_links(GRADIENT)
 
         number = context.number
         # Autograd would run hooks on gradients that it does not see.
@@ -330,16 +332,15 @@ class Runner(Inferring):
         for index in due:
             self.parameters.refresh_masters(units[index])
         context = StepContext(number=0, learning_rate=lr, microbatches=(), touched=stepped)
-        with_gradient = (
-            units[index].tensors[p].name for index, positions in stepped.items() for p in positions
-        )
-        context.coefficient = self._take_coefficient(frozenset(with_gradient))
+        due_names = {units[index].tensors[p].name for index, positions in stepped.items() for p in positions}
+        context.coefficient = self._take_coefficient(due_names)
         self._num_steps += 1
         if self.records is not None:
             self.records.counts(context)
         self._engine.submit(step_parts.step_units(self._plan.layout, due), context)
-        if self.parameters.handed_out.is_held():
+        if self.parameters.handed_out.is_held() or self.parameters.links:
             self.settle()
+            self.parameters.show_links(WEIGHTS)
         return without
 
     def held(self) -> dict[int, frozenset[int]]:
@@ -372,10 +373,8 @@ class Runner(Inferring):
             context.runs.clear()
             if context.keeps:  # what waits below the device for a backward that will not end
                 engine.forget_saved(context.number)
-            if (
-                self.session.machine.num_workers > 1
-            ):  # what their threads have begun ends with the engine alone
-                self._close_engine()
+            if self.session.machine.num_workers > 1:
+                self._close_engine()  # with it alone ends what their threads have begun
             raise
         finally:
             self._walking = False
@@ -384,13 +383,14 @@ class Runner(Inferring):
 
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
-        return {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
+        held = {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
+        check_apart(self.parameters.gradients() if self.parameters.links else {})
+        return held
 
-    def _take_coefficient(self, names: frozenset[str]) -> Tensor | None:
+    def _take_coefficient(self, names: Set[str]) -> Tensor | None:
         """Return what all gradients of ``names`` are yet to be multiplied by; where that differs, multiply them."""
-        noted = [self.parameters.factors.get(name) for name in names]
-        first = noted[0] if noted else None
-        if first is not None and all(f is not None and torch.equal(f, first) for f in noted):
+        first, *others = [self.parameters.factors.get(name) for name in names] or [None]
+        if first is not None and all(f is not None and torch.equal(f, first) for f in others):
             return first
         self.parameters.multiply_gradients(names)
         return None

@@ -25,7 +25,7 @@ from outsize.runtime.trial.measured import Flops, Measured
 from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_wrapped
-from outsize.wrapped.calls.batching import HIDDEN, IGNORED, Autocast, inputs_that_train, rows_dim
+from outsize.wrapped.batching import HIDDEN, IGNORED, Autocast, inputs_that_train, rows_dim
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.

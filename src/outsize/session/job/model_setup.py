@@ -24,6 +24,7 @@ from outsize.model.build import build_skeleton, is_built_alone
 from outsize.model.compiled import compile_blocks, take_kernels
 from outsize.model.liger import save_as_liger
 from outsize.model.products import take_products
+from outsize.model.shared_memory import check_memory
 from outsize.model.sizes.model_spec import num_positions
 from outsize.model.split import ALL_LISTS, Split, UnitChoice, split
 from outsize.model.stored_adapters import read_weights
@@ -46,6 +47,7 @@ def skeleton_of(run: RunSpec, hf_config: Any, announce: Announce) -> nn.Module:
     config, model, frozen = run.config, run.config.model, run.config.train.method == "lora"
     built = build_skeleton(hf_config, run.dtype, model.attention, model.trust_remote_code, frozen=frozen)
     trim()  # building a model takes its weights for a moment, one after the other
+    check_memory(built)
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
     take_kernels(built, run.blocks.kernels, run.devices, announce)

@@ -56,6 +56,12 @@ class Place(Protocol):
     def part(self) -> None:
         """Keep a copy of the tensor from now on, and leave what is at home to others."""
 
+    def unlink(self) -> None:
+        """Let go of what the program holds of the tensor, see `link`."""
+
+    def link(self, value: Tensor) -> None:
+        """Have the tensor lie in ``value`` as well, as long as the program holds that."""
+
 
 class AtRest(torch.Tensor):
     """A tensor without bytes; see above. Arguments: where it rests, and how a part of that is seen."""
@@ -118,12 +124,19 @@ class AtRest(torch.Tensor):
         elif sys.getrefcount(self._place) > _ONE_HOLDER:  # whoever else looks there keeps what was
             former, self._place = self._place, copy.copy(self._place)
             former.part()
+        self._place.unlink()
         with torch.no_grad():
             self.detach().copy_(value_home)
+        self._place.link(value)
 
     def moved(self, place: Place) -> None:
         """Rest at ``place`` from now on."""
         self._place, self._shown = place, None
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor rests that this one shows, or a part of it."""
+        return self._place
 
     def rests_at(self, key: object) -> bool:
         """Whether this is the tensor of that place, and all of it."""

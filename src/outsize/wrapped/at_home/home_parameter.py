@@ -8,9 +8,10 @@ What a program holds shows what lies at home. So a step under way is waited for 
 gradient that was let go of, and is still held, gets bytes of its own before the next one comes to where it lies.
 """
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.compat.torch_private import as_plain_tensors, num_holders
+from outsize.compat.torch_private import as_plain_tensors, gradient_hooks, num_holders, waits_for_others
 from outsize.errors import ConfigError
 from outsize.wrapped.at_home.at_rest import AtRest, value_to_assign
 
 Wait = Callable[[nn.Parameter, bool], None]
-Part = Callable[[nn.Parameter], None]
-_WAIT, _PART = "_outsize_wait", "_outsize_part"
+Assign = Callable[[nn.Parameter, Tensor], None]
+_WAIT, _ASSIGN, _NOW = "_outsize_wait", "_outsize_assign", "_outsize_now"
 # Attributes with bytes behind them; all others tell the form.
 _VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _FORM = frozenset(
@@ -72,14 +73,14 @@ def plainly() -> AbstractContextManager[Any]:
     return as_plain_tensors()
 
 
-def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait, part: Part) -> nn.Parameter:
+def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait, assign: Assign) -> nn.Parameter:
     """Have ``parameter`` show ``view``: the same object, but for one that has had no bytes.
 
     Args:
         parameter: any parameter, perhaps one that is at home already.
         view: bytes at home, of its shape.
         wait: called with the parameter, and whether its gradient is looked at, before anybody looks at either.
-        part: called with the parameter before it is assigned other data.
+        assign: called with the parameter and other data of its form that it is assigned.
     """
     with plainly():
         if isinstance(parameter, AtRest) or parameter.is_meta:
@@ -89,7 +90,7 @@ def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait, part: Part) 
             parameter.data = view
         if not isinstance(parameter, HomeParameter):
             parameter.__class__ = _at_home(type(parameter))
-        vars(parameter).update({_WAIT: wait, _PART: part})
+        vars(parameter).update({_WAIT: wait, _ASSIGN: assign})
     return parameter
 
 
@@ -97,9 +98,57 @@ def show_plainly(parameter: nn.Parameter, value: Tensor) -> None:
     """Undo `show_at_home`: ``parameter`` has ``value``."""
     with plainly():
         parameter.data = value
-        for key in (_WAIT, _PART):
+        for key in (_WAIT, _ASSIGN):
             vars(parameter).pop(key, None)
         parameter.__class__ = type(parameter).__mro__[2]
+
+
+@contextlib.contextmanager
+def hooks_run(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Run the hooks of parameters behind a backward, with the sum of that backward alone, as autograd does.
+
+    What gradients were there before is set aside meanwhile.
+    """
+    with plainly():
+        former = {name: None if p.grad is None else p.grad.clone() for name, p in hooked.items()}
+        for parameter in hooked.values():
+            parameter.grad = None
+    ended = False
+    try:
+        yield
+        ended = True
+    finally:
+        try:
+            for name, parameter in hooked.items():
+                with plainly():
+                    gradient, before = parameter.grad, former[name]
+                    if not ended or gradient is None:
+                        parameter.grad = former.pop(name)
+                        continue
+                _run_hooks(parameter, gradient, before)
+                del former[name]
+        finally:
+            with plainly():
+                for name, before in former.items():  # a hook has failed: what was there is there again
+                    hooked[name].grad = before
+
+
+def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None) -> None:
+    """Run the hooks of a parameter: on a new gradient, and behind the sum with a former one."""
+    hooks, behind = gradient_hooks(parameter)
+    if any(map(waits_for_others, hooks)):
+        raise ConfigError(
+            "register_multi_grad_hook waits for gradients as autograd has them, and those of a wrapped model come home "
+            "by themselves: use register_post_accumulate_grad_hook, or look at parameter.grad behind the backward"
+        )
+    value = gradient.clone()
+    for hook in hooks:
+        changed = hook(value)
+        value = value if changed is None else changed
+    with torch.no_grad():
+        gradient.copy_(value if former is None else former + value)
+    for hook in behind:
+        hook(parameter)
 
 
 def resize(parameter: nn.Parameter, value: Tensor) -> None:
@@ -116,17 +165,29 @@ def resize(parameter: nn.Parameter, value: Tensor) -> None:
     show_plainly(parameter, value)
 
 
+def stands_in(former: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+    """Note that ``parameter``, which is returned, stands in the model for one that optimizers may know."""
+    vars(former)[_NOW] = parameter
+    return parameter
+
+
+def parameter_of_now(parameter: Tensor) -> Tensor:
+    """Return what stands in the model by now for a parameter that went to a home where it has no bytes."""
+    while (following := vars(parameter).get(_NOW)) is not None:
+        parameter = following
+    return parameter
+
+
 def _assign(parameter: nn.Parameter, value: Any) -> None:
     """Do what ``parameter.data = value`` means at home: the value goes there, and who holds what was keeps that."""
     if isinstance(value, Tensor) and value.dtype == parameter.dtype and value.shape != parameter.shape:
         return resize(parameter, value)
-    value_home = value_to_assign(parameter.detach(), value)
-    if value_home is not None:
-        part: Part | None = vars(parameter).get(_PART)
-        if part is not None:
-            part(parameter)
-        with torch.no_grad():
-            parameter.detach().copy_(value_home)
+    if value_to_assign(parameter.detach(), value) is not None:
+        assign: Assign | None = vars(parameter).get(_ASSIGN)
+        if assign is None:
+            parameter.data = value
+        else:
+            assign(parameter, value)
     return None
 
 
