@@ -89,18 +89,18 @@ class HomeTensors:
 
     def read(self, unit: UnitSpec, plane: str = WEIGHTS) -> dict[str, Tensor]:
         """Return the tensors of ``unit``, as in `values`; of the weights, those of its frozen parts as well."""
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name, tensors in self._members(unit, plane):
             if self._is_view(unit, name):
-                found |= {tensor.name: self._view(unit, tensor, name) for tensor in tensors}
+                values |= {tensor.name: self._view(unit, tensor, name) for tensor in tensors}
                 continue
             with Arena() as arena:
                 flat = self._plane(arena, unit, name)
                 self._read(unit, name, flat, arena)
-                found |= {t.name: flat[t.offset :][: t.numel].view(t.shape).clone() for t in tensors}
+                values |= {t.name: flat[t.offset :][: t.numel].view(t.shape).clone() for t in tensors}
         if self.links and plane == WEIGHTS:
-            found |= {name: self.links[name, WEIGHTS] for name in found if (name, WEIGHTS) in self.links}
-        return found
+            values |= {name: self.links[name, WEIGHTS] for name in values if (name, WEIGHTS) in self.links}
+        return values
 
     def write(self, unit: UnitSpec, tensors: Mapping[str, Tensor], plane: str = WEIGHTS) -> None:
         """Replace some tensors of a plane of ``unit``; masters follow weights, and keep what rounds to them.
@@ -310,14 +310,14 @@ class _Place:
         return id(self if self._apart is not None else self._alive()), self.tensor.name, self.plane
 
     def unlink(self) -> None:
-        own = self._alive()
-        if self._apart is None and self.plane == own._where[self.tensor.name][2]:
-            own.unlink(self.tensor.name)
+        home = self._alive()
+        if self._apart is None and self.plane == home._where[self.tensor.name][2]:
+            home.unlink(self.tensor.name)
 
     def link(self, value: Tensor) -> None:
-        own = self._alive()
-        if self._apart is None and self.plane == own._where[self.tensor.name][2]:
-            own.link(self.tensor.name, value)
+        home = self._alive()
+        if self._apart is None and self.plane == home._where[self.tensor.name][2]:
+            home.link(self.tensor.name, value)
 
     def part(self) -> None:
         """Rest apart from what is at home from now on: a gradient that was let go of, and that somebody holds."""
@@ -330,24 +330,24 @@ class _Place:
     def read(self) -> Tensor:
         if self._apart is not None:
             return self._apart.clone()
-        own = self._alive()
-        own.settle()
-        value = own.read_one(self.unit, self.tensor, self.plane)
-        if (self.tensor.name, WEIGHTS) in own.links:
+        home = self._alive()
+        home.settle()
+        value = home.read_one(self.unit, self.tensor, self.plane)
+        if (self.tensor.name, WEIGHTS) in home.links:
             value = value.clone()
-        if self.plane == GRADIENT and self.tensor.name in own.factors:
-            value.mul_(own.factors[self.tensor.name])
+        if self.plane == GRADIENT and self.tensor.name in home.factors:
+            value.mul_(home.factors[self.tensor.name])
         return value
 
     def write(self, value: Tensor) -> None:
         if self._apart is not None:
             self._apart.copy_(value)
             return
-        own = self._alive()
-        own.settle()
+        home = self._alive()
+        home.settle()
         if self.plane == GRADIENT:
-            own.factors.pop(self.tensor.name, None)
-        own.write(
+            home.factors.pop(self.tensor.name, None)
+        home.write(
             self.unit,
             {self.tensor.name: value},
             WEIGHTS if any(part.plane == self.plane for part in self.unit.frozen) else self.plane,
@@ -356,24 +356,24 @@ class _Place:
     def scale(self, factor: Tensor) -> bool:
         if self._apart is not None:
             return False
-        own = self._alive()
-        if self.plane != GRADIENT or self.tensor.name in own.factors:
+        home = self._alive()
+        if self.plane != GRADIENT or self.tensor.name in home.factors:
             return False
-        own.factors[self.tensor.name] = factor.clone()
+        home.factors[self.tensor.name] = factor.clone()
         return True
 
     def show(self) -> Tensor:
-        own, value = self._alive(), self.read()
-        shown = own._shown.setdefault(self.key, value)
+        home, value = self._alive(), self.read()
+        shown = home._shown.setdefault(self.key, value)
         return shown if shown is value else shown.copy_(value)
 
     def _alive(self) -> HomeTensors:
-        found = self.parameters()
-        if found is None or found.is_left:
+        values = self.parameters()
+        if values is None or values.is_left:
             raise ConfigError(
                 "the wrapped model of this tensor is gone, and its home with it: keep tensor.clone() beyond that"
             )
-        return found
+        return values
 
 
 def follow(master: Tensor, value: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class AtRest(torch.Tensor):
 
     @property
     def place(self) -> Place:
-        """Where the tensor rests that this one shows, or a part of it."""
+        """Place of the tensor at home, all or part of which this one shows."""
         return self._place
 
     def rests_at(self, key: object) -> bool:
