@@ -2,11 +2,11 @@
 
 import asyncio
 import http.client
+import importlib
 import json
 import re
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -614,14 +614,29 @@ def test_many_requests_at_once_are_all_answered(served: tuple[str, Completions])
     assert len({answer.id for answer in asyncio.run(many())}) == 32
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl is installed")
-def test_curl_may_send_its_body_in_chunks(served: tuple[str, Completions]):
-    """Of no length that is told before."""
-    url = f"http://{served[0]}{PLAIN}"
-    flags = ["-sN", "-H", "Content-Type: application/json", "-H", "Transfer-Encoding: chunked"]
-    body = '{"prompt": "once", "max_tokens": 2, "stream": true}'
-    told = subprocess.run(["curl", *flags, "-d", body, url], capture_output=True, text=True, check=True)
-    assert told.stdout.endswith("data: [DONE]\n\n")
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """The clients of the bench, and a model that knows by heart what they ask for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+        bench = importlib.import_module("bench_clients")
+        return importlib.import_module("clients"), bench.make_model(tmp_path_factory.mktemp("taught"))
+
+
+@pytest.mark.parametrize("name", ["openai", "litellm", "langchain-openai", "llm", "curl"])
+def test_a_client_gets_what_it_asks_for(name: str, taught: tuple[Any, Path]):
+    clients, model = taught
+    if name == "curl" and shutil.which("curl") is None:
+        pytest.skip("no curl is installed")
+    if name != "curl":
+        pytest.importorskip(name.replace("-", "_"))
+    options = ModelOptions(model=str(model), device="cpu", device_memory="8MiB", home="disk", dtype="fp32")
+    with TextWriter(options) as writer:
+        completions = Completions(writer, "tiny", 256)
+        with LocalServer(make_app(completions)) as server:
+            results = clients.tried(f"{server.url.rstrip('/')}/v1", name)
+            completions.end()
+    assert set(results.values()) <= {"ok", "-"}, results
 
 
 def test_a_stream_sends_a_piece_with_every_token_of_a_text_without_spaces(served: tuple[str, Completions]):
