@@ -50,6 +50,9 @@ def test_hooks_that_record_outputs_are_there_before_a_call():
     assert put
     model(torch.ones(1, 3, dtype=torch.long), output_router_logits=True)
     assert num_hooks() == put
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert all(map(transformers_private.records_outputs, hooks))
+    assert not transformers_private.records_outputs(num_hooks)
 
 
 def test_a_tokenizer_with_code_of_its_own_is_told():

@@ -4,13 +4,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 
 import outsize
 import zoo_of_lists
-from wrapped.loops import assert_equal
+from outsize.wrapped.module import runner_of
+from wrapped.loops import assert_equal, wrapped
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of diffusers are its own
 SCRIPT = Path(__file__).parents[2] / "examples" / "diffusion" / "flux.py"
@@ -67,3 +74,42 @@ def test_diffusers_loads_the_adapters(model: Path, tmp_path: Path):
     assert len(loaded) == len(trained) > 0
     for (name, value), (_, other) in zip(sorted(loaded.items()), sorted(trained.items()), strict=True):
         assert torch.equal(value, other), name
+
+
+# A pipeline, its model, and what stands for its text encoders and their sizes.
+TEXTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+PIPELINES: dict[str, tuple[str, tuple[str, ...], tuple[int, int], int]] = {
+    "flux": ("FluxPipeline", TEXTS, (8, 32), 32),
+    "sd3": ("StableDiffusion3Pipeline", (*TEXTS, "text_encoder_3", "tokenizer_3"), (6, 32), 32),
+    "sdxl_unet": ("StableDiffusionXLPipeline", TEXTS, (6, 16), 16),
+    "wan": ("WanPipeline", TEXTS[:2], (6, 16), 0),
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_over_a_wrapped_model_makes_the_same_latents(name: str, frozen: bool):
+    kind, absent, shape, pooled = PIPELINES[name]
+    model = zoo_of_lists.build(name)[0].eval().requires_grad_(not frozen)
+    part = "unet" if "unet" in name else "transformer"
+    scheduler = FlowMatchEulerDiscreteScheduler() if part == "transformer" else EulerDiscreteScheduler()
+    parts = {part: model, "scheduler": scheduler, "vae": None, **dict.fromkeys(absent)}
+    pipeline = getattr(diffusers, kind)(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    given: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 3, "output_type": "latent"}
+    for number, prompt in enumerate(
+        ("prompt_embeds", "negative_prompt_embeds")[: 1 if name == "flux" else 2]
+    ):
+        random = torch.Generator().manual_seed(number)
+        given[prompt] = torch.randn(1, *shape, generator=random)
+        if pooled:
+            given[prompt.replace("prompt", "pooled_prompt")] = torch.randn(1, pooled, generator=random)
+
+    def latents() -> torch.Tensor:
+        made: torch.Tensor = pipeline(**given, generator=torch.Generator().manual_seed(2))[0]
+        return made
+
+    want = latents()
+    with wrapped(model, home="host", device="emulated:1", slots=2):
+        assert torch.equal(latents(), want)
+        assert runner_of(model).split.streamed_share > 0.75

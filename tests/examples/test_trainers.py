@@ -8,8 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import outsize
+import zoo_of_lists
+from examples.test_images import make_processor
 from outsize.wrapped.module import is_wrapped
-from support import make_model_dir
+from support import make_model_dir, save_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of TRL are its own
 
@@ -25,6 +27,9 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_for(name: str, directory: Path) -> Path:
+    if name == "sft_images":
+        make_processor("llava_next").save_pretrained(directory)
+        return save_model(zoo_of_lists.build("llava_next")[0], directory)
     place = make_model_dir(directory, "bert" if name in ENCODERS else "llama")
     tokenizer = AutoTokenizer.from_pretrained(place)
     if name in ENCODERS:

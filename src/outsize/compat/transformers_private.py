@@ -57,6 +57,11 @@ def put_output_hooks(model: nn.Module) -> None:
             maybe_install_capturing_hooks(module)
 
 
+def records_outputs(hook: object) -> bool:
+    """Return whether a forward hook is one of those that record outputs of layers for the model's own code."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
 def has_hub_kernels(module: nn.Module) -> bool:
     """Return whether transformers has put kernels of the hub into ``module``."""
     return bool(getattr(module, "_use_kernels", False))

@@ -13,6 +13,7 @@ from torch import Tensor
 from outsize.codecs.transport import Transport
 from outsize.compat import torch_private
 from outsize.compat.torch_private import replace_forward_hooks
+from outsize.compat.transformers_private import records_outputs
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
@@ -197,8 +198,10 @@ def measure(
             ambient=shape.autocast.on_cpu(device).enter,
         )
 
-    # A trial is not what the hooks on units are there to see.
+    # A trial is not what the hooks on units are there to see, but those by which a model reads its layers' outputs.
     hooks = [replace_forward_hooks(module, OrderedDict()) for module in split.modules]
+    for module, own in zip(split.modules, hooks, strict=True):
+        replace_forward_hooks(module, OrderedDict((n, h) for n, h in own.items() if records_outputs(h)))
     try:
         measured = _first_that_runs(tried, shape)
     finally:
