@@ -136,7 +136,6 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         )
         for key, value in {"slots": "3", "prefetch": "1", "offload": "true"}.items()
     },
-    "memory.resident": ("3", [([DPO], ONE)]),
     "memory.tile_elements": (
         "4096",
         [(["memory.home=host"], ONE), ([], Surroundings(home="host"))],

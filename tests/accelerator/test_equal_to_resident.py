@@ -235,18 +235,19 @@ def test_a_run_goes_on_to_the_same_bits(home: str, tmp_path: Path):
 
 
 @made_up
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_wrapped_model_waits_for_inputs_that_are_on_their_way(count: int):
-    """Batches pinned and sent with non_blocking=True, as loops with ``pin_memory`` do."""
+@pytest.mark.parametrize(("count", "resident"), [(1, 0), (2, 0), (2, 3), (1, 99)])
+def test_a_wrapped_model_waits_for_inputs_that_are_on_their_way(count: int, resident: int):
+    """Batches pinned and sent with non_blocking=True, as loops with ``pin_memory`` do, whatever is resident."""
     batches = [
         {key: value.pin_memory() for key, value in zoo.batch("llama", num_sequences=4, seed=seed).items()}
         for seed in range(3)
     ]
     found = []
-    for waits in (True, False):
+    for waits, number in ((True, 0), (False, resident)):
         torch.manual_seed(0)
         seen: list[torch.Tensor] = []
-        with wrapped(zoo.build("llama"), device=DEVICE, home="host", microbatches=count) as model:
+        room = {"device": DEVICE, "home": "host", "resident": number}
+        with wrapped(zoo.build("llama"), **room, microbatches=count) as model:
             optimizer = outsize.AdamW(model, lr=1e-3)
             for host in batches:
                 stream = torch.late.current_stream()

@@ -67,14 +67,12 @@ class MemoryConfig(Section):
     slots: Annotated[int | None, Idle(*STAGES)] = Field(
         default=None, ge=1, description="Units that the device holds at once; null lets the planner choose."
     )
-    resident: Annotated[
-        Literal["auto", "none"] | Annotated[int, Field(ge=0)],
-        Idle(*TRAINERS),
-    ] = Field(
+    resident: Literal["auto", "none"] | Annotated[int, Field(ge=0)] = Field(
         default="auto",
         description="Units that rest on the device with masters, moments and gradient, and step there; the others are "
         "streamed. auto: as many as are predicted to make a step shorter, on a device that a link lies below; none, or "
-        "a number of units. For AdamW with its exact state, on one device over a home in host memory.",
+        "a number of units. For AdamW with its exact state, on one device over a home in host memory. auto takes none of "
+        "a wrapped model, nor where a trainer of another library trains.",
     )
     prefetch: Annotated[int | None, Idle(*STAGES)] = Field(
         default=None,

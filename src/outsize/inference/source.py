@@ -111,7 +111,7 @@ class Source:
         Made once, and best before a forward is measured: a view of the home is none of what that takes of the device.
         """
         plane = self._home.lend(unit, "weights")
-        if plane is None:
+        if plane is None or unit in self._home.on_device:
             return None
         key = (unit, tensor.name, tensor.shape)
         if key not in self._tables:

@@ -61,6 +61,7 @@ class Store:
         file: of a home that commits, which stays; None for one that is gone with the process.
         record: of the committed home in ``file``, to go on with it.
         resident: units of which what trains lies on the device, over a home in host memory.
+        keeps_gradients: whether gradients of those rest there from pass to pass, as those of a wrapped model.
         setting: name of the setting that ``directory`` comes from, for what errors say.
     """
 
@@ -74,6 +75,7 @@ class Store:
     file: Path | None = None
     record: CommitRecord | None = None
     resident: Collection[int] = ()
+    keeps_gradients: bool = False
     setting: str = "memory.store_dir"
 
     def path(self, name: str) -> Path:
@@ -293,7 +295,8 @@ class Session:
                 store.own,
                 whole_planes,
                 resident=store.resident,
-                on_device=take,
+                without_gradient=() if store.keeps_gradients else store.resident,
+                take_on_device=take,
             )
         temporary = store.path("temporary.bin")  # its name goes at once
         if store.granule_elements is None:

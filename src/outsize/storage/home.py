@@ -92,6 +92,11 @@ class Home(ABC):
         """Return the number of writes to a plane in memory; changes of views do not count."""
         return 0
 
+    @property
+    def on_device(self) -> Mapping[int, int]:
+        """Bytes of what lies in the memory of the device that computes, by unit."""
+        return {}
+
     def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
         """Add the planes that ``model`` needs where it trains other units; existing planes stay.
 
@@ -166,8 +171,9 @@ class HostHome(Home):
             them as they are.
         own: elements of each unit whose optimizer state is held; None for all.
         whole: planes of which all elements are held whatever ``own`` says.
-        resident: units of which what trains lies on a device; gradients of those have no plane.
-        on_device: takes so many bytes of its memory, for what is said.
+        resident: units of which what trains lies on a device.
+        without_gradient: units whose gradients have no plane.
+        take_on_device: takes so many bytes of its memory, for what is said.
 
     Raises:
         BudgetExceededError: the arena's tier has too little left, or the device's.
@@ -185,11 +191,13 @@ class HostHome(Home):
         full_planes: Collection[str] = (WEIGHTS,),
         *,
         resident: Collection[int] = (),
-        on_device: Callable[[int, str], Tensor] | None = None,
+        without_gradient: Collection[int] = (),
+        take_on_device: Callable[[int, str], Tensor] | None = None,
     ) -> None:
         self._layout = HomeLayout(
-            model, planes, shares=shares, full_planes=full_planes, without_gradient=resident
+            model, planes, shares=shares, full_planes=full_planes, without_gradient=without_gradient
         )
+        self._on_device: Counter[int] = Counter()
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
         for (unit, plane), extent in self._layout.extents.items():
@@ -199,8 +207,10 @@ class HostHome(Home):
                 self._packed[unit, plane] = PackedPlane(extent.numel, extent.dtype, packed, memory)
                 continue
             rests = unit in resident and plane in planes  # frozen parts do not: they come up once
-            take = on_device if rests and on_device is not None else arena.take
+            take = take_on_device if rests and take_on_device is not None else arena.take
             self._planes[unit, plane] = take(extent.num_bytes, f"home: {plane}").view(extent.dtype)
+            if rests:
+                self._on_device[unit] += extent.num_bytes
         self._statistics = Transfers()
         self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
@@ -221,6 +231,11 @@ class HostHome(Home):
     def version(self, unit: int, plane: str) -> int:
         """See `Home.version`."""
         return self._versions[unit, plane]
+
+    @property
+    def on_device(self) -> Mapping[int, int]:
+        """See `Home.on_device`."""
+        return self._on_device
 
     def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
         """See `Home.extend`."""

@@ -241,8 +241,10 @@ class HomeTensors:
         return num_holders(self.links[name, plane].untyped_storage()) > usual
 
     def _is_view(self, unit: UnitSpec, plane: str) -> bool:
-        """Whether tensors of a plane are views of it: it lies in memory as it is."""
-        return codec_part(unit, plane) is None and self._home.lend(unit.index, plane) is not None
+        """Whether tensors of a plane are views of it: it lies in host memory as it is."""
+        on_device = unit.index in self._home.on_device and plane in self._state.planes
+        encoded = codec_part(unit, plane) is not None
+        return not (on_device or encoded) and self._home.lend(unit.index, plane) is not None
 
     def _read(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
         """Read a whole plane, decoded."""

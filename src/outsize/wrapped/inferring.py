@@ -214,7 +214,7 @@ class Inferring(Planned):
             prefetch = self._memory.prefetch
             if prefetch is None and self._memory.slots is not None:
                 prefetch = self._memory.slots - 1
-            room = machine.device_bytes - fixed
+            room = machine.device_bytes - fixed - sum(self.session.home.on_device.values())
             self._scan = InferenceSession(
                 self.split, self.session.boundaries, device, source, open_room, room, prefetch
             )

@@ -24,6 +24,8 @@ from outsize.model.split import Split, UnitChoice, split
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.memory.memory_table import home_bytes
+from outsize.planner.search.forward_plan import resident_order, why_not_resident
+from outsize.planner.search.sizing import PlanOptions
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.fill import summary
@@ -112,15 +114,24 @@ class ModelAtHome(ABC):
     def _open_session(self, parts: Split, state: StateLayout) -> Session:
         """Return a session of the model, without an engine."""
         memory, store_dir = self._memory, self._store_dir
-        state_bytes = sum(home_bytes(unit, state) for unit in parts.spec.units)
+        number = memory.resident if isinstance(memory.resident, int) else 0
+        resident = frozenset(resident_order(parts.spec)[:number])
+        below = (unit for unit in parts.spec.units if unit.index not in resident)
+        state_bytes = sum(home_bytes(unit, state) for unit in below)
         machine = describe_machine(memory, self._devices, state_bytes, store_dir)
         check_transport(self._transport, machine.devices, machine.home)
+        options = PlanOptions(home=machine.home, below=machine.below, num_workers=machine.num_workers, cut=True)
+        reason = why_not_resident(replace(options, state=state, transport=self._transport))
+        if resident and reason:
+            raise ConfigError(f"resident={number}: {reason}; leave it out")
         prefix = f"{id(self):x}-"  # other models may be wrapped over the same directory
         store = Store(
             state=state,
             directory=store_dir,
             prefix=prefix,
             transport=self._transport,
+            resident=resident,
+            keeps_gradients=True,
             setting="store_dir",
         )
         return Session(parts, machine, memory, store)

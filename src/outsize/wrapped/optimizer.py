@@ -304,9 +304,10 @@ def _check_stand_in(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
     """
     if type(optimizer) is not torch.optim.AdamW or not alone:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step(): what trains rests on disk, or was encoded, where AdamW steps, and "
-            "parameters of this model alone: use torch.optim.AdamW or outsize.AdamW(model) (of a Trainer: its default, "
-            'or optimizers=(outsize.AdamW(model), None)), or wrap the model with home="host" and no codec'
+            f"{type(optimizer).__name__}.step(): what trains rests on disk or on the device, or was encoded, where "
+            "AdamW steps, and parameters of this model alone: use torch.optim.AdamW or outsize.AdamW(model) (of a "
+            'Trainer: its default, or optimizers=(outsize.AdamW(model), None)), or wrap the model with home="host", no '
+            "codec and nothing resident"
         )
     for name in ("capturable", "differentiable"):
         if any(group[name] for group in optimizer.param_groups):
@@ -376,6 +377,6 @@ def _norms(runner: Runner, held: dict[int, frozenset[int]]) -> list[tuple[str, T
             if plane is None:
                 plane = arena.take(unit.numel * 4, GRADIENT).view(torch.float32)
                 home.read(index, GRADIENT, 0, plane)
-            norms = gradient_norms(unit, plane)
+            norms = gradient_norms(unit, plane).cpu()
         found += [(unit.tensors[position].name, norms[position]) for position in sorted(positions)]
     return found

@@ -191,13 +191,15 @@ class HomeParameters(HomeTensors):
 
     def round_gradients(self, among: Iterable[nn.Parameter]) -> None:
         """Round gradients of half-precision weights ``among`` these to the dtype of those, until the next pass."""
-        if not (self._half and self._home.in_memory):
+        if not self._half:
             return
         asked = {id(parameter) for parameter in among}
         with plainly():
             for parameter in self.named.values():
                 gradient = parameter.grad
-                if id(parameter) in asked and gradient is not None and gradient.dtype != parameter.dtype:
+                if isinstance(parameter, AtRest) or id(parameter) not in asked:
+                    continue
+                if gradient is not None and gradient.dtype != parameter.dtype:
                     parameter.grad = None
                     parameter.grad_dtype = parameter.dtype
                     parameter.grad = gradient.to(parameter.dtype)
@@ -230,7 +232,7 @@ class HomeParameters(HomeTensors):
         self._given_masters.discard(unit.index)
         if not self._half:
             return
-        if not self._home.in_memory:
+        if not self._is_view(unit, WEIGHTS):
             if given:
                 self.write(unit, self.read(unit))
             return

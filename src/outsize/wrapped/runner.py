@@ -337,6 +337,7 @@ class Runner(Inferring):
         self._num_steps += 1
         if self.records is not None:
             self.records.counts(context)
+        self._caller.finish()  # gradients of what is resident may be on their way
         self._engine.submit(step_parts.step_units(self._plan.layout, due), context)
         if self.parameters.handed_out.is_held() or self.parameters.links:
             self.settle()

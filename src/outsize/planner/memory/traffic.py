@@ -18,7 +18,7 @@ from outsize.planner.memory.step_bytes import (
 from outsize.planner.program.program import Op, Program
 from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.program.table import ACTIVATIONS
+from outsize.planner.program.table import ACTIVATIONS, AT_REST
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class OpBytes:
     def on_link(self, op: Op) -> int:
         """Return the bytes of an op on the link of its worker, as a codec writes them where there is one."""
         unit, content = op.unit or 0, op.row.carries
+        if content in AT_REST and unit in self.layout.resident:
+            return 0
         if content == "weights":
-            if unit in self.layout.resident:
-                return 0
             stays = unit in self.layout.stays
             size = load_bytes(self.transport, self.model.units[unit], self.model.dtype, stays=stays)
             return size - encoded_bytes(self.model.units[unit]) * (unit in self.layout.encoded)

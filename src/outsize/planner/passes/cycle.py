@@ -145,7 +145,7 @@ def insert_gradients(program: Program, layout: StepLayout) -> Program:
 
 def insert_steps(program: Program, layout: StepLayout) -> Program:
     """Step units: behind all gradients in the order of the next forward, or unclipped each behind its own."""
-    steps = tuple(_step(unit, layout) for unit in layout.step_order)
+    steps = tuple(step_of(unit, layout) for unit in layout.step_order)
     if layout.clip:
         clip = (Op(kind=Kind.CLIP),) if steps else ()
         return Program(program.ops + clip + steps)
@@ -154,11 +154,11 @@ def insert_steps(program: Program, layout: StepLayout) -> Program:
         op.unit: index for index, op in enumerate(program) if op.kind is Kind.GRAD
     }  # of the last round
     for unit, index in last_gradients.items():
-        after[index].append(_step(unit, layout))
+        after[index].append(step_of(unit, layout))
     return _splice(program, before, after)
 
 
-def _step(unit: int | None, layout: StepLayout) -> Op:
+def step_of(unit: int | None, layout: StepLayout) -> Op:
     """Return the optimizer step of a unit, where it rests."""
     if unit in layout.resident:
         return Op(kind=Kind.UPDATE, unit=unit, worker=WORKER)
@@ -179,8 +179,8 @@ def gradient_ops(
     """Return what becomes of the gradient of a unit that a round has summed: its norm, and its way home."""
     norms = last_round and (layout.clip or layout.unit_clip)
     norm = [Op(kind=Kind.NORM, unit=unit, worker=worker)] if norms else []
-    if unit in layout.resident:  # it steps at once, or all do behind CLIP
-        return norm if layout.clip else [*norm, _step(unit, layout)]
+    if unit in layout.resident and not layout.cut:  # it steps at once, or all do behind CLIP
+        return norm if layout.clip else [*norm, step_of(unit, layout)]
     return [*norm, Op(kind=Kind.GRAD, unit=unit, worker=worker)]
 
 

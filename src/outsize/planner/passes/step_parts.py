@@ -10,7 +10,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from outsize.planner.passes.cycle import insert_gradients, insert_loads, insert_saves, insert_steps, v_cycle
+from outsize.planner.passes.cycle import (
+    insert_gradients,
+    insert_loads,
+    insert_saves,
+    insert_steps,
+    step_of,
+    v_cycle,
+)
 from outsize.planner.passes.slots import insert_disk
 from outsize.planner.passes.stage_passes import build_staged, staged_backward, staged_forward
 from outsize.planner.program.program import FORWARD_KINDS, Kind, Op, Program
@@ -121,7 +128,7 @@ def _place(op: Op) -> tuple[int | None, int | None, int | None]:
 
 def step_units(layout: StepLayout, units: Collection[int]) -> Program:
     """Return the optimizer's steps of ``units``, in the order in which the next forward needs them."""
-    steps = tuple(Op(kind=Kind.STEP, unit=unit) for unit in layout.step_order if unit in units)
+    steps = tuple(step_of(unit, layout) for unit in layout.step_order if unit in units)
     return insert_disk(Program(steps), layout)
 
 

@@ -288,12 +288,14 @@ class Rules:
         self._home.norm(unit)
 
     def _update(self, op: Op, unit: int, microbatch: int) -> None:
-        self._look_at_sum(op, unit, microbatch)
+        if not self._layout.cut:  # else a GRAD has closed the sum
+            self._look_at_sum(op, unit, microbatch)
         self._home.update(unit)
         self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}
 
     def _grad(self, op: Op, unit: int, _: int) -> None:
-        require(unit not in self._layout.resident, f"the gradient of unit {unit} stays where the unit is")
+        stays = unit in self._layout.resident and not self._layout.cut
+        require(not stays, f"the gradient of unit {unit} stays where the unit is")
         self._check_complete(op, unit)
         self._home.gradient(op, unit, final=self._is_final(unit))
         if self._home.all_sent(unit):

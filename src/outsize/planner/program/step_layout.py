@@ -33,7 +33,8 @@ class StepLayout:
             from the first visit of a step to the last (of stages, for a visit), those that never train from step to
             step.
         resident: units whose training state rests on the device: weights, masters and moments never leave it, and the
-            gradient is summed and stepped there. Streamed ones stay as well.
+            gradient is summed and stepped there; where the step is cut it rests there, too, from pass to pass. Streamed
+            ones stay as well.
         encoded: units whose frozen parts lie on the device as a codec writes them at home, from step to step; each LOAD
             decodes them into its slot.
         link_bytes: bytes of a unit's weights on the way up; empty where they are its weight bytes.
@@ -147,7 +148,7 @@ class StepLayout:
             raise ValueError(f"resident may name units {self.step_order}, not {sorted(self.resident)}")
         if not self.resident <= {*self.stays, self.rest}:
             raise ValueError("the weights of a resident unit stay on the device")
-        elsewhere = self.stages is not None or self.cut or self.num_nodes > 1 or self.tiles_on_disk
+        elsewhere = self.stages is not None or self.num_nodes > 1 or self.tiles_on_disk
         if self.resident and (elsewhere or any(self.tiles[unit] for unit in self.resident)):
             raise ValueError(
                 "units are resident on a single worker over a home in host memory, and step whole"
@@ -311,9 +312,10 @@ class StepLayout:
     def own_accumulators(self) -> dict[int, int]:
         """Units that have an accumulator of their own, the rest first, and its index.
 
-        A resident unit needs none where it steps as soon as its backward has run.
+        A resident unit needs none where it steps as soon as its backward has run. Where the step is cut, that of a
+        resident unit is where its gradient rests.
         """
-        waits = self.clip or self.num_rounds > 1
+        waits = self.clip or self.num_rounds > 1 or self.cut
         rest = (self.rest,) if self.rest is not None and self.rest_trains else ()
         units = (*rest, *sorted(self.resident - {self.rest})) if waits else rest
         return {unit: index for index, unit in enumerate(units, len(self.accumulator_bytes))}

@@ -226,6 +226,8 @@ class OpRow:
 
 # Contents that belong to one microbatch.
 ACTIVATIONS: Final[frozenset[Content | None]] = frozenset({"input", "input gradient", "kept"})
+# What moves of a unit itself, but for one that rests on the device.
+AT_REST: Final[frozenset[Content | None]] = frozenset({"weights", "gradient", "sum"})
 
 # fmt: off
 ROWS: Final = (
@@ -287,7 +289,7 @@ ROWS: Final = (
     OpRow("STEP 3", "optimizer step of a whole unit, in place in host memory",
         "host", "step", "products", reads=("coefficient", "committed", "summed"), writes=("home",)),
     OpRow("UPDATE 3@w0", "optimizer step of unit 3 where it is resident, by its gradient; the accumulator is free",
-        "compute", "update", reads=("coefficient", "committed"), writes=("sum", "home"), empties=("sum",)),
+        "compute", "update", reads=("coefficient", "committed", "summed"), writes=("sum", "home"), empties=("sum",)),
     OpRow("COMMIT", "what the step wrote becomes durable, and the state that a crash goes back to",
         "commit", "commit", reads=("homes",), writes=("committed",)),
     OpRow("STORE 3", "weights and optimizer state of unit 3, from their home to a checkpoint",

@@ -182,7 +182,6 @@ def why_not_resident(options: "PlanOptions") -> str:
     reasons = {
         "several workers take turns at units": options.num_workers > 1,
         "ranks share the optimizer's state": options.nodes > 1,
-        "a wrapped model keeps its state at home": options.cut,
         "a home on disk keeps all state": options.home == "disk",
         "only AdamW with its exact state steps on a device": not plain,
         "encoded weights and gradients go over the link": not (

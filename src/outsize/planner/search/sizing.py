@@ -77,7 +77,7 @@ class PlanOptions:
         leaves_unasked: whether ``auto`` may offload: a link with rates of its own lies below the device.
         peers: of several workers, pairs (source, target) of which one can copy to the other by itself.
         handover: how stages hand over; ``peer`` must go between all ``peers``, ``auto`` where there is room.
-        resident: how many units rest on the device, state and all; ``auto`` as many as make a step shorter.
+        resident: how many units rest on the device, state and all, or which; ``auto`` as many as make a step shorter.
     """
 
     home: Tier
@@ -109,14 +109,14 @@ class PlanOptions:
     leaves_unasked: bool = True
     peers: frozenset[tuple[int, int]] = frozenset()
     handover: Handover = "auto"
-    resident: Resident = 0
+    resident: Resident | frozenset[int] = 0
 
     def __post_init__(self) -> None:
         if self.home == "host" and self.below == "disk":
             raise ValueError("the disk cannot lie between the device and a home in host memory")
         if self.ring and self.clip:
             raise ValueError("gradients that are clipped by their global norm wait at home for it")
-        if isinstance(self.resident, int) and self.resident and (reason := why_not_resident(self)):
+        if self.resident != "auto" and self.resident and (reason := why_not_resident(self)):
             raise ConfigError(f"memory.resident: {reason}; leave it auto")
 
     @property
@@ -347,8 +347,10 @@ class Sizing:
 
     def named_resident(self) -> frozenset[int]:
         """Return the units that are resident because the user says how many are."""
-        number = self.options.resident
-        return frozenset(self._resident_order[:number]) if isinstance(number, int) else frozenset()
+        given = self.options.resident
+        if isinstance(given, frozenset):
+            return given
+        return frozenset() if given == "auto" else frozenset(self._resident_order[:given])
 
     def _shared_sizes(
         self, stays: frozenset[int], resident: frozenset[int]
@@ -358,7 +360,7 @@ class Sizing:
         streamed = model.units[: model.num_streamed]
         moving = [unit for unit in streamed if unit.all_tensors and unit.index not in stays]
         in_a_round = options.round_microbatches or options.microbatches
-        waits = options.clip or in_a_round < options.microbatches
+        waits = options.clip or in_a_round < options.microbatches or options.cut
         summed = [u for u in streamed if u.trainable and not (waits and u.index in resident)]
         return (
             _sizes([(unit.kind, unit.weight_bytes(model.dtype)) for unit in moving]),

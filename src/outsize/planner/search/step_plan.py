@@ -203,8 +203,10 @@ class Plan:
 
     @property
     def own_accumulator_bytes(self) -> tuple[int, ...]:
-        """Sizes of the accumulators of `StepLayout.own_accumulators`."""
-        return tuple(self.layout.gradient_bytes[unit] for unit in self.layout.own_accumulators)
+        """Sizes of the accumulators of `StepLayout.own_accumulators`; what lies in its home needs none."""
+        layout = self.layout
+        at_home = layout.resident if layout.cut else frozenset()
+        return tuple(layout.gradient_bytes[unit] * (unit not in at_home) for unit in layout.own_accumulators)
 
     def total_bytes(self, tier: str) -> int:
         """Return all bytes set aside in ``tier``: ``device``, ``host`` or ``disk``."""

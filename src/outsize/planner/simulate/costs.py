@@ -21,7 +21,7 @@ from outsize.planner.memory.traffic import OpBytes
 from outsize.planner.program.program import Kind, Lane, Op
 from outsize.planner.program.stages import Choice, Extent, KeptBytes
 from outsize.planner.program.step_layout import StepLayout
-from outsize.planner.program.table import ACTIVATIONS, ROWS, Price
+from outsize.planner.program.table import ACTIVATIONS, AT_REST, ROWS, Price
 from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.simulator import CostModel
 
@@ -231,7 +231,7 @@ class _Pricing(OpBytes):
     def _link(self, op: Op) -> Cost:
         """Return the cost of a copy over the link, with what the lane encodes and decodes beside it."""
         unit, row, size = op.unit or 0, op.row, self.on_link(op)
-        if row.carries == "weights" and unit in self.layout.resident:
+        if row.carries in AT_REST and unit in self.layout.resident:
             return Cost()
         copy = self._copy(op, size, row.lane, row.carries in ACTIVATIONS or op.buffer is None)
         coding_s = 0.0

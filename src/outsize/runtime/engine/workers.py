@@ -139,6 +139,7 @@ class _Memory:
                 dtype="fp32" if layout.ring else plan.state.gradients,
                 tile_elements=plan.tile_elements,
                 resident=layout.resident,
+                rests_there=layout.cut,
                 # Of several nodes each keeps its own part of a sum.
                 in_place=device.in_place and layout.num_nodes == 1,
             ),

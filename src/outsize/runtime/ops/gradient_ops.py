@@ -42,6 +42,7 @@ class GradientSettings:
         dtype: in which gradients wait at home.
         tile_elements: elements per tile.
         resident: units whose gradients stay in their accumulators.
+        rests_there: whether those rest in their home on the device instead, from pass to pass, and are summed there.
         in_place: whether gradients that rest in a host home as they are summed are summed there; accumulators stay
             untouched then, and leave room for first gradients, which wait for the second ones.
     """
@@ -55,6 +56,7 @@ class GradientSettings:
     dtype: str = "fp32"
     tile_elements: int = 0
     resident: Set[int] = frozenset()
+    rests_there: bool = False
     in_place: bool = False
 
 
@@ -118,7 +120,7 @@ class GradientOps:
         """ACC: from now on this accumulator sums the gradient of the unit."""
         unit, plane = self._accumulator(op)
         self._plane_of[unit.index] = plane
-        self._sums.open(unit, plane, keeps_first=self._lies_at_home(unit.index))
+        self._sums.open(unit, plane, keeps_first=self._in_place and self._lies_at_home(unit.index))
 
     def _accumulator(self, op: Op) -> tuple[UnitSpec, Tensor]:
         """The unit of ``op``, and where its gradient is summed, fp32 [unit.numel]."""
@@ -131,7 +133,7 @@ class GradientOps:
 
     def _lies_at_home(self, unit: int) -> bool:
         """Whether the gradient of a unit is summed where it rests."""
-        return self._in_place and unit not in self._settings.resident
+        return self._settings.rests_there if unit in self._settings.resident else self._in_place
 
     @handles(Kind.SUM)
     def sum_on(self, op: Op, context: StepContext) -> None:
@@ -141,9 +143,10 @@ class GradientOps:
         """
         unit, plane = self._accumulator(op)
         self._plane_of[unit.index] = plane
-        if not self._in_place:
+        if not self._lies_at_home(unit.index):
             self._bring_up(unit.index, plane)
-        self.bytes_up += plane.nbytes
+        if unit.index not in self._settings.resident:
+            self.bytes_up += plane.nbytes
         self._sums.open(unit, plane, context.touched[unit.index])
 
     def _bring_up(self, unit: int, plane: Tensor) -> None:
@@ -210,11 +213,13 @@ class GradientOps:
             del self._plane_of[op.unit]
 
     def take(self, unit: int, context: StepContext) -> Tensor:
-        """Return the gradient of a resident unit as it steps by it, in its accumulator, which is free behind that.
+        """Return the gradient of a resident unit as it steps by it: at home, or in its accumulator, free behind that.
 
         Raises:
             NonFiniteError: no norm is waited for, and the loss or the gradient is not finite.
         """
+        if self._settings.rests_there:
+            return self._home.view(unit, "gradient")
         plane = self._close(unit, context, every_round=True)
         return plane if self._settings.dtype != "bf16" else _narrowed(plane, torch.bfloat16)
 
@@ -237,6 +242,8 @@ class GradientOps:
         times_home = self._settings.times_home if context.times_home is None else context.times_home
         every_round = context.brought[op.unit] == times_home.get(op.unit, 1)
         plane = self._close(op.unit, context, every_round=every_round)
+        if op.unit in self._settings.resident:
+            return
         target = self._target(op.unit, op.buffer)
         if self._carrier is not None and target is not None and every_round:
             wire_bytes = self._carrier.bring_home(self._spec.units[op.unit], plane, target, context)
