@@ -71,8 +71,8 @@ class MemoryConfig(Section):
         default="auto",
         description="Units that rest on the device with masters, moments and gradient, and step there; the others are "
         "streamed. auto: as many as are predicted to make a step shorter, on a device that a link lies below; none, or "
-        "a number of units. For AdamW with its exact state, on one device over a home in host memory. auto takes none of "
-        "a wrapped model, nor where a trainer of another library trains.",
+        "a number of units. For AdamW with its exact state, on one device over a home in host memory. auto is none of "
+        "a wrapped model, and where a trainer of another library trains.",
     )
     prefetch: Annotated[int | None, Idle(*STAGES)] = Field(
         default=None,

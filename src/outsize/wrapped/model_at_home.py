@@ -120,7 +120,9 @@ class ModelAtHome(ABC):
         state_bytes = sum(home_bytes(unit, state) for unit in below)
         machine = describe_machine(memory, self._devices, state_bytes, store_dir)
         check_transport(self._transport, machine.devices, machine.home)
-        options = PlanOptions(home=machine.home, below=machine.below, num_workers=machine.num_workers, cut=True)
+        options = PlanOptions(
+            home=machine.home, below=machine.below, num_workers=machine.num_workers, cut=True
+        )
         reason = why_not_resident(replace(options, state=state, transport=self._transport))
         if resident and reason:
             raise ConfigError(f"resident={number}: {reason}; leave it out")

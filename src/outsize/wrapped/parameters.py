@@ -191,15 +191,12 @@ class HomeParameters(HomeTensors):
 
     def round_gradients(self, among: Iterable[nn.Parameter]) -> None:
         """Round gradients of half-precision weights ``among`` these to the dtype of those, until the next pass."""
-        if not self._half:
-            return
-        asked = {id(parameter) for parameter in among}
+        asked = {id(parameter) for parameter in among if self._half}
         with plainly():
             for parameter in self.named.values():
                 gradient = parameter.grad
-                if isinstance(parameter, AtRest) or id(parameter) not in asked:
-                    continue
-                if gradient is not None and gradient.dtype != parameter.dtype:
+                here = id(parameter) in asked and not isinstance(parameter, AtRest)
+                if here and gradient is not None and gradient.dtype != parameter.dtype:
                     parameter.grad = None
                     parameter.grad_dtype = parameter.dtype
                     parameter.grad = gradient.to(parameter.dtype)

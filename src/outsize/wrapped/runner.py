@@ -306,8 +306,7 @@ class Runner(Inferring):
         """
         model = self._check()
         self._follow_gradients(model)
-        held = self._held()
-        units = self.split.spec.units
+        held, units = self._held(), self.split.spec.units
         stepped = {
             index: frozenset(p for p in positions if units[index].tensors[p].name in names)
             for index, positions in held.items()
