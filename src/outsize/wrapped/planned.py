@@ -270,7 +270,7 @@ class Planned(ModelAtHome):
             self._transport,
             self._known,
             self.state,
-            frozenset(self.session.home.on_device),
+            frozenset(u for u in self.session.home.on_device if self.split.spec.units[u].trainable),
         )
         set_aside = _SetAside.of(plan, self._measured)
         same, self._set_aside = set_aside == self._set_aside, set_aside

@@ -253,11 +253,9 @@ def make_plan(
     transport: Transport,
     shapes: Sequence[BatchShape],
     state: StateLayout,
-    on_device: frozenset[int],
+    resident: frozenset[int],
 ) -> Plan:
     """Plan a step that is cut, within the machine's budgets, in the largest rounds that fit.
-
-    Units that are ``on_device`` by now, and train, are resident.
 
     All rounds but the first go forward twice, and nothing here knows rates by which a smaller round that keeps more
     could be found to be faster.
@@ -283,7 +281,7 @@ def make_plan(
         cut=True,
         into_inputs=any(shape.into_inputs for shape in shapes),
         commits=False,
-        resident=frozenset(unit.index for unit in split.spec.units if unit.trainable) & on_device,
+        resident=resident,
         activations=memory.activations,
         transport=transport,
     )

@@ -288,7 +288,9 @@ class Rules:
         self._home.norm(unit)
 
     def _update(self, op: Op, unit: int, microbatch: int) -> None:
-        if not self._layout.cut:  # else a GRAD has closed the sum
+        if self._layout.cut:
+            require(self._home.has_gradient(unit), f"no gradient of unit {unit} is home")
+        else:
             self._look_at_sum(op, unit, microbatch)
         self._home.update(unit)
         self._accumulators = {at: holder for at, holder in self._accumulators.items() if holder != unit}

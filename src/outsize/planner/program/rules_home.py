@@ -172,8 +172,6 @@ class HomeRules:
         require(unit in self._layout.resident, f"unit {unit} rests at home, and steps there")
         require(not self._clips or unit in self._normed, f"the norm of unit {unit} has not been taken")
         require(not self._layout.clip or self._clipped, "gradients have not been clipped")
-        if self._layout.cut:
-            self._check_ready(unit)
         require(not self._stepped[unit], f"unit {unit} has stepped already")
         self._stepped[unit] = 1
 
