@@ -257,13 +257,13 @@ def test_a_machine_that_is_none_is_named_with_what_to_write(model_dir, capsys, o
 def test_a_sweep_is_a_table_with_bars_and_a_picture(model_dir, tmp_path, capsys, over):
     length = () if over == "seq-len" else ("--seq-len", 128)
     options = (model_dir, "--gpus", "4090", *length, "--sweep", over)
-    found = answer(capsys, *options)
+    picture = tmp_path / "sweep.svg"
+    found = answer(capsys, *options, "--picture", picture)
     assert (found["kind"], found["over"]) == ("sweep", over)
     assert any(point["tokens_per_s"] for point in found["points"])
-    picture = tmp_path / "sweep.svg"
-    assert run(*options, "--picture", picture) == 0
-    shown = capsys.readouterr().out
-    assert "█" in shown
+    if over == "ram":
+        assert run(*options) == 0
+        assert "█" in capsys.readouterr().out
     drawn = ElementTree.fromstring(picture.read_text())
     bars = [element for element in drawn if element.tag.endswith("rect")]
     assert len(bars) == sum(point["tokens_per_s"] is not None for point in found["points"])

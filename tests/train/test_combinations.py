@@ -55,7 +55,7 @@ def documents_in(directory: Path) -> Path:
 
 
 @pytest.mark.slow
-@settings(max_examples=6, phases=[Phase.generate])
+@settings(max_examples=4, phases=[Phase.generate])
 @given(sections=st.fixed_dictionaries(WHAT))
 def test_whatever_goes_together(
     tmp_path_factory: pytest.TempPathFactory, sections: dict[str, dict[str, Any]]

@@ -1,6 +1,7 @@
 """A run goes on with other memory, from another place, over the end of the data: to the same bits."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,29 @@ OTHER_MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Train three steps without a break, once for each dtype; returns the directory of model, data and run."""
+
+    @functools.cache
+    def run_in(dtype: str) -> Path:
+        directory = tmp_path_factory.mktemp(f"whole-{dtype}")
+        train(in_dir(make_run(directory, model={"dtype": dtype}, train={"steps": 3}), directory / "whole"))
+        return directory
+
+    return run_in
+
+
 @pytest.mark.parametrize("case", OTHER_MEMORY)
-def test_other_memory_changes_no_bit(case: str, dtype: str, tmp_path: Path) -> None:
+def test_other_memory_changes_no_bit(case: str, tmp_path: Path, whole: Callable[[str], Path]) -> None:
+    """In one dtype or the other: their states differ in what lies at home, and every case moves all of it."""
     first, second = OTHER_MEMORY[case]
-    config = make_run(tmp_path, model={"dtype": dtype}, train={"steps": 3})
-    train(in_dir(config, tmp_path / "whole"))
-    train(in_dir(make_run(tmp_path, model={"dtype": dtype}, memory=first), tmp_path / "parts", steps=2))
-    other = make_run(tmp_path, model={"dtype": dtype}, train={"steps": 3}, memory=second)
+    dtype = ("fp32", "bf16")[list(OTHER_MEMORY).index(case) % 2]
+    root = whole(dtype)
+    train(in_dir(make_run(root, model={"dtype": dtype}, memory=first), tmp_path / "parts", steps=2))
+    other = make_run(root, model={"dtype": dtype}, train={"steps": 3}, memory=second)
     train(in_dir(other, tmp_path / "parts", resume="auto"))
-    assert_same_end(tmp_path / "whole", tmp_path / "parts")
+    assert_same_end(root / "whole", tmp_path / "parts")
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])

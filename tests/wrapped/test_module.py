@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import outsize
 import zoo
 from outsize.errors import ConfigError
-from patience import PATIENCE_S
 from support import save_model
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
@@ -90,25 +89,3 @@ def test_arguments_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="is not wrapped"):
         outsize.unwrap(model)
     model(**BATCH).loss.backward()  # as it was
-
-
-def test_a_script_that_does_not_unwrap_still_ends():
-    import subprocess
-    import sys
-
-    script = """
-import torch, outsize
-from transformers import LlamaConfig, LlamaForCausalLM
-model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-    num_attention_heads=2, pad_token_id=0))
-outsize.wrap(model, device="cpu", device_memory="1GiB")
-ids = torch.ones(2, 4, dtype=torch.long)
-optimizer = outsize.AdamW(model)
-model(input_ids=ids, labels=ids).loss.backward()
-optimizer.step()
-print("done")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
