@@ -15,6 +15,8 @@ OBJECTIVES_OF: Mapping[str, tuple[Objective, ...]] = {
     "temperature": ("embed", "distill"),
     "teacher": ("distill",),
 }
+# Whose records are conversations and texts; others have fields of their own.
+OF_TEXTS: tuple[Objective, ...] = ("sft", "distill")
 Home = Literal["auto", "host", "disk"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["auto", ComputeDtype]

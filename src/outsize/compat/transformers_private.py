@@ -80,12 +80,10 @@ def encodes_as_the_library(tokenizer: Any) -> bool:
 
 def response_templates(tokenizer: Any, model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield ways to take replies of a model apart: the tokenizer's or transformers' for its kind, and TRL's."""
-    try:
-        from transformers.cli.serving.utils import get_response_template
+    from transformers.cli.serving import utils
 
-        template = get_response_template(tokenizer, cast(Any, model))
-    except ImportError:  # an older transformers
-        template = getattr(tokenizer, "response_template", None)
+    known = getattr(utils, "get_response_template", None)  # not in the oldest one that is supported
+    template = known(tokenizer, model) if known else getattr(tokenizer, "response_template", None)
     if template is not None:
         yield template
     if importlib.util.find_spec("trl"):

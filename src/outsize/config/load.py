@@ -55,18 +55,18 @@ def load_config(
     for override in overrides:
         _lay_over(tree, origins, _from_override(override), f"--set {override}")
     _lay_over(tree, origins, _unflatten(given.items()), "the command line")
-    try:
-        return parse_config(tree, origins)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("the config file", str(path or "a config file"))) from None
+    return parse_config(tree, origins, str(path or "a config file"))
 
 
-def parse_config(tree: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
+def parse_config(
+    tree: Mapping[str, Any], origins: Mapping[str, str] | None = None, file: str = "the config file"
+) -> Config:
     """Return the configuration that a mapping of sections describes.
 
     Args:
         tree: sections by name, each a mapping of keys to values.
         origins: where each dotted key was written, for error messages.
+        file: that messages name as the place to write what is missing.
 
     Raises:
         ConfigError: a key, a value or a combination of them is wrong; one line for each.
@@ -76,7 +76,7 @@ def parse_config(tree: Mapping[str, Any], origins: Mapping[str, str] | None = No
     try:
         return Config.model_validate(complete)
     except ValidationError as error:
-        raise as_config_error(error, origins or {}) from None
+        raise as_config_error(error, origins or {}, file) from None
 
 
 def dump_config(config: Config) -> str:

@@ -160,9 +160,9 @@ _NOT_HERE |= dict.fromkeys(
     ("ddp_bucket_mib", "ddp_static_graph", "ddp_find_unused"),
     "gradients go to other ranks unit by unit, and what a step leaves out sends zeros; leave it out",
 )
-_HINTS = {
-    "model.path": "pass --model DIR or write it in the config file",
-    "data.path": "pass --data PATH or write it in the config file",
+_FLAGS = {
+    "model.path": "pass --model DIR or ",
+    "data.path": "pass --data PATH or ",
 }
 
 
@@ -201,14 +201,17 @@ def unknown_key(path: str) -> str:
     return f"no such key; did you mean {meant}?" if meant else "no such key; see docs/configuration.md"
 
 
-def as_config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+def as_config_error(
+    error: ValidationError, origins: Mapping[str, str], file: str = "the config file"
+) -> ConfigError:
     """Return ``error`` in plain words.
 
     Args:
         error: what pydantic found.
         origins: for each dotted key, where its value was written, e.g. ``"run.yaml"``.
+        file: where to write what is missing.
     """
-    lines = [line for detail in error.errors(include_url=False) for line in _lines(detail, origins)]
+    lines = [line for detail in error.errors(include_url=False) for line in _lines(detail, origins, file)]
     if len(lines) == 1:
         return ConfigError(lines[0])
     return ConfigError(
@@ -216,23 +219,23 @@ def as_config_error(error: ValidationError, origins: Mapping[str, str]) -> Confi
     )
 
 
-def _lines(detail: ErrorDetails, origins: Mapping[str, str]) -> list[str]:
+def _lines(detail: ErrorDetails, origins: Mapping[str, str], file: str) -> list[str]:
     path = ".".join(str(part) for part in detail["loc"])
     if not path:  # a combination of keys, which `config_rules` has already put into words
         return str(detail["ctx"]["error"]).split("\n")
     key = ".".join(path.split(".")[:2])
     origin = origins.get(path) or origins.get(key)
     where = f" (from {origin})" if origin else ""
-    return [f"{path}: {_what(path, detail)}{where}"]
+    return [f"{path}: {_what(path, detail, file)}{where}"]
 
 
-def _what(path: str, detail: ErrorDetails) -> str:
+def _what(path: str, detail: ErrorDetails, file: str) -> str:
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = detail.get("ctx") or {}
     if kind == "missing" and path.count(".") > 1:
         return "is missing: the list is too short"
     if kind == "missing":
-        return f"is required; {_HINTS.get(path, 'write it in the config file')}"
+        return f"is required; {_FLAGS.get(path, '')}write it in {file}"
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "model_type":

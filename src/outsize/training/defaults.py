@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.checkpoint.begun_adapters import with_begun_adapters
+from outsize.choices import OF_TEXTS
 from outsize.config import Config
 from outsize.config.section import Section
 from outsize.data.opening import Making, Progress
@@ -126,7 +127,7 @@ def _of_data(
     """Choose what follows from the data: nothing for text, and where an order within windows needs their end."""
     config = settled.config
     in_epochs = {} if _given(config.train, "steps", "epochs") else {"train.epochs": 1.0}
-    if objective is not None and objective != "distill":  # of which each has records of its own
+    if objective is not None and objective not in OF_TEXTS:
         return _with(settled, in_epochs)
     if config.data.window is not None or not are_records(corpora_of(config.data, config.eval)):
         return settled
