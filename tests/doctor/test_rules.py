@@ -14,7 +14,6 @@ from doctor.records import (
     numa_rates,
     overlap,
     peers,
-    pin_costs,
     run,
     step,
     sums,
@@ -100,19 +99,6 @@ SHOWN = {
         "warning",
         "node 1 (CPUs 2-3); this process may only run on 0-1",
         lambda d: gpu_machine(d, cpu__usable_cpus="0-1"),
-    ),
-    "shared-uplink": (
-        "info",
-        "share the bridge 0000:00:01.0",
-        lambda d: gpu_machine(
-            d,
-            gpus=(gpu(pci_path="pci0000:00/0000:00:01.0/a"), gpu(1, pci_path="pci0000:00/0000:00:01.0/b")),
-        ),
-    ),
-    "peer-access-off": (
-        "info",
-        "cuda:0 from cuda:1: chipset not supported",
-        lambda d: gpu_machine(d, gpus=(gpu(peer="chipset not supported"), gpu(1))),
     ),
     "cgroup-memory": (
         "warning",
@@ -260,11 +246,6 @@ SHOWN = {
         lambda d: run(d, about={"dtype": "bf16", "peak_flops_per_s": 2e10, "fp32_flops_per_s": 9e10}),
     ),
     "compute-bound": ("good", "compute works 98% of a step and waits 2.0%", run),
-    "attention-eager": (
-        "warning",
-        "2048 x 2048 scores",
-        lambda d: run(d, config={"model": {"attention": "eager"}}),
-    ),
     "steps-uneven": (
         "warning",
         "3 of 11 steps took over 1.5 times",
@@ -279,11 +260,6 @@ SHOWN = {
         "warning",
         "cuda:1 under load: generation 3 x16",
         lambda d: gpu_machine(d, devices=(device(), device(1, generation=3))),
-    ),
-    "pinned-rounded-up": (
-        "info",
-        "128.00 MiB for 80.00 MiB: 60% more",
-        lambda d: with_host(gpu_machine(d), pinning=pin_costs(torch_bytes=128 * 2**20)),
     ),
     "copies-not-hidden": (
         "warning",
@@ -397,13 +373,6 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
         ("cpu-quota", lambda d: cpu_machine(d, cpu__quota_cores=2, **variables(OMP_NUM_THREADS="2"))),
         # powersave of these drivers raises the clock with the load.
         ("cpu-clock-limited", lambda d: cpu_machine(d, cpu__clock_governor="amd-pstate-epp powersave")),
-        # The root complex is no uplink.
-        (
-            "shared-uplink",
-            lambda d: gpu_machine(
-                d, gpus=(gpu(pci_path="pci0000:00/x/a"), gpu(1, pci_path="pci0000:00/y/b"))
-            ),
-        ),
         # memlock alone says nothing: the driver pins, or it does not.
         ("pinning-refused", lambda d: gpu_machine(d, memory__memlock_limit_bytes=65536)),
         # An unknown name that is near none may be one of a plugin.
@@ -415,7 +384,6 @@ def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):
         ("memory-above-plan", lambda d: run(d, config={"memory": {"device": "cpu"}})),
         # One link of a machine that nobody asked under load says nothing of the other.
         ("link-downtrained", lambda d: gpu_machine(d, devices=(device(generation=5), device(1)))),
-        ("pinned-rounded-up", lambda d: with_host(cpu_machine(d), pinning=pin_costs(torch_bytes=2**27))),
         # Copies and products of a CPU are the work of the same cores.
         ("copies-not-hidden", cpu_machine),
         ("copies-not-hidden", lambda d: gpu_machine(d, devices=(device(hidden=overlap(both=0.014)),) * 2)),

@@ -336,7 +336,6 @@ def _crc32(state: dict[str, Any]) -> int:
 
 
 def _files_in(state: dict[str, Any]) -> bool:
-    """Whether a state lists files and the run that made them."""
     listed = state.get("files")
     if not isinstance(listed, dict) or not listed or not isinstance(state.get("run"), str):
         return False

@@ -202,7 +202,6 @@ class Saver:
         self._under_way = saving, engine.store(saving)
 
     def _collect(self) -> Saving | None:
-        """Wait for the checkpoint under way, if any."""
         if self._under_way is None:
             return None
         saving, handle = self._under_way

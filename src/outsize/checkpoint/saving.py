@@ -154,7 +154,6 @@ class Saving:
         return self._writer
 
     def _write(self, resting: UnitAtRest, writer: CheckpointWriter | AdapterWriter) -> None:
-        """Write the weights and the optimizer state of a unit."""
         unit, spec = resting.unit, self._prepared.split.spec
         weights = TORCH_DTYPE[spec.dtype]
         linked = isinstance(writer, CheckpointWriter) and not unit.trainable and self._link(resting, writer)

@@ -206,7 +206,6 @@ def _in_order(model: nn.Module, specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 def _parts(loaded: Any, path: Path) -> tuple[list[Any], Mapping[Any, Any]]:
-    """Groups and states of an optimizer's state."""
     if isinstance(loaded, dict):
         groups, state = loaded.get("param_groups"), loaded.get("state")
         if isinstance(groups, list) and groups and isinstance(state, dict) and state:

@@ -59,7 +59,6 @@ def tried(before: Config, after: Config, settings: list[str], steps: int, turns:
 
 
 def _first(remedies: Iterator[Remedy]) -> str:
-    """Return the first setting that leaves the training as it is."""
     candidates = list(remedies)
     same = [remedy.setting for remedy in candidates if remedy.is_same_training]
     if same:

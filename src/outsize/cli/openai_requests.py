@@ -328,7 +328,6 @@ class Answer:
         return {"delta": {"tool_calls": [{"index": self._num_calls[index] - 1, **_call(part)}]}}
 
     def _message(self, parts: Sequence[ReplyPart]) -> dict[str, Any]:
-        """Return the message of a reply as a whole."""
         message: dict[str, Any] = {"role": "assistant"}
         for part in parts:
             if part.kind == "tool_calls":
@@ -359,8 +358,6 @@ class Answer:
         return f"data: {chunk.model_dump_json(exclude_unset=True, warnings=False)}\n\n"
 
     def _logprob(self, token: "Token") -> dict[str, Any]:
-        """Return the logprobs of a token, as chats have them."""
-
         def entry(number: int, logprob: float) -> dict[str, Any]:
             text = self._text_of(number)
             is_whole = UNKNOWN not in text  # else part of a character, whose bytes are not known

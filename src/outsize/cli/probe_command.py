@@ -266,7 +266,6 @@ def _estimate_table(rows: list[dict[str, Any]], num_ranks: int) -> str:
 
 
 def _measured(num_ranks: int | None, backend: str, bytes_max: int) -> "AllReduceRates":
-    """Return the rates of ranks that torchrun has started, of which this is one, or of ranks started here."""
     from outsize.accelerators import count_of, kind_here
     from outsize.probing.several_gpus import measure_all_reduce, ranks_and_backend, time_as_rank
 

@@ -369,7 +369,6 @@ def _check_size(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def _leave_as_written(node: yaml.Node, takes_text: TakesText, at: tuple[str, ...]) -> None:
-    """Have names of keys, and values of keys that take text, be text."""
     is_text = len(at) > 1 and takes_text(at[0], at[1])
     if isinstance(node, yaml.ScalarNode):
         if is_text and node.style is None and node.tag != f"{_TAG}null":

@@ -183,7 +183,6 @@ class Encoder:
         return [_Lists(*each) for each in zip(encoded["input_ids"], offsets, strict=True)]
 
     def _rendered(self, document: Document) -> tuple[str, list[Span]]:
-        """Return the text of a document and the characters of it that are trained."""
         if document.messages is None:
             return document.text, [(document.trained_from, len(document.text))]
         return self.chat.render(

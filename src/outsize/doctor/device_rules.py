@@ -8,7 +8,7 @@ from outsize.doctor.run_record import Facts, LackingError, lost_share, median, n
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.gpus import GpuFacts
 from outsize.hardware.topology import NumaRates, slower_than_fp32
-from outsize.units import format_bytes, format_rate, format_seconds
+from outsize.units import format_rate, format_seconds
 
 # A rate that falls through its samples by more than this is no noise, if each third is slower than the one before.
 _SAG = 0.15
@@ -150,7 +150,6 @@ def _is_starved(facts: Facts) -> bool:
 
 
 def _is_beside(thread: str) -> bool:
-    """Return whether a thread is one of a lane that does not compute."""
     return thread == "host" or (":" in thread and not thread.startswith("compute:"))
 
 
@@ -180,8 +179,6 @@ def _efficiency(facts: Facts) -> float:
 # Marks below which something is worth saying: of a copy alone while all devices copy; of local memory by remote; of the
 # shorter of copy and product that the longer hides.
 _TOGETHER, _REMOTE, _HIDDEN = 0.75, 0.85, 0.5
-# Bytes that pinning takes beyond those asked for, as a share.
-_WASTE = 0.2
 
 
 def downtrained(facts: Facts) -> Seen | None:
@@ -268,28 +265,6 @@ def far_memory(facts: Facts) -> Seen | None:
                 gain_share=gain,
             )
     return worst
-
-
-def rounded_up(facts: Facts) -> Seen | None:
-    """Pinned memory that is rounded up to a power of two: what torch's own allocator does with ``pin_memory``."""
-    costs = {cost.way: cost for cost in facts.machine.host.pinning}
-    if not any(device.accelerated for device in facts.machine.devices):
-        return None
-    if "torch pin_memory" not in costs:
-        raise LackingError("what pinning takes: run `outsize probe` again")
-    cost = costs["torch pin_memory"]
-    taken_bytes = number(cost.taken_bytes, "what torch took")
-    waste = taken_bytes / cost.asked_bytes - 1
-    if waste < _WASTE:
-        return None
-    return Seen(
-        severity="info",
-        evidence=(
-            f"torch's pin_memory took {format_bytes(int(taken_bytes))} for {format_bytes(cost.asked_bytes)}: "
-            f"{waste:.0%} more"
-        ),
-        expected="the bytes that were asked for; outsize's own buffers are pinned exactly",
-    )
 
 
 def no_overlap(facts: Facts) -> Seen | None:

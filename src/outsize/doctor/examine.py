@@ -149,7 +149,6 @@ def _finding(rule: Rule, observation: Seen, facts: Facts) -> Finding:
 
 
 def _steps(rule: Rule, facts: Facts) -> list[str | Remedy]:
-    """Return the steps of the fix that are possible."""
     steps = (rule.fix,) if isinstance(rule.fix, str) else rule.fix
     texts = (step(facts) if callable(step) else step for step in steps)
     return [step for step in texts if step is not None]

@@ -5,9 +5,6 @@ What can be wrong with links and with what the GPUs hang on.
 What is wrong with the variables of NCCL that a machine has set; what they are is in `outsize.hardware.link_fit`.
 """
 
-from itertools import combinations
-from os.path import basename, commonpath
-
 from outsize.doctor.finding import Seen
 from outsize.doctor.run_record import Facts, LackingError, fit_of, is_on_cpu, link_of, number, text
 from outsize.hardware.cpu import listed
@@ -151,49 +148,6 @@ def wrong_node(facts: Facts) -> Seen | None:
             expected="processors and host memory of the GPU's own node",
         )
     return None
-
-
-def shared_uplink(facts: Facts) -> Seen | None:
-    """Two GPUs hang below the same bridge; what is above it carries both."""
-    gpus = _gpus(facts, least=2)
-    paths = {index: text(gpu.pci_path, "place on the bus") for index, gpu in gpus}
-    shared = {
-        (one, other): common
-        for one, other in combinations(paths, 2)
-        if "/" in (common := commonpath([paths[one], paths[other]]))  # the root complex alone is not a link
-    }
-    if not shared:
-        return None
-    most = max(1 + sum(pair[0] == index for pair in shared) for index in paths)
-    (one, other), common = next(iter(shared.items()))
-    return Seen(
-        severity="info",
-        evidence=f"cuda:{one} and cuda:{other} share the bridge {basename(common)}; {most} GPUs at most hang on one",
-        expected=(
-            f"each alone at full rate, all at once at 1/{most} of it where the bridge has one uplink of one GPU's width"
-        ),
-    )
-
-
-def no_peer_access(facts: Facts) -> Seen | None:
-    """The driver lets no GPU read another one's memory: what goes between them passes host memory."""
-    refused = {
-        f"cuda:{index} from cuda:{other}": str(fact.value)
-        for index, gpu in _gpus(facts, least=2)
-        for other, fact in gpu.peers.items()
-        if text(fact, "peer access") != "ok"
-    }
-    if not refused:
-        return None
-    pair, why = next(iter(refused.items()))
-    iommu = facts.machine.inventory.environment.iommu
-    names = {str(gpu.name.value) for _, gpu in _gpus(facts)}
-    geforce = "; GeForce drivers disable it" if any("GeForce" in name for name in names) else ""
-    return Seen(
-        severity="info",
-        evidence=f"{len(refused)} pairs, e.g. {pair}: {why}{geforce}; IOMMU: {iommu.value or iommu.source}",
-        expected="nothing for one GPU; between GPUs copies by way of the host, which NCCL chooses by itself",
-    )
 
 
 def _gpus(facts: Facts, least: int = 1) -> list[tuple[int, GpuFacts]]:

@@ -150,14 +150,6 @@ RULES: Final[tuple[Rule, ...]] = (
         verify=PROBE_AGAIN,
     ),
     Rule(
-        id="attention-eager",
-        part="compute",
-        look=run_rules.eager_attention,
-        causes=("model.attention in the configuration",),
-        fix=(Remedy("model.attention: sdpa", "model.attention=sdpa", is_same_training=False),),
-        verify="backward_s and forward_s in heartbeat.jsonl; outsize verify, since sums are taken in another order",
-    ),
-    Rule(
         id="loader-bound",
         part="run",
         look=waits_for("data"),

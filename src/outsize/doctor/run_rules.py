@@ -206,20 +206,6 @@ def compute_bound(facts: Facts) -> Seen | None:
     )
 
 
-def eager_attention(facts: Facts) -> Seen | None:
-    """The run was told to use the attention that writes out all scores."""
-    model, data = facts.run.config.get("model"), facts.run.config.get("data", {})
-    if model is None:
-        raise LackingError("config.yaml in the run directory")
-    if model.get("attention") != "eager":
-        return None
-    length = int(data.get("seq_len", 0))
-    return Seen(
-        evidence=f"model.attention is eager: {length} x {length} scores per head and sequence are written and read",
-        expected="a kernel that keeps scores on the chip",
-    )
-
-
 def uneven(facts: Facts) -> Seen | None:
     """Some steps take far longer than the others."""
     seconds = [step["seconds"] for step in facts.run.steps]

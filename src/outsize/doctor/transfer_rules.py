@@ -60,14 +60,6 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
         verify="outsize probe: a fit stands beside the link's pinned path",
     ),
     Rule(
-        id="pinned-rounded-up",
-        part="run",
-        look=device_rules.rounded_up,
-        causes=("torch's pinned allocator rounds each request up to a power of two",),
-        fix="in loops of your own: PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1, or memory pinned by outsize",
-        verify="outsize probe: taken_bytes of torch pin_memory in machine.json",
-    ),
-    Rule(
         id="copies-not-hidden",
         part="link",
         look=device_rules.no_overlap,
@@ -152,25 +144,6 @@ TRANSFER_RULES: Final[tuple[Rule, ...]] = (
         fix="leave memory.numa auto, and set OMP_NUM_THREADS to a node's cores where `numa` in run.json says that "
         "threads are too many; else numactl --cpunodebind=NODE --membind=NODE outsize train run.yaml",
         verify="numa in run.json, or numastat -p PID: pages on one node",
-    ),
-    Rule(
-        id="shared-uplink",
-        part="link",
-        look=link_rules.shared_uplink,
-        causes=("the board or the chassis hangs several GPUs on one switch",),
-        fix="train on GPUs of different bridges where there is a choice: CUDA_VISIBLE_DEVICES",
-        verify="nvidia-smi topo -m: PIX and PXB stand for a shared bridge",
-    ),
-    Rule(
-        id="peer-access-off",
-        part="link",
-        look=link_rules.no_peer_access,
-        causes=(
-            "the driver does not offer it for these GPUs",
-            "access control (ACS) on bridges, or an IOMMU that translates, on a machine without virtual machines",
-        ),
-        fix="nothing in outsize needs it; without virtual machines, ask whoever keeps the firmware about ACS",
-        verify="nvidia-smi topo -p2p r",
     ),
     Rule(
         id="nccl-overridden",

@@ -127,7 +127,6 @@ class Group(ABC):
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _from_everyone(self, payload: Tensor) -> list[Tensor]:
-        """Return what every rank has, by rank."""
         incoming = {peer: torch.empty_like(payload) for peer in self._others()}
         self.exchange(dict.fromkeys(incoming, payload), incoming)
         return [payload if peer == self.rank else incoming[peer] for peer in range(self.size)]

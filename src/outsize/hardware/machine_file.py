@@ -375,7 +375,6 @@ def compare(before: MachineFile, now: MachineFile) -> tuple[Change, ...]:
 
 
 def _rates(probed: MachineFile) -> dict[str, tuple[float, float]]:
-    """Return median and spread of each rate by its name."""
     rates = {
         name: (reading.median, reading.spread)
         for part in ("host", "disks", "devices", "together", "peers", "all_reduce", "data", "codecs")

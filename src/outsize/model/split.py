@@ -171,7 +171,6 @@ def _are_stages(layers: Sequence[Named], inner: Sequence[list[tuple[str, list[Na
 
 
 def _covers(lists: Iterable[tuple[str, list[Named]]], module: nn.Module) -> bool:
-    """Whether lists hold most of a module, in more than one layer."""
     layers = [layer for _, layers in lists for _, layer in layers]
     return len(layers) > 1 and sum(map(size_of, layers)) >= STAGE_SHARE * size_of(module)
 

@@ -169,7 +169,6 @@ def _encoded(
     splits: tuple[list[Row], list[Row] | None],
     announce: Callable[[str], None],
 ) -> Prepared:
-    """Return records whose texts are tokens, cut to as many as a sequence has."""
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
     num_cut, seq_len = 0, config.data.seq_len

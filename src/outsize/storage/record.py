@@ -140,7 +140,6 @@ def unpack(data: memoryview) -> CommitRecord | None:
 
 
 def _granule(num_elements: Any) -> int:
-    """Return the elements of a granule if they are such a number."""
     if type(num_elements) is not int or num_elements < PLANE_ELEMENTS or num_elements & (num_elements - 1):
         raise ValueError(f"granules of {num_elements!r} elements")
     return num_elements
@@ -311,7 +310,6 @@ class Granules:
 
 
 def _runs(sides: Sides, first: int) -> Iterator[Run]:
-    """Yield runs of equal sides."""
     if not len(sides):
         return
     changes = np.flatnonzero(np.diff(sides)) + 1

@@ -155,7 +155,6 @@ class Watchdog:
 
     @property
     def _reason(self) -> str:
-        """What the limit is made of."""
         if self.limit_s <= self._floor_s:
             return f"more than {self.setting}{self._floor_s:g}{'' if self.setting else ' s'}"
         kind = f"median of {len(self._steps_s)} steps," if self._steps_s else "predicted step,"

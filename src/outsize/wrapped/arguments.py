@@ -105,7 +105,6 @@ def memory_of(
 
 
 def _unknown(key: str, others: Sequence[str]) -> str:
-    """What to say about an argument that there is not."""
     if key in OptimizerConfig.model_fields:
         return (
             "it is of outsize train; a wrapped model keeps masters and gradients in fp32, and moments as state=... "

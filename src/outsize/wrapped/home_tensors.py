@@ -247,7 +247,6 @@ class HomeTensors:
         return not (on_device or encoded) and self._home.lend(unit.index, plane) is not None
 
     def _read(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
-        """Read a whole plane, decoded."""
         part = codec_part(unit, plane)
         if part is None:
             self._home.read(unit.index, plane, 0, flat)
@@ -257,7 +256,6 @@ class HomeTensors:
         decode(part, encoded, flat)
 
     def _write(self, unit: UnitSpec, plane: str, flat: Tensor, arena: Arena) -> None:
-        """Write a whole plane, encoded."""
         part = codec_part(unit, plane)
         if part is not None:
             encoded = arena.take(part.encoded_bytes, "encoded weights")
@@ -266,7 +264,6 @@ class HomeTensors:
         self._home.write(unit.index, plane, 0, flat)
 
     def _form(self, unit: UnitSpec, plane: str) -> tuple[int, torch.dtype]:
-        """Items of a plane, and their dtype."""
         for part in unit.frozen:
             if part.plane == plane:
                 return part.numel, TORCH_DTYPE[part.dtype]

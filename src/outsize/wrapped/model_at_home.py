@@ -380,7 +380,6 @@ def flags_of(model: nn.Module) -> dict[int, bool]:
 
 
 def _say_unstreamed(parts: Split, index: int) -> None:
-    """Say that a unit was called by others than the model's forward."""
     _log.warning(
         "%s was called outside of the model's own forward (a part of it by itself, functional_call): that call is not "
         "streamed, and computes where the weights rest; call the wrapped model, or wrap the part that you call",

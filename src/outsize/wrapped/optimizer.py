@@ -186,7 +186,6 @@ class AdamW(torch.optim.Optimizer):
         return self._runner.parameters.names
 
     def _named(self) -> dict[str, Tensor]:
-        """The parameters of all groups by name."""
         return {
             self._names[id(p)]: p
             for group in self.param_groups
@@ -365,7 +364,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
 
 
 def _norms(runner: Runner, held: dict[int, frozenset[int]]) -> list[tuple[str, Tensor]]:
-    """Name and norm of each gradient at home."""
     found: list[tuple[str, Tensor]] = []
     home = runner.session.home
     for index, positions in held.items():

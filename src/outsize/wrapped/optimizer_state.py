@@ -189,7 +189,6 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         return id(self._runner.parameters.named[name])
 
     def _place(self, name: str) -> tuple[UnitSpec, TensorSpec]:
-        """The unit and the tensor of that name."""
         if self._split is not self._runner.split:
             self._split = self._runner.split
             units = self._runner.split.spec.units

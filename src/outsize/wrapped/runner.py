@@ -119,7 +119,6 @@ class Runner(Inferring):
         return self._forward(model, inputs)
 
     def _leave_state(self, what: str) -> None:
-        """From now on batches go whole."""
         self._leaves_state = True
         _log.warning(
             "batches go whole, not in %d microbatches: a forward changes %s, which microbatches would take from one "

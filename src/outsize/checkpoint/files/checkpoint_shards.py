@@ -199,7 +199,6 @@ def _in_original_layout(model: nn.Module, tensors: dict[str, Tensor]) -> dict[st
 
 
 def _elements_by_dtype(tensors: Mapping[str, Tensor]) -> Counter[torch.dtype]:
-    """Return how many elements there are of each dtype."""
     count: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
         count[tensor.dtype] += tensor.numel()

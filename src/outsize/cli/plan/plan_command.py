@@ -125,7 +125,6 @@ def _uncollected() -> Iterator[None]:
 
 
 def _files(request: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
-    """Return the texts of the files that were asked for."""
     from outsize.cli.plan.plan_question import train_yaml
     from outsize.reporting.html_page import to_chrome
 

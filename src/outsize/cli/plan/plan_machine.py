@@ -146,7 +146,6 @@ def size_of(option: str, text: str) -> int:
 
 
 def _described(text: str, options: PlanFlags) -> Machine:
-    """Return the machine of a GPU that is told in figures."""
     fields = dict(_pairs(text))
     missing = [key for key in ("memory", "tflops", "gbps") if key not in fields]
     if missing:
@@ -247,7 +246,6 @@ def _with_disk(disk: Disk | None, options: PlanFlags) -> Disk | None:
 
 
 def _rate(option: str, text: str) -> float:
-    """Return bytes per second."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMGT]?)B(?:/s|ps)?\s*", text)
     if match is None or not float(match[1]):
         raise ConfigError(f"{option}: not a rate: {text!r}; write for example 7GB, in bytes per second")

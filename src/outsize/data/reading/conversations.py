@@ -268,7 +268,6 @@ def _flat_content(content: object, where: str, field: str) -> str:
 
 
 def _text_of(part: object, where: str, field: str) -> str:
-    """Return the text of a part of a content."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__

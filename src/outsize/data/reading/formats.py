@@ -94,7 +94,6 @@ def detect_format(record: Record, text_field: str, where: str) -> DataFormat:
 
 
 def _expected() -> str:
-    """Return the fields of all formats."""
     *first, last = (" and ".join(map(repr, row.fields)) for row in FORMATS.values() if row.fields)
     return f"{', '.join(first)}, or {last}"
 

@@ -259,7 +259,6 @@ def _of_card(root: Path) -> dict[str, list[str]] | None:
 
 
 def _patterns(front_matter: Any, card: Path) -> dict[str, list[str]]:
-    """Return patterns of files by split."""
     entries = front_matter if isinstance(front_matter, list) else [front_matter]
     splits: dict[str, list[str]] = {}
     for entry in entries:

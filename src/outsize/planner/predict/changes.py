@@ -90,7 +90,6 @@ def _with_home(tier: str) -> Change:
 
 
 def _with_mlp_parts(num_parts: int) -> Change:
-    """MLPs take the tokens of a microbatch in so many parts."""
     if num_parts < 2:
         raise ValueError(num_parts)
 

@@ -196,7 +196,6 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
 
 
 def _searched_at(question: Question, home: Tier) -> Decision:
-    """Return the best of all numbers of microbatches."""
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
     ways = cache(lambda microbatches: _ways(question, microbatches, home))

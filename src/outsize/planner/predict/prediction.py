@@ -297,7 +297,6 @@ _RESOURCES = {
 
 
 def _break_even(decision: Decision, work: Workload) -> BreakEven:
-    """Return the break-even of the block that loads longest for what it computes."""
     machine, model = decision.question.machine, decision.question.model
     forward_s = decision.microbatch.times.forward_s
     link = min(link.up_bytes_per_s.value for link in machine.links)

@@ -282,7 +282,6 @@ class HomeRules:
             self._exchange.check_reduced(unit)
 
     def _with_others(self, op: Op, unit: int) -> None:
-        """Follow REDUCE, AGREE or GATHER."""
         if self._exchange is None:
             raise BrokenRuleError("a single node exchanges nothing")
         if op.row.carries == "gradient":

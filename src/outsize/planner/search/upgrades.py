@@ -142,7 +142,6 @@ def _fits_with(fits: Callable[[Knobs], bool], knobs: Knobs, choices: Kept) -> bo
 
 
 def _keeps_all(layout: StepLayout) -> bool:
-    """Whether no unit computes products again."""
     again = (Extent.PRODUCTS, Extent.WHOLE)
     cells = ((u, m) for u in layout.keepable[1:] for m in range(layout.round_size))
     return all(layout.choice(unit, microbatch).extent in again for unit, microbatch in cells)

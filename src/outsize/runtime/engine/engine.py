@@ -111,7 +111,6 @@ class Engine:
         self._executor = self._open_lanes(resources)
 
     def _optimizer(self, resources: Resources) -> OptimizerOps:
-        """Take the memory that steps of the optimizer need, and return its ops."""
         spec, plan = self._split.spec, self.plan
         before = None if self.exchange is None else self.exchange.former
         return OptimizerOps(
@@ -127,7 +126,6 @@ class Engine:
         )
 
     def _store_ops(self, resources: Resources, shared: Shared | None) -> StoreOps:
-        """Return the ops of checkpoints."""
         spec, plan, home, host = self._split.spec, self.plan, resources.home, resources.host
         num_bytes = plan.store_buffer_bytes
         buffer = host.take(num_bytes, "checkpoint buffer") if num_bytes else None

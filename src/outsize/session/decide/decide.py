@@ -224,7 +224,6 @@ def _may_be_resident(prepared: Job) -> bool:
 
 
 def _told(decision: Decision, open_keys: list[str]) -> list[str]:
-    """Return what was chosen and why, line by line."""
     lines = []
     for key in open_keys:
         crossing, previous = key.partition(".")[2], decision.former.get(key)

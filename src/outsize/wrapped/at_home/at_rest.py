@@ -245,7 +245,6 @@ def _seen(base: Tensor, views: tuple[_View, ...]) -> Tensor:
 
 
 def _part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Look at a part, or in another shape."""
     own = args[0]
     meta = _seen(torch.empty(own._place.shape, dtype=own._place.dtype, device="meta"), own._views)
     found = func(meta, *args[1:], **kwargs)
