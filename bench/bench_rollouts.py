@@ -9,6 +9,7 @@ four for the update itself. The model trains all its weights from disk, and gene
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -124,7 +125,8 @@ def main() -> None:
     common.print_table(
         columns, [[row[name] for name in columns] for row in rows], "GRPO over weights on disk"
     )
-    common.finish({"rows": rows}, args.output)
+    machine = {**common.machine(), "load_1min": os.getloadavg()[0]}
+    common.finish({"rows": rows, "machine": machine}, args.output)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,10 @@ def test_a_forward_in_the_place_of_the_model_s_streams(put: Any, settings: dict[
         ids = BATCH["input_ids"]
         with torch.no_grad():
             assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        written = [
+            each.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0) for each in (model, plain)
+        ]
+        assert torch.equal(*written)  # between steps, as GRPO has it
 
 
 def test_a_forward_in_the_place_of_the_model_s_runs_once():

@@ -45,6 +45,11 @@ class Inferring(Planned):
         """Where the model computes, and where its inputs are best made."""
         return self._device
 
+    @property
+    def is_inferring(self) -> bool:
+        """Whether the context of `inferring` lasts; units stream wherever they are called then."""
+        return bool(self._depth)
+
     def infers(self, model: nn.Module) -> bool:
         """Whether a forward now is one that `inferring` is for."""
         if self._depth:

@@ -48,9 +48,9 @@ class Wrapped(nn.Module):
             forward = kwargs.pop(IN_PLACE, None) or partial(own_class(self).forward, self)
             return forward(*args, **kwargs)
         in_place = vars(self).get("forward")
-        if in_place is None:
-            return super().__call__(*args, **kwargs)
         runner = runner_of(self)
+        if in_place is None or runner.is_inferring:
+            return super().__call__(*args, **kwargs)
         if not runner.calls_units(in_place):
             with contextlib.suppress(CalledOutside), runner.watching_units(self, in_place):
                 return super().__call__(*args, **kwargs)
