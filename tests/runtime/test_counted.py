@@ -9,6 +9,7 @@ from counting import counted
 from outsize.config import parse_config
 from outsize.model.build import build_skeleton
 from outsize.model.walk import Boundaries
+from outsize.runtime.trial.measured import KnownRows
 from outsize.session.job import prepare
 from outsize.session.job.model_setup import split_model
 from outsize.streamed.spec import RunSpec
@@ -50,7 +51,9 @@ def test_bytes_are_those_that_a_run_measures(name):
     work = counts.workload(SEQUENCES, SEQ_LEN)
     parts = split_model(build_skeleton(config, "bf16"), "bf16", run)
     with Boundaries(parts.modules) as boundaries:
-        measured = prepare._measure(RunSpec.of(run, Path()), 1, config, parts, boundaries, lambda _: None)[0]
+        measured = prepare._measure(
+            RunSpec.of(run, Path()), 1, config, parts, boundaries, KnownRows(), lambda _: None
+        )[0]
     assert counts.spec == parts.spec
     assert work.boundary_bytes[1:] == measured.boundary_bytes[1:]
     assert work.saved_bytes[1:-1] == pytest.approx(measured.saved_bytes[1:-1], rel=WITHIN)

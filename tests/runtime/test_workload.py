@@ -16,6 +16,7 @@ from outsize.model.build import build_skeleton
 from outsize.model.compiled import take_kernels
 from outsize.model.tiled import take_in_parts
 from outsize.model.walk import Boundaries
+from outsize.runtime.trial.measured import KnownRows
 from outsize.session.job import prepare
 from outsize.session.job.model_setup import lora_of, split_model
 from outsize.streamed.spec import RunSpec
@@ -79,7 +80,9 @@ def measure(config, dtype, mlp_parts=1, lora=None, kernels="none"):
     parts = split_model(model, dtype, run, adapters)
     take_in_parts(parts, mlp_parts)
     with Boundaries(parts.modules) as boundaries:
-        return prepare._measure(RunSpec.of(run, Path()), 1, config, parts, boundaries, lambda _: None)[0]
+        return prepare._measure(
+            RunSpec.of(run, Path()), 1, config, parts, boundaries, KnownRows(), lambda _: None
+        )[0]
 
 
 @pytest.mark.parametrize(

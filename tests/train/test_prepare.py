@@ -1,15 +1,38 @@
 """What is measured before a run is what the run does."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from outsize import user_cache
+from outsize.runtime.trial.trial_pass import TrialPass
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from support import make_run
 
 
-def measured(directory: Path, **data: Any) -> Any:
-    return prepare(RunSpec.of(make_run(directory, data=data), directory), lambda _: None).measured
+def measured(directory: Path, sections: Any = None, **data: Any) -> Any:
+    run = RunSpec.of(make_run(directory, data=data, **(sections or {})), directory)
+    return prepare(run, lambda _: None).measured
+
+
+@pytest.fixture
+def passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrialPass]:
+    """Passes of trials, of which none is remembered to begin with."""
+    ran: list[TrialPass] = []
+    of_class = TrialPass.run
+
+    def run(self: TrialPass, weights: torch.UntypedStorage) -> Any:
+        ran.append(self)
+        return of_class(self, weights)
+
+    monkeypatch.setattr(TrialPass, "run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return ran
 
 
 def test_where_sequences_may_be_padded_the_mask_is_measured(tmp_path: Path):
@@ -19,3 +42,67 @@ def test_where_sequences_may_be_padded_the_mask_is_measured(tmp_path: Path):
     assert padded.held_bytes > full.held_bytes
     assert padded.needed.keys() == full.needed.keys()
     assert all(padded.needed[unit].num_saved > full.needed[unit].num_saved for unit in full.needed)
+
+
+def test_a_second_run_begins_with_what_the_first_has_tried(tmp_path: Path, passes: list[TrialPass]):
+    first = measured(tmp_path)
+    count = len(passes)
+    assert count
+    assert measured(tmp_path) == first
+    assert len(passes) == count
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"dtype": "bf16"}},
+        {"model": {"attention": "eager"}},
+        {"train": {"mlp_parts": 2}},
+        {"train": {"head_chunk_tokens": 7}},
+        {"train": {"method": "lora"}},
+        {"memory": {"device": "emulated:1"}},
+        {"data": {"seq_len": 32}},
+    ],
+)
+def test_settings_that_a_trial_depends_on_have_trials_of_their_own(
+    sections: dict[str, Any], tmp_path: Path, passes: list[TrialPass]
+):
+    measured(tmp_path)
+    count = len(passes)
+    data = sections.pop("data", {})
+    measured(tmp_path, sections, **data)
+    assert len(passes) > count
+
+
+def test_other_code_of_a_model_is_tried_anew(
+    tmp_path: Path, passes: list[TrialPass], monkeypatch: pytest.MonkeyPatch
+):
+    measured(tmp_path)
+    count, of_class = len(passes), LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: of_class(self, x).clone())
+    measured(tmp_path)
+    assert len(passes) == 2 * count
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "other", "units"])
+def test_damaged_notes_of_a_trial_are_none(damage: str, tmp_path: Path, passes: list[TrialPass]):
+    first = measured(tmp_path)
+    count = len(passes)
+    entries = sorted((user_cache.cache_directory() / "trials").iterdir())
+    assert entries
+    for path in entries:
+        content = path.read_bytes()
+        if damage == "cut":
+            path.write_bytes(content[: len(content) // 2])
+        elif damage == "garbage":
+            path.write_bytes(b"garbage")
+        else:  # whole, but of another form, or of another model
+            text = b"[]" if damage == "other" else content.partition(b"\n")[2]
+            if damage == "units":
+                rows = json.loads(text)
+                for row in rows:
+                    row["kept"] = row["kept"][:1]
+                text = json.dumps(rows).encode()
+            user_cache.store("trials", path.stem, text)
+    assert measured(tmp_path) == first
+    assert len(passes) == 2 * count

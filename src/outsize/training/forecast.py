@@ -257,7 +257,7 @@ def foresee(config: Config, *, predict: bool = True, announce: Announce = lambda
     run_dir = choose_run_dir(config.train.run_dir)
     run = RunSpec.of(config, run_dir)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(borrowed_torch(deterministic=False, devices=run.devices))
+        stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
         resumed = run_checkpoint.find(config.train.resume, run_dir)
         has_tokens = (run_dir / "data").is_dir()
         place = run_dir if has_tokens else stack.enter_context(temporary_directory())

@@ -258,9 +258,10 @@ class Autocast:
         active = sorted(kind for kind in kinds if torch.is_autocast_enabled(kind))
         return cls(tuple((kind, torch.get_autocast_dtype(kind)) for kind in active))
 
-    def on_cpu(self, kind: str) -> "Autocast":
-        """Return what is the same on a CPU as this is on devices of a kind, for a trial there."""
-        return Autocast(tuple(("cpu", dtype) for of, dtype in self.dtypes if of == kind))
+    def on_trial(self, kind: str) -> "Autocast":
+        """Return what this is on devices of a kind, for a trial there or on a CPU."""
+        kinds = dict.fromkeys((kind, "cpu"))
+        return Autocast(tuple((each, dtype) for of, dtype in self.dtypes if of == kind for each in kinds))
 
     def enter(self) -> AbstractContextManager[Any]:
         """Return a context in which it is on."""

@@ -200,10 +200,9 @@ class Planned(ModelAtHome):
             self.settle()
             forwards = self.session.boundaries.forwards
             former = self._measured
-            kind = self._device.type
             try:
                 self._measured = wrap_planning.measure(
-                    self.split, forwards, inputs, rows, shape, former, kind
+                    self.split, forwards, inputs, rows, shape, former, self.session.machine.devices
                 )
             except UnitOrderError as error:
                 self._take_turns(model, error)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.accelerators import CPU, Devices
 from outsize.codecs.transport import Transport
 from outsize.compat import torch_private
 from outsize.compat.torch_private import replace_forward_hooks
@@ -169,7 +170,7 @@ def measure(
     num_rows: int,
     shape: BatchShape,
     former: Measured | None,
-    device: str,
+    devices: Devices,
 ) -> Measured:
     """Measure what microbatches of ``shape`` need, on smaller ones of the kind of ``inputs``, or on rows as they are.
 
@@ -180,7 +181,7 @@ def measure(
         num_rows: of them.
         shape: of a microbatch of these inputs.
         former: what other microbatches need, which has to fit as well.
-        device: type of the device that will compute; the trial runs on a CPU.
+        devices: that will compute; the trial runs on the first one.
 
     Raises:
         ModelError: the model cannot be walked through, or raised.
@@ -195,7 +196,8 @@ def measure(
             num_sequences=rows,
             seq_len=length,
             chunk_tokens=None,
-            ambient=shape.autocast.on_cpu(device).enter,
+            ambient=shape.autocast.on_trial(devices.torch_device.type).enter,
+            devices=devices if rows <= num_rows else CPU,
         )
 
     # A trial is not what the hooks on units are there to see, but those by which a model reads its layers' outputs.

@@ -545,6 +545,9 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& logsumexp, const Tensor&, const Tensor&, int64_t, int64_t, double p, bool is_causal, const Tensor&,
     const Tensor&, std::optional<double> scale) {
   auto given = mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
+  // Partial gradients of queries in fp32, as flash attention has them where bits are to repeat.
+  Tensor partial;
+  if (at::globalContext().deterministicAlgorithms()) partial = at::empty({16, q.numel()}, q.options().dtype(at::kFloat));
   auto [dq, dk, dv] =
       at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, logsumexp, p, is_causal, given, scale);
   return {dq, dk, dv, Tensor()};

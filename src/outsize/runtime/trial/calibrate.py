@@ -1,8 +1,9 @@
-"""Measure or count what a microbatch needs in device memory, at short lengths, scaled.
+"""Measure or count what a microbatch needs in device memory, on the device that computes.
 
 Weights do not matter to sizes, so every unit is bound to one plane of small random numbers, as large as the largest
 unit. Blocks of the same class and shapes that are called alike are run once; the others pass on tensors of that form.
-Three short lengths are run, and `extrapolate` goes on from there.
+Three short lengths are run, and `extrapolate` goes on from there. On an accelerator one microbatch of the run's own
+size passes through the units as well, so that what its kernels take inside themselves counts.
 
 The model is that of a run, split as a run splits it, and passed through as `TrialPass` passes through it; so bytes are
 those that a run measures. The operations of each distinct unit are counted by PyTorch's own table of FLOPs. What
@@ -11,12 +12,15 @@ depends on values (which kernels a graph picks, what the loss makes of logits) i
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import CPU as HOST
+from outsize.accelerators import Devices, module_of
 from outsize.compat.torch_private import (
     fake_tensors,
     form_grouped_product,
@@ -25,16 +29,19 @@ from outsize.compat.torch_private import (
     watching,
 )
 from outsize.errors import ModelError, OutsizeError
+from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries, UnitCall, Walk
-from outsize.runtime.forward.binding import Binder, weight_planes, weight_views
+from outsize.runtime.device.device import open_device
+from outsize.runtime.forward.binding import Binder, buffers_on, weight_planes, weight_views
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
+from outsize.runtime.forward.short_recompute import States
 from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.live_bytes import LiveBytes, without_trace
-from outsize.runtime.trial.measured import Measured, Row, scale, trial_lengths
+from outsize.runtime.trial.measured import KnownRows, Measured, Row, scale, trial_lengths
 from outsize.runtime.trial.trial_pass import TrialPass
-from outsize.runtime.trial.unit_measure import UnitMeasure
+from outsize.runtime.trial.unit_measure import CPU, UnitMeasure
 from outsize.runtime.trial.unit_trials import bind_trial_weights
 
 
@@ -59,6 +66,9 @@ def calibrate(
     seq_len: int,
     chunk_tokens: int | None,
     ambient: Ambient = nullcontext,
+    devices: Devices = HOST,
+    rows: KnownRows | None = None,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> Measured:
     """Measure what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
 
@@ -69,55 +79,124 @@ def calibrate(
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
-        ambient: makes what the model's forward runs in, on a CPU: an autocast, say.
+        ambient: makes what the model's forward runs in, on the device: an autocast, say.
+        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host.
+        rows: what passes have noted before; what they note now is added.
+        announce: called with a line where the device has no room for its trial.
 
     Raises:
         ModelError: the model does not call its units once each, in order, or raised something.
     """
+    rows = KnownRows() if rows is None else rows
+    trial_on = partial(_Trial, split, forwards, make_inputs, chunk_tokens, ambient, rows)
+    size = num_sequences, seq_len
+    on_device = devices.accelerated and not any(map(is_compiled, forwards))
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
-        return thread.submit(
-            _calibrate, split, forwards, make_inputs, num_sequences, seq_len, chunk_tokens, ambient
-        ).result()
+        if on_device and (measured := thread.submit(_on_device, trial_on, devices, size, announce).result()):
+            return measured
+        return thread.submit(lambda: trial_on(CPU).measured(*size)).result()
 
 
-def _calibrate(
-    split: Split,
-    forwards: tuple[Callable[..., Any], ...],
-    make_inputs: Callable[[int, int], Mapping[str, Any]],
-    num_sequences: int,
-    seq_len: int,
-    chunk_tokens: int | None,
-    ambient: Ambient,
-) -> Measured:
-    lengths = trial_lengths(seq_len, num_sequences)
-    binder = Binder(split, Discard())
-    try:
-        memory = bind_trial_weights(binder, split.spec)
-        effects: dict[Any, UnitEffects] = {}
-        with without_trace(split.model):
-            rows = [
-                TrialPass(
-                    split,
-                    forwards,
-                    make_inputs(1, length),
-                    chunk_tokens,
-                    ambient,
-                    effects,
-                    is_longest=length == lengths[-1],
-                ).run(memory.untyped_storage())
-                for length in lengths
-            ]
-    except OutsizeError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: {type(error).__name__}: "
-            f"{error}; is the length within the model's limit, and does it run on such a batch by itself?"
-        ) from error
-    finally:
-        binder.close()
-    return scale(rows, lengths, num_sequences, seq_len, chunk_tokens)
+def _on_device(
+    trial_on: Callable[[torch.device], "_Trial"],
+    devices: Devices,
+    size: tuple[int, int],
+    announce: Callable[[str], None],
+) -> Measured | None:
+    """Measure on the first device; None where not even short sequences fit."""
+    target = devices.torch_device
+    with module_of(target).device(target), closing(open_device(devices.each[0])):
+        trial = trial_on(target)
+        try:
+            short, full = trial.short(*size), None
+        except torch.OutOfMemoryError:
+            announce(f"trial: a unit does not fit {devices.each[0]}; what it takes is measured on the CPU")
+            return None
+        try:
+            full = trial.full(*size)
+        except torch.OutOfMemoryError:
+            announce(
+                f"trial: a microbatch of {size[0]} sequences of {size[1]} tokens does not fit {devices.each[0]}; what "
+                "its units take is extrapolated from short ones, without what kernels take inside themselves"
+            )
+        return trial.scaled(short, full, *size)
+
+
+class _Trial:
+    """Passes over a model on one device; arguments are those of `calibrate`."""
+
+    def __init__(
+        self,
+        split: Split,
+        forwards: tuple[Callable[..., Any], ...],
+        make_inputs: Callable[[int, int], Mapping[str, Any]],
+        chunk_tokens: int | None,
+        ambient: Ambient,
+        rows: KnownRows,
+        device: torch.device,
+    ) -> None:
+        self._split, self._forwards, self._make_inputs = split, forwards, make_inputs
+        self._chunk_tokens, self._ambient, self._rows, self._device = chunk_tokens, ambient, rows, device
+
+    def measured(self, num_sequences: int, seq_len: int) -> Measured:
+        """Return what short sequences tell of microbatches."""
+        return self.scaled(self.short(num_sequences, seq_len), None, num_sequences, seq_len)
+
+    def short(self, num_sequences: int, seq_len: int) -> list[Row]:
+        """Return what passes over one sequence each note, at short lengths."""
+        lengths = trial_lengths(seq_len, num_sequences)
+        return self._noted(f"{self._device.type} {lengths}", [(1, length) for length in lengths], seq_len)
+
+    def full(self, num_sequences: int, seq_len: int) -> Row:
+        """Return what a pass over a microbatch notes, up to the last unit."""
+        size = num_sequences, seq_len
+        return self._noted(f"{self._device.type} full {size}", [size], seq_len, is_full=True)[0]
+
+    def scaled(self, short: list[Row], full: Row | None, num_sequences: int, seq_len: int) -> Measured:
+        """Return what microbatches need; see `scale`."""
+        lengths = trial_lengths(seq_len, num_sequences)
+        return scale(short, lengths, num_sequences, seq_len, self._chunk_tokens, full)
+
+    def _noted(
+        self, name: str, sizes: Sequence[tuple[int, int]], seq_len: int, *, is_full: bool = False
+    ) -> list[Row]:
+        noted = self._rows.get(name)
+        if noted is None or len(noted) != len(sizes):
+            noted = self._run(sizes, seq_len, is_full)
+            self._rows.put(name, noted)
+        return noted
+
+    def _run(self, sizes: Sequence[tuple[int, int]], seq_len: int, is_full: bool) -> list[Row]:
+        split, device = self._split, self._device
+        binder = Binder(split, Discard())
+        try:
+            with buffers_on(split.model, device), without_trace(split.model, device):
+                memory = bind_trial_weights(binder, split.spec, device)
+                return [
+                    TrialPass(
+                        split,
+                        self._forwards,
+                        self._make_inputs(*size),
+                        self._chunk_tokens,
+                        self._ambient,
+                        self._rows.effects,
+                        is_longest=size == sizes[-1],
+                        device=device,
+                        is_full=is_full,
+                    ).run(memory.untyped_storage())
+                    for size in sizes
+                ]
+        except (OutsizeError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: "
+                f"{type(error).__name__}: {error}; is the length within the model's limit, and does it run on such a "
+                "batch by itself?"
+            ) from error
+        finally:
+            binder.close()
 
 
 def count(
@@ -202,7 +281,7 @@ class _CountedUnits(UnitMeasure):
     def is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         return True
 
-    def note_random(self, before: Tensor) -> None:
+    def note_random(self, before: States) -> None:
         self._row.random = True
 
 

@@ -20,6 +20,7 @@ from outsize.compat.torch_private import memory_key, version_of
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.outline import outline_of
+from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import UnitVisit, is_differentiable, visit_of
 
@@ -41,16 +42,19 @@ class UnitEffects:
     objects: bool = False
 
 
-def effects_of(module: nn.Module, forward: Callable[..., Any], call: UnitCall) -> UnitEffects:
+def effects_of(
+    module: nn.Module, forward: Callable[..., Any], call: UnitCall, device: torch.device
+) -> UnitEffects:
     """Run a unit that is called with ``call``, and leave everything as it was.
 
     Args:
         module: the unit, its parameters on weights of a trial.
         forward: its own.
         call: its arguments.
+        device: that they are on.
     """
     state = UnitState(module.modules())
-    generator = torch.get_rng_state()
+    generators = random_states(device)
     with untouched(state, (call.args, tuple(call.kwargs.values()))), torch.enable_grad():
         visit = visit_of(call, state, outlet=True)
         given = visit.given
@@ -65,7 +69,7 @@ def effects_of(module: nn.Module, forward: Callable[..., Any], call: UnitCall) -
         )
         ends = [leaf for leaf in returned.leaves if is_differentiable(leaf) and leaf.requires_grad]
         stashes = bool(ends) and saving.reads_memory(ends, visit)
-    torch.set_rng_state(generator)
+    set_random_states(device, generators)
     return UnitEffects(effects.state, effects.outlet, stashes, effects.objects)
 
 
@@ -114,14 +118,14 @@ class _Saving:
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout is torch.strided and memory_key(tensor) in self._storages:
-            return tensor.shape, tensor.dtype
+            return tensor.shape, tensor.dtype, tensor.device
         return tensor.detach()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        shape, dtype = packed
-        return torch.zeros(shape, dtype=dtype)
+        shape, dtype, device = packed
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _leaf_gradients(
@@ -144,7 +148,7 @@ def _leaf_gradients(
 
 def _firsts_of(weight: Tensor) -> Tensor:
     """Return the first number of each matrix in ``weight``, in its own memory but with a count of changes apart."""
-    shown = torch.empty(0, dtype=weight.dtype).set_(
+    shown = torch.empty(0, dtype=weight.dtype, device=weight.device).set_(
         weight.untyped_storage(), weight.storage_offset(), weight.shape, weight.stride()
     )
     if shown.dim() > 1:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from outsize.accelerators import module_of
 from outsize.compat import torch_private
 from outsize.compat.torch_private import OperationMode, storage_key, watching
 from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS
@@ -154,10 +155,11 @@ def _sum(returned: list[_Ran], others: set[int]) -> Yield:
 class LiveBytes(OperationMode):
     """While active, every storage that an op creates counts until it is freed.
 
-    What a kernel allocates inside itself is not seen.
+    What a kernel allocates inside itself is seen by the allocator of an accelerator alone.
 
     Args:
-        known: a storage that was there before and does not count; views of it are made all the time.
+        weights: a storage that was there before and does not count; views of it are made all the time.
+        device: whose allocator is asked for its peak as well; None for none.
 
     Attributes:
         now: bytes alive.
@@ -165,9 +167,10 @@ class LiveBytes(OperationMode):
         ops: where it is not None, every op but detach is appended when it has run.
     """
 
-    def __init__(self, weights: torch.UntypedStorage) -> None:
+    def __init__(self, weights: torch.UntypedStorage, device: torch.device | None = None) -> None:
         super().__init__()
         self.now = 0
+        self._device, self._besides = device, 0
         self.trace: list[int] = []
         self.ops: list[Any] | None = None
         self._blind = False
@@ -182,11 +185,18 @@ class LiveBytes(OperationMode):
     def restart(self) -> int:
         """Follow the bytes alive from here on; returns those of now."""
         self.trace = [self.now]
+        if self._device is not None:
+            module = module_of(self._device)
+            module.reset_peak_memory_stats(self._device)
+            self._besides = module.memory_allocated(self._device) - self.now
         return self.now
 
     def since(self, before: int) -> tuple[int, ...]:
-        """The bytes alive after each op since `restart`, beyond ``before``."""
-        return tuple(alive - before for alive in self.trace)
+        """The bytes alive after each op since `restart`, and at the allocator's peak, beyond ``before``."""
+        trace = self.trace
+        if self._device is not None:
+            trace = [*trace, module_of(self._device).max_memory_allocated(self._device) - self._besides]
+        return tuple(alive - before for alive in trace)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, reduce
 from math import prod
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outsize.runtime.forward.unit_facts import Needed, SideEffects, UnitFlops, Yield, Yields
 
@@ -204,8 +204,33 @@ class Row:
     effects: SideEffects = field(default_factory=SideEffects)
 
 
+class KnownRows:
+    """Notes of the passes of a trial, by a name for each size, so that none is run twice.
+
+    Attributes:
+        effects: by kind of unit, what is known of it besides what it returns.
+    """
+
+    def __init__(self) -> None:
+        self.effects: dict[Any, Any] = {}
+        self._noted: dict[str, list[Row]] = {}
+
+    def get(self, name: str) -> list[Row] | None:
+        """Return the notes of passes; None where they have not been run."""
+        return self._noted.get(name)
+
+    def put(self, name: str, rows: list[Row]) -> None:
+        """Remember the notes of passes."""
+        self._noted[name] = rows
+
+
 def scale(
-    rows: list[Row], lengths: tuple[int, ...], num_sequences: int, seq_len: int, chunk_tokens: int | None
+    rows: list[Row],
+    lengths: tuple[int, ...],
+    num_sequences: int,
+    seq_len: int,
+    chunk_tokens: int | None,
+    full: Row | None = None,
 ) -> Measured:
     """Return what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
 
@@ -215,34 +240,40 @@ def scale(
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
+        full: of a pass over a microbatch itself, up to the last unit; None where there was none.
     """
 
     def at(values: Iterable[Trace]) -> int:
         return extrapolate(lengths, tuple(values), seq_len, num_sequences)
 
+    def of_units(traces: Callable[[Row], list[Trace]]) -> list[int]:
+        """Return the most bytes alive of each unit: as they were there, else by short lengths."""
+        exact = [] if full is None else [max(trace, default=0) for trace in traces(full)]
+        return [*exact, *(at(traces(row)[unit] for row in rows) for unit in range(len(exact), len(boundary)))]
+
     last, kept_by_unit = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
     boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
-    backward = [at(row.backward[unit] for row in rows) for unit in range(len(boundary))]
+    backward = of_units(lambda row: row.backward)
     if chunk_tokens is not None and last.plain:
         count = min(num_sequences * seq_len, chunk_tokens)
         backward[-1] = extrapolate(last.chunk_tokens, last.chunk, count) + 3 * boundary[-1]
     backward[-1] += at((row.glue,) for row in rows)
     return Measured(
         boundary_bytes=boundary,
-        forward_bytes=tuple(at(row.forward[unit] for row in rows) for unit in range(len(boundary))),
+        forward_bytes=tuple(of_units(lambda row: row.forward)),
         backward_bytes=tuple(backward),
-        saved_bytes=tuple(at((one.num_bytes,) for one in unit) for unit in kept_by_unit),
+        saved_bytes=tuple(of_units(lambda row: [(one.num_bytes,) for one in row.kept])),
         output_bytes=at((row.output,) for row in rows),
-        held_bytes=at((row.held,) for row in rows),
+        held_bytes=at((row.held,) for row in rows) if full is None else full.held,
         inputs_shared=rows[0].shared,
         side_bytes=at((row.side,) for row in rows),
         plain_head=rows[0].plain,
         shifted=rows[0].shifted,
-        graph_matters=any(row.graph_matters for row in rows),
+        graph_matters=any(row.graph_matters for row in (rows if full is None else [*rows, full])),
         rest_users=frozenset().union(*(row.rest_users for row in rows)),
         outside=frozenset().union(*(row.outside for row in rows)),
         draws_random=any(row.random for row in rows),
-        needed=_same_needs(rows),
+        needed=_same_needs(rows, full),
         attention=tuple(_yield([one.yields.attention for one in unit], at) for unit in kept_by_unit),
         products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept_by_unit),
         num_products=_same_counts(kept_by_unit),
@@ -263,9 +294,13 @@ def _same_counts(kept_by_unit: Sequence[Sequence[Kept]]) -> dict[int, int]:
     return {unit: counts_of.pop() for unit, counts_of in counts if len(counts_of) == 1}
 
 
-def _same_needs(rows: list[Row]) -> dict[int, Needed]:
+def _same_needs(rows: list[Row], full: Row | None) -> dict[int, Needed]:
     """What recomputes of units need, where that is the same at all lengths."""
     needs = [[one.needed for one in row.kept] for row in rows]
+    if full is not None:  # which has not met the last unit
+        needs.append(
+            [one.needed for one in full.kept] + [one.needed for one in rows[-1].kept[len(full.kept) :]]
+        )
     return {
         unit: first
         for unit, (first, *others) in enumerate(zip(*needs, strict=True))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from outsize.runtime.forward.unit_visit import is_differentiable
 from outsize.runtime.trial.effects_trial import CrossedState, UnitEffects
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row
-from outsize.runtime.trial.unit_measure import UnitMeasure, given_tensors, random_like
+from outsize.runtime.trial.unit_measure import CPU, UnitMeasure, given_tensors, random_like
 from outsize.runtime.trial.unit_trials import (
     OuterUses,
     SharedInputs,
@@ -73,6 +74,9 @@ class TrialPass:
     Args:
         effects: what is known of units of each kind besides what they return; more is added.
         is_longest: whether chunks of the loss are measured: `scale` reads those of the longest length alone.
+        device: that computes.
+        is_full: whether it is of the size of a run, up to the last unit, whose logits would be too large for most
+            devices; then the device's allocator says what the others take.
     """
 
     def __init__(
@@ -85,14 +89,21 @@ class TrialPass:
         effects: dict[Any, UnitEffects] | None = None,
         *,
         is_longest: bool = True,
+        device: torch.device = CPU,
+        is_full: bool = False,
     ) -> None:
         self._split = split
         self._ambient = ambient
         self._inputs = dict(inputs)
+        if device != CPU:
+            self._inputs = _moved(self._inputs, device)
+        self._device, self._is_full = device, is_full
         self._chunk_tokens = chunk_tokens
         self._is_longest = is_longest
         self._row = Row([], [], [], [], 0, False, False)
-        self._units = UnitMeasure(split, forwards, ambient, self._row, {} if effects is None else effects)
+        self._units = UnitMeasure(
+            split, forwards, ambient, self._row, {} if effects is None else effects, device
+        )
         self._has_cache = False
         self._returned: set[int] = set()
         self._shared = SharedInputs()
@@ -136,7 +147,7 @@ class TrialPass:
         return calls
 
     def _run(self, weights: torch.UntypedStorage) -> Row:
-        live = LiveBytes(weights)
+        live = LiveBytes(weights, self._device if self._is_full else None)
         self._crossed = CrossedState(self._split)
         walk = Walk(self._split.model, self._inputs)
         last = len(self._units.forwards) - 1
@@ -151,6 +162,8 @@ class TrialPass:
                         received = {memory_key(t): t.untyped_storage().nbytes() for t in storages}
                         handed = {memory_key(t): t.untyped_storage().nbytes() for t in _tensors(outputs)}
                         self._row.held = max(live.restart() - sum((received | handed).values()), 0)
+                        if self._is_full:
+                            break
                     if call is None:
                         call, outputs = self._advance(walk, unit, outputs), None
                     if not self._calls(call, unit):
@@ -202,7 +215,7 @@ class TrialPass:
     def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
         """Go on to ``unit``, and note what the model's own code uses on the way."""
         self._uses.unit = unit
-        state = torch.get_rng_state()
+        state = self._units.random_states()
         with self._ambient(), self._uses:
             call = walk.advance(outputs)
         self._units.note_random(state)
@@ -239,7 +252,7 @@ class TrialPass:
         forward = self._units.forwards[unit]
         effects = self._units.effects_of(unit, call, live)
         with torch.no_grad():
-            state = torch.get_rng_state()
+            state = self._units.random_states()
             ran = OpTrial([])
             if effects.state or effects.objects:
                 with ran.forward():
@@ -248,7 +261,9 @@ class TrialPass:
                 with ran.forward():
                     head_output = forward(*call.args, **call.kwargs)
                 self._units.note_random(state)
-                outputs = torch_private.map_only(Tensor, random_like, head_output)
+                outputs = torch_private.map_only(
+                    Tensor, partial(random_like, device=self._device), head_output
+                )
                 del head_output
             ending = self._advance(walk, unit + 1, outputs)
         if isinstance(ending, UnitCall):
@@ -312,6 +327,18 @@ def cached_tensors(value: Any) -> list[Tensor] | None:
     """Return the tensors of one of transformers' caches; None of what is no cache."""
     layers = getattr(getattr(value, "self_attention_cache", value), "layers", None)
     return _tensors([vars(layer) for layer in layers]) if isinstance(layers, list) else None
+
+
+def _moved(inputs: dict[str, Any], device: torch.device) -> Any:
+    """Return inputs on a device; a tensor that is there twice is one there as well."""
+    copies: dict[int, Tensor] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    return torch_private.map_only(Tensor, moved, inputs)
 
 
 def _tensors(values: Any) -> list[Tensor]:

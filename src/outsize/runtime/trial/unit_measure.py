@@ -14,7 +14,7 @@ from outsize.model.split import Split
 from outsize.model.walk import Modes, UnitCall
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.short_recompute import Trial
+from outsize.runtime.forward.short_recompute import States, Trial, random_states, set_random_states
 from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import Gradients, hand_out, is_differentiable, visit_of
@@ -24,6 +24,7 @@ from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row, Trace
 from outsize.runtime.trial.unit_trials import measure_compiled
 
+CPU = torch.device("cpu")
 PassedOn = Mapping[int, int]
 """Of what a unit returns, by position: the position of that in what it was given."""
 
@@ -37,6 +38,7 @@ class UnitMeasure:
         ambient: context that each runs within.
         row: of the trial, to which sizes and effects are added.
         effects: by kind of unit, what it does besides returning tensors; more is added.
+        device: that computes.
 
     Attributes:
         forwards: of the units, within their context.
@@ -49,9 +51,11 @@ class UnitMeasure:
         ambient: Ambient,
         row: Row,
         effects: dict[Any, UnitEffects],
+        device: torch.device = CPU,
     ) -> None:
         self.forwards = tuple(_within(ambient, forward) for forward in forwards)
         self._split, self._bare, self._row, self._effects = split, forwards, row, effects
+        self._device = device
         self._tracked = tracked_units(split.spec)
         self._known: dict[Any, tuple[Trace, Trace, Kept, Any, PassedOn]] = {}
 
@@ -82,7 +86,7 @@ class UnitMeasure:
         given = given_tensors(call)
         leaves, structure = torch_private.flatten(outputs)
         leaves = [
-            random_like(leaf) if at not in passed else _shown(given[passed[at]], leaf)
+            random_like(leaf, self._device) if at not in passed else _shown(given[passed[at]], leaf)
             for at, leaf in enumerate(leaves)
         ]
         fresh = torch_private.unflatten(leaves, structure)
@@ -94,7 +98,7 @@ class UnitMeasure:
         effects = self._effects.get(kind)
         if effects is None and not is_compiled(self._bare[unit]):
             with live.suspended():
-                effects = effects_of(self._split.modules[unit], self.forwards[unit], call)
+                effects = effects_of(self._split.modules[unit], self.forwards[unit], call, self._device)
             self._effects[kind] = effects
         effects = effects or UnitEffects()
         one: frozenset[int] = frozenset({unit})
@@ -121,31 +125,37 @@ class UnitMeasure:
         with live.blind():
             state = UnitState(self._split.modules[unit].modules()) if effects.state else None
             visit = visit_of(call, state, outlet=effects.outlet)
-            drawn = torch.get_rng_state()
+            drawn = self.random_states()
             with torch.no_grad():
                 returned = visit.run(self.forwards[unit], graph=False)
             self.note_random(drawn)
-        fresh = [random_like(leaf) for leaf in returned.leaves]
+        fresh = [random_like(leaf, self._device) for leaf in returned.leaves]
         return returned.build(hand_out(fresh, Gradients(fresh)))
 
     def is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Return whether a unit gave the same with a graph and without."""
         return all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
 
-    def note_random(self, before: Tensor) -> None:
-        """Note whether random numbers were drawn since ``before``, a state of torch's generator."""
-        self._row.random |= not torch.equal(before, torch.get_rng_state())
+    def random_states(self) -> States:
+        """Return where the generators of random numbers are."""
+        return random_states(self._device)
+
+    def note_random(self, before: States) -> None:
+        """Note whether random numbers of torch's were drawn since ``before``."""
+        now = self.random_states()
+        pairs = ((before.cpu, now.cpu), (before.device, now.device))
+        self._row.random |= any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
 
     def _measure(
         self, unit: int, call: UnitCall, live: LiveBytes, effects: UnitEffects
     ) -> tuple[Trace, Trace, Kept, Any]:
         before = live.restart()
-        state = torch.get_rng_state()
+        state = self.random_states()
         with self.unnoticed(effects, unit, call, live), torch.no_grad():
             outputs = self.forwards[unit](*call.args, **call.kwargs)
         forward = live.since(before)
         self.note_random(state)
-        torch.set_rng_state(state)
+        set_random_states(self._device, state)
         before = live.restart()
         with self.unnoticed(effects, unit, call, live):
             same, saved = self.backward(unit, call, live, outline_of((outputs,))[0])
@@ -158,7 +168,7 @@ class UnitMeasure:
         """Measure a unit that runs compiled, with a graph in any case; None where it does not."""
         if not is_compiled(self._bare[unit]):
             return None
-        state = torch.get_rng_state()
+        state = self.random_states()
 
         def run() -> Any:
             args, kwargs = _leaves_of(call)
@@ -283,9 +293,9 @@ def _marks_of(module: nn.Module) -> Any:
     )
 
 
-def random_like(leaf: Any) -> Any:
-    """Return a tensor of the same form on the CPU, small random numbers or zeros; what is no tensor as it is."""
+def random_like(leaf: Any, device: torch.device = CPU) -> Any:
+    """Return a tensor of the same form on a device, small random numbers or zeros; what is no tensor as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    fresh = torch.zeros(leaf.shape, dtype=leaf.dtype)
+    fresh = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
     return fresh.normal_(0.0, 0.5) if fresh.is_floating_point() else fresh

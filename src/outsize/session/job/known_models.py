@@ -1,22 +1,24 @@
-"""Models that are not there, in the numbers that a plan needs: counted once, and remembered for the user.
+"""Models in the numbers that a plan needs: counted without them, or noted by a trial, and remembered for the user.
 
 What is counted depends on the config of the model, on settings of the run, on the versions of torch, transformers and
 PEFT, and on our source: all of them make the name of an entry. So a question about a model that has been asked about
-needs no torch.
+needs no torch. What a trial notes depends on the machine as well.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from outsize import user_cache
 from outsize.config import Config
 from outsize.runtime.trial.counts import Counts, dump, parse
-from outsize.runtime.trial.measured import trial_lengths
+from outsize.runtime.trial.measured import KnownRows, Row, trial_lengths
 
-_KIND = "counts"
+_KIND, _TRIALS = "counts", "trials"
 # Folders of what decides a count.
 _ROOMS = ("compat", "checkpoint/files", "codecs", "config", "model", "optim", "runtime", "session/job")
 
@@ -93,7 +95,48 @@ def _settings(config: Config) -> dict[str, Any]:
     }
 
 
+class KnownTrials(KnownRows):
+    """Notes of the trials of a run, which a second run like it begins with.
+
+    Args:
+        model: what tells the model from others, of what JSON knows: units, settings, code, and what computes.
+        num_units: of the model, streamed.
+    """
+
+    def __init__(self, model: Sequence[Any], num_units: int) -> None:
+        super().__init__()
+        self._model, self._num_units = model, num_units
+
+    def get(self, name: str) -> list[Row] | None:
+        """Return the notes of passes, of this process or of one before."""
+        rows = super().get(name)
+        if rows is None and (content := user_cache.load(_TRIALS, self._entry(name))) is not None:
+            try:
+                rows = _rows().validate_json(content)
+            except ValueError:
+                return None  # broken: tried again
+            if any(len(row.kept) not in (self._num_units, self._num_units - 1) for row in rows):
+                return None
+            super().put(name, rows)
+        return rows
+
+    def put(self, name: str, rows: list[Row]) -> None:
+        """Remember the notes of passes, for other processes as well."""
+        super().put(name, rows)
+        user_cache.store(_TRIALS, self._entry(name), _rows().dump_json(rows))
+
+    def _entry(self, name: str) -> str:
+        return user_cache.digest_of(["trial", name, self._model, _here()])
+
+
+@cache
+def _rows() -> TypeAdapter[list[Row]]:
+    return TypeAdapter(list[Row])
+
+
 @cache
 def _here() -> list[Any]:
-    packages = user_cache.versions_of("torch", "transformers", "peft")
+    packages = user_cache.versions_of(
+        "torch", "transformers", "peft", "liger-kernel", "kernels", "flash-attn", "torchao"
+    )
     return [dict(packages), user_cache.source_digest(*_ROOMS)]

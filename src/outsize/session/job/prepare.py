@@ -3,12 +3,16 @@
 `demand_of_run` builds, splits and measures the model; `decision_for` plans it; `planned` makes a job of the two.
 """
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
@@ -30,11 +34,12 @@ from outsize.runtime.device.allocator import resident_bytes
 from outsize.runtime.device.heap import trim
 from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
-from outsize.runtime.trial.measured import Measured
+from outsize.runtime.trial.measured import KnownRows, Measured
 from outsize.runtime.trial.trial_pass import in_turn
 from outsize.runtime.trial.unit_clock import compile_units
 from outsize.session.job.demand import DemandTrial, RunDemand, Trials
 from outsize.session.job.job_options import named_transport
+from outsize.session.job.known_models import KnownTrials
 from outsize.session.job.machine import (
     check_directory,
     check_transport,
@@ -57,6 +62,8 @@ from outsize.streamed.spec import RunSpec, check_shares, dtype_chosen
 from outsize.units import format_bytes, format_count
 
 Announce = Callable[[str], None]
+# Variables of the environment that choose kernels of torch.
+_TORCH_READS = ("TORCH_", "PYTORCH_", "ATEN_", "NVIDIA_", "DNNL_", "ONEDNN_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +153,7 @@ def demand_of_run(
             hf_config=hf_config,
             split=parts,
             source=source,
-            trials=_trials(own_run, hf_config, parts, announce),
+            trials=_trials(own_run, hf_config, parts, announce, adapters_from),
             before_bytes=before_bytes,
             adapters=adapters,
         )
@@ -283,17 +290,59 @@ def _check_objective(run: RunSpec) -> None:
         )
 
 
-def _trials(run: RunSpec, hf_config: Any, parts: Split, announce: Announce) -> Trials:
+def _trials(
+    run: RunSpec, hf_config: Any, parts: Split, announce: Announce, adapters_from: Path | None = None
+) -> Trials:
     """Return what tries microbatches on the model, each number of them once."""
+    rows = _known_rows(run, hf_config, parts, adapters_from)
 
     @cache
     def trial(microbatches: int) -> DemandTrial:
         with Boundaries(parts.modules) as boundaries:
-            done = _measure(run, microbatches, hf_config, parts, boundaries, announce)
+            done = _measure(run, microbatches, hf_config, parts, boundaries, rows, announce)
         trim()
         return done
 
     return trial
+
+
+def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path | None) -> KnownRows:
+    """Return what trials have noted of a model before; nothing of one whose code or adapters are the user's own."""
+    config = run.config
+    named = config.model.trust_remote_code or config.train.loss_function or config.model.kernels == "hub"
+    if named or adapters_from or config.lora.begins_with or config.model.compile == "blocks":
+        return KnownRows()
+    described = {name: value for name, value in hf_config.to_dict().items() if name != "_name_or_path"}
+    classes = {type(module) for module in parts.model.modules()}
+    threads_and_kernels = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    model = [
+        json.dumps(described, sort_keys=True, default=str),
+        [attention_of(parts.model), str(parts.spec), str(run.blocks), run.dtype],
+        sorted(f"{each.__module__}.{each.__qualname__} {_code_of(each.forward)}" for each in classes),
+        [
+            config.data.pack,
+            config.train.head_chunk_tokens,
+            config.train.loss,
+            str(config.lora),
+            str(config.model.freeze),
+        ],
+        [
+            str(run.devices),
+            run.devices.titles,
+            threads_and_kernels,
+            torch.are_deterministic_algorithms_enabled(),
+        ],
+        sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_TORCH_READS)),
+    ]
+    return KnownTrials(model, parts.spec.num_streamed)
+
+
+def _code_of(function: Any) -> str:
+    """Return a digest of a function's code, as somebody else may have put another one in its place."""
+    code = getattr(function, "__code__", None)
+    return (
+        "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+    )
 
 
 def _measure(
@@ -302,6 +351,7 @@ def _measure(
     hf_config: Any,
     parts: Split,
     boundaries: Boundaries,
+    rows: KnownRows,
     announce: Announce,
 ) -> DemandTrial:
     config, train = run.config.in_microbatches(microbatches), run.config.train
@@ -314,6 +364,9 @@ def _measure(
         num_sequences=-(-share // microbatches),
         seq_len=config.data.seq_len,
         chunk_tokens=wanted,
+        devices=run.devices,
+        rows=rows,
+        announce=announce,
     )
     check_loss(parts.model)
     if wanted is not None and not measured.plain_head:

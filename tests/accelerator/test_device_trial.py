@@ -1,0 +1,106 @@
+"""What a microbatch needs is measured on the device that computes, and leaves nothing there."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from accelerator import late
+from devices import IS_MADE_UP
+from outsize.accelerators import CPU, Devices
+from outsize.model.build import build_skeleton
+from outsize.model.split import split
+from outsize.model.walk import Boundaries
+from outsize.runtime.trial.calibrate import calibrate
+from outsize.runtime.trial.measured import KnownRows, Measured
+from outsize.session.job.model_setup import made_up_inputs
+
+pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
+HEADS, HEAD_DIM, TOKENS = 4, 16, 1024
+LATE = Devices.parse("late:0")
+
+
+@pytest.fixture
+def bits_repeat() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def measure(devices: Devices, num_sequences: int = 1, **more: Any) -> Measured:
+    config = LlamaConfig(
+        hidden_size=HEADS * HEAD_DIM,
+        intermediate_size=16,  # so that attention takes the most
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=TOKENS,
+        attn_implementation="sdpa",
+    )
+    parts = split(build_skeleton(config).to(torch.bfloat16))
+    buffers = list(parts.model.buffers())
+    with Boundaries(parts.modules) as boundaries:
+        measured = calibrate(
+            parts,
+            boundaries.forwards,
+            partial(made_up_inputs, "stream", config),
+            num_sequences=num_sequences,
+            seq_len=TOKENS,
+            chunk_tokens=256,
+            devices=devices,
+            **more,
+        )
+    assert all(one is other for one, other in zip(parts.model.buffers(), buffers, strict=True))
+    return measured
+
+
+@pytest.mark.usefixtures("bits_repeat")
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_memory_that_kernels_take_inside_themselves_is_measured(num_sequences: int):
+    """Flash attention takes gigabytes in a backward at 32K tokens where bits repeat, and a CPU's takes none."""
+    on_cpu, on_device = measure(CPU, num_sequences), measure(LATE, num_sequences)
+    partial_sums = 16 * 4 * num_sequences * TOKENS * HEADS * HEAD_DIM
+    for block in (1, 2, 3):
+        more = on_device.backward_bytes[block] - on_cpu.backward_bytes[block]
+        assert partial_sums / 2 < more < partial_sums
+        assert on_device.saved_bytes[block] == pytest.approx(on_cpu.saved_bytes[block], abs=64)
+        assert on_device.forward_bytes[block] == pytest.approx(on_cpu.forward_bytes[block], rel=0.01)
+    # All else is what the host's trial says, kernels of attention with random states in their graph or not.
+    for name in ("boundary_bytes", "num_saved", "needed", "flops", "effects", "plain_head", "num_products"):
+        assert getattr(on_device, name) == getattr(on_cpu, name), name
+
+
+def test_a_trial_leaves_no_trace_on_the_device():
+    module = torch.get_device_module("late")
+    states = torch.get_rng_state(), module.get_rng_state()
+    before = module.memory_allocated(0)
+    measure(LATE)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert torch.equal(states[1], module.get_rng_state())
+    assert module.memory_allocated(0) == before
+
+
+def test_a_device_without_room_for_its_trial_says_so():
+    lines: list[str] = []
+    late.set_limit(0, 6 * 2**20)
+    short = measure(LATE, 2, announce=lines.append)
+    assert [line.partition(";")[0] for line in lines] == [
+        "trial: a microbatch of 2 sequences of 1024 tokens does not fit late:0"
+    ]
+    late.set_limit(0, 1024)
+    assert measure(LATE, 2, announce=lines.append) == measure(CPU, 2)
+    assert lines[1:] == ["trial: a unit does not fit late:0; what it takes is measured on the CPU"]
+    assert short.boundary_bytes == measure(CPU, 2).boundary_bytes
+
+
+def test_passes_are_run_once_for_each_size():
+    rows = KnownRows()
+    first = measure(LATE, 2, rows=rows)
+    names = set(rows._noted)
+    assert measure(LATE, 2, rows=rows) == first
+    measure(LATE, 1, rows=rows)
+    assert set(rows._noted) - names == {f"late full (1, {TOKENS})"}
