@@ -2,12 +2,16 @@ import json
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 
 from cli.command_line import status_of
 from doctor.records import cpu_machine, gpu, gpu_machine, run, step
+from outsize.cli import doctor_trial
+from outsize.config import Config
 from outsize.config.load import dump_config
+from outsize.training import loop
 from outsize.training.short_runs import ShortRun, Turns
 from support import make_run
 
@@ -116,7 +120,12 @@ def test_a_run_is_judged_without_torch(directory):
 
 
 def short(seconds: float, tokens: int = 64) -> ShortRun:
-    return ShortRun(tokens_per_step=tokens, step_s=seconds, tokens_per_s=tokens / seconds, memory_bytes={})
+    return ShortRun(
+        tokens_per_step=tokens,
+        step_s=seconds,
+        tokens_per_s=tokens / seconds,
+        memory_bytes=dict.fromkeys(("device", "host", "disk"), 0),
+    )
 
 
 def trainable(directory, **record):
@@ -145,6 +154,37 @@ def test_a_remedy_is_tried_before_and_after_by_turns(directory, capsys):
     assert {"before", "after"} <= {line.split(" ")[0] for line in said.splitlines()}
 
 
+def test_a_starved_loader_is_tried_with_more_threads_and_the_next_fix_beside_them(
+    directory, capsys, monkeypatch
+):
+    """Batches of a trial are made as a run makes them; what helped stays for the next trial."""
+    made: list[tuple[int, int]] = []
+
+    class Counted(loop.Prefetcher):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            made.append((settings["num_workers"], settings["depth"]))
+            super().__init__(*arguments, **settings)
+
+    monkeypatch.setattr(loop, "Prefetcher", Counted)
+    trainable(directory, data_s=1.24, stall_s={"up:w0": 1.24})
+    assert doctor("run", "--try", "--steps", 2, "--turns", 2) == 0
+    assert made == [(1, 2), (3, 4)] * 2
+    said = capsys.readouterr().out
+    assert "data.workers: 3 instead of 1, with data.prefetch: 4: a batch takes 2.0 s to make" in said
+    assert "tried data.workers=3 data.prefetch=4: 2 turns of 2 steps" in said
+    tried: list[tuple[int, int]] = []
+
+    def by_turns(before: Config, after: Config, *_: Any) -> Turns:
+        tried.append((before.data.workers, after.train.microbatches or 0))
+        return Turns(before=(short(1.0),) * 2, after=(short(0.5 if len(tried) == 1 else 2.0),) * 2)
+
+    monkeypatch.setattr(doctor_trial, "by_turns", by_turns)
+    trainable(directory, plan={"microbatches": 2}, data_s=1.0, stall_s={"dispatch": 1.5})
+    assert doctor("run", "--try") == 0
+    assert tried == [(1, 2), (2, 1)]
+    assert "to keep: --set data.workers=2 --set data.prefetch=3" in capsys.readouterr().out
+
+
 def test_what_changes_the_training_is_tried_by_name_only(directory, capsys):
     trainable(directory, stall_s={"host": 0.8}, plan={"microbatches": 1})
     assert doctor("run", "--try") == 2
@@ -160,7 +200,7 @@ def test_what_changes_the_training_is_tried_by_name_only(directory, capsys):
         (("run", "--set", "memory.prefetch=2"), "go with --try"),
         (("run", "--steps", "5"), "go with --try"),
         (("run", "--try"), "no finding has a setting for its remedy; name one"),
-        (("run", "--try", "--set", "data.workers=2"), "a trial reads its batches first"),
+        (("run", "--try", "--set", "train.save_every=2"), "a trial saves and measures nothing"),
         (("run", "--try", "--set", "train.microbatches=2"), "the run was made with it already"),
         (("run", "--try", "--set", "memory.device_memory=1KiB"), "after: the smallest plan needs"),
         (("ranks", "--try"), "the run had several"),

@@ -45,7 +45,7 @@ def doctor(
     ] = "error",
     is_trial: Annotated[
         bool,
-        typer.Option("--try", help="Train a few steps of RUN without and with its first remedy."),
+        typer.Option("--try", help="Train a few steps of RUN without and with its remedies."),
     ] = False,
     overrides: SetOption = None,
     steps: Annotated[int | None, typer.Option(min=2, help=_STEPS)] = None,
@@ -54,7 +54,7 @@ def doctor(
 ) -> None:
     """Find what is wrong with this machine or with a run: evidence, fix, and expected gain, the largest first.
 
-    --try measures a fix: a setting that leaves the training as it is, or the one that --set names.
+    --try measures fixes: settings that leave the training as it is, one after the other, or the one that --set names.
     """
     from outsize.cli.text import records_text
     from outsize.doctor.examine import examine
@@ -71,9 +71,9 @@ def doctor(
         output.emit(asdict(report))
         output.print_result(records_text.describe(report))
         if is_trial:
-            from outsize.cli.doctor_trial import chosen, tried
+            from outsize.cli.doctor_trial import trials_of, tried
 
-            tried(*chosen(report, facts.run, overrides or ()), steps or 3, turns or 3, output)
+            tried(facts.run, trials_of(report, facts.run, overrides or ()), steps or 3, turns or 3, output)
     failing = () if fail_on == "never" else SEVERITIES[: SEVERITIES.index(fail_on) + 1]
     if any(finding.severity in failing for finding in report.findings):
         raise typer.Exit(1)

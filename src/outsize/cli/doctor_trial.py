@@ -1,11 +1,11 @@
-"""``outsize doctor RUN --try``: a few steps of the run without a remedy and with it, by turns."""
+"""``outsize doctor RUN --try``: a few steps of the run without each remedy and with it, by turns."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from outsize.cli.text.console import Output, columns
-from outsize.config import Config, load_config
+from outsize.config import load_config
 from outsize.doctor.examine import Report
 from outsize.doctor.finding import Remedy
 from outsize.doctor.run_record import RunRecord
@@ -13,15 +13,15 @@ from outsize.errors import ConfigError
 from outsize.training.short_runs import ShortRun, Turns, by_turns
 from outsize.units import format_bytes, format_seconds
 
-# What steps whose batches are made beforehand, and that save nothing, do not show.
-_UNSEEN = ("data.workers", "data.prefetch", "train.save_", "eval.", "telemetry.")
+# What steps that save nothing do not show.
+_UNSEEN = ("train.save_", "eval.", "telemetry.")
 
 
-def chosen(report: Report, recorded: RunRecord, named: Sequence[str]) -> tuple[Config, Config, list[str]]:
-    """Return the run as it is, the run with what is to be tried, and what that is.
+def trials_of(report: Report, recorded: RunRecord, named: Sequence[str]) -> list[list[str]]:
+    """Return the settings that are tried one after the other.
 
     Args:
-        report: its findings; the first remedy that leaves the training as it is is taken where none is named.
+        report: its findings; their remedies that leave the training as it is are tried where none is named.
         recorded: the run.
         named: settings to try instead, ``section.key=value``; they may change the training.
 
@@ -32,37 +32,49 @@ def chosen(report: Report, recorded: RunRecord, named: Sequence[str]) -> tuple[C
         raise ConfigError("--try trains in one process, and the run had several; try it with outsize train")
     if not recorded.config:
         raise ConfigError(f"--try needs the configuration of the run, and {recorded.directory} holds none")
-    settings = list(named) or [_first(remedy for finding in report.findings for remedy in finding.remedies)]
-    unseen = [setting for setting in settings if setting.startswith(_UNSEEN)]
+    unseen = [setting for setting in named if setting.startswith(_UNSEEN)]
     if unseen:
-        raise ConfigError(
-            f"--set {unseen[0]}: a trial reads its batches first and saves nothing; "
-            "train with it, and compare waits_s in both heartbeats"
-        )
-    path = Path(recorded.directory) / "config.yaml"
-    before = load_config(path, environ={})
-    after = load_config(path, settings, environ={})
-    if after == before:
-        raise ConfigError(f"{' '.join(settings)}: the run was made with it already; name another with --set")
-    return before, after, settings
+        raise ConfigError(f"--set {unseen[0]}: a trial saves and measures nothing; train with it")
+    return [list(named)] if named else _remedies(remedy for one in report.findings for remedy in one.remedies)
 
 
-def tried(before: Config, after: Config, settings: list[str], steps: int, turns: int, output: Output) -> None:
-    """Run the trial, and print what it found.
+def tried(recorded: RunRecord, trials: list[list[str]], steps: int, turns: int, output: Output) -> None:
+    """Try settings by turns, each with those before it that helped, and print what came of it.
 
     Raises:
+        ConfigError: the run was made with a setting already, or the only trial there is does not fit.
         OutsizeError: as `outsize.training.short_runs.by_turns`.
     """
-    trial = by_turns(before, after, steps, turns, output.say)
-    output.emit({"trial": {"settings": settings, **trial.to_dict()}})
-    output.print_result("\n".join(_told(trial, settings, steps)))
+    path, kept = Path(recorded.directory) / "config.yaml", list[str]()
+    for settings in trials:
+        before = load_config(path, kept, environ={})
+        after = load_config(path, [*kept, *settings], environ={})
+        if after == before:
+            raise ConfigError(
+                f"{' '.join(settings)}: the run was made with it already; name another with --set"
+            )
+        try:
+            trial = by_turns(before, after, steps, turns, output.say)
+        except ConfigError as error:
+            if len(trials) == 1:
+                raise
+            output.say(f"{' '.join(settings)}: not tried: {error}")
+            continue
+        output.emit({"trial": {"settings": settings, **trial.to_dict()}})
+        output.print_result("\n".join(_told(trial, settings, steps)))
+        if trial.is_clear and trial.gain > 0:
+            kept += settings
+    if len(trials) > 1:
+        flags = " ".join(f"--set {setting}" for setting in kept)
+        output.print_result(f"\nto keep: {flags}" if kept else "\nnothing of that is worth keeping")
 
 
-def _first(remedies: Iterator[Remedy]) -> str:
+def _remedies(remedies: Iterator[Remedy]) -> list[list[str]]:
+    """Return the settings that leave the training as it is, each once."""
     candidates = list(remedies)
-    same = [remedy.setting for remedy in candidates if remedy.is_same_training]
+    same = dict.fromkeys(remedy.setting for remedy in candidates if remedy.is_same_training)
     if same:
-        return same[0]
+        return [setting.split() for setting in same]
     if not candidates:
         raise ConfigError(
             "--try: no finding has a setting for its remedy; name one, as --set memory.prefetch=2"

@@ -5,12 +5,14 @@ cannot be made fewer, a home in host memory not moved there. Where the record do
 impossible is not given. A rule with such a step has another one that is always possible.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from outsize.doctor.run_record import Facts, is_on_cpu
 from outsize.hardware.host_memory import pin_limits
+from outsize.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Remedy:
 
     Attributes:
         words: for people.
-        setting: ``section.key=value``, as `outsize doctor --try` tries it.
+        setting: ``section.key=value``, as `outsize doctor --try` tries it; of several with a space between.
         is_same_training: whether the run with it computes the same step, except for the order of sums.
     """
 
@@ -29,6 +31,9 @@ class Remedy:
 
 
 Advice = Callable[[Facts], str | Remedy | None]
+MOST_LOADERS: Final = (
+    16  # threads; where they have the interpreter wait for one another, more of them help no one
+)
 
 
 def more_tokens(facts: Facts) -> str | Remedy:
@@ -47,6 +52,26 @@ def fewer_microbatches(facts: Facts) -> Remedy | None:
         return None
     words = f"train.microbatches: {count // 2} instead of {count}, as far as memory allows"
     return Remedy(words, f"train.microbatches={count // 2}")
+
+
+def more_loaders(facts: Facts) -> Remedy | None:
+    """As many threads that make batches as hide behind the rest of a step, by what both took in this run."""
+    run = facts.recorded
+    waited = 0.0 if run is None else run.waits().get("data", 0.0)
+    if run is None or not waited:
+        return None
+    workers, ahead = _of(facts, "data", "workers") or 1, _of(facts, "data", "prefetch") or 2
+    workers = min(workers, ahead)
+    step_s = run.mean("seconds")
+    rest_s = step_s * (1 - waited)
+    needed = min(math.ceil(workers * step_s / rest_s), MOST_LOADERS) if rest_s > 0 else MOST_LOADERS
+    if needed <= workers:
+        return None
+    words = (
+        f"data.workers: {needed} instead of {workers}, with data.prefetch: {max(ahead, needed + 1)}: a batch takes "
+        f"{format_seconds(workers * step_s)} to make, and the rest of a step {format_seconds(rest_s)}"
+    )
+    return Remedy(words, f"data.workers={needed} data.prefetch={max(ahead, needed + 1)}")
 
 
 def lossless_weights(facts: Facts) -> Remedy | None:

@@ -154,7 +154,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=waits_for("data"),
         causes=("a slow disk or network under data.path", "tokenising or decompressing while training"),
-        fix="data.path: tokens made beforehand, on a local disk",
+        fix=(finding.more_loaders, "data.path: tokens made beforehand, on a local disk"),
         verify="data_s in heartbeat.jsonl",
         limits="the data loader",
     ),

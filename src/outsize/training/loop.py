@@ -83,7 +83,8 @@ class Run:
         self.watchdog.saved = lambda done: saver.has_saved or first > 0 or (commits and done > 0)
         self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
-            with _batches(dataset, self.prepared, self.ranks.group, self.position.step) as batches:
+            first, stop = self.position.step, self.prepared.config.train.steps
+            with batches_ahead(dataset, self.prepared, self.ranks.group, first, stop) as batches:
                 self._train(batches, interrupt)
         except BaseException:
             with contextlib.suppress(OutsizeError):  # the run ends with the error that it failed of
@@ -258,7 +259,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) -> Iterator[Iterator[Batch]]:
+def batches_ahead(
+    dataset: PackedDataset, prepared: Job, group: Group, first: int, stop: int
+) -> Iterator[Iterator[Batch]]:
+    """Make the batches of steps ``first`` to ``stop``, without that, ahead of them, as the configuration says."""
     config = prepared.config
     source = dataset if group.size == 1 else SharedData(dataset, group.rank, group.size)
     with Prefetcher(
@@ -270,7 +274,7 @@ def _batches(dataset: PackedDataset, prepared: Job, group: Group, first: int) ->
         finish=Batch.pinned if prepared.machine.devices.accelerated else lambda batch: batch,
     ) as prefetcher:
         try:
-            yield (prefetcher.next() for _ in range(first, config.train.steps))
+            yield (prefetcher.next() for _ in range(first, stop))
         finally:
             dataset.stop()  # batches ahead of the last step may wait for what is not tokenised
 

@@ -10,7 +10,9 @@ a difference that is smaller than that between turns is none.
 
 import contextlib
 import hashlib
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ from outsize.session.stream import StreamedTrainer
 from outsize.storage.directory import needed_directory, temporary_directory
 from outsize.streamed.spec import RunSpec
 from outsize.training.defaults import settle
+from outsize.training.loop import batches_ahead
 from outsize.training.records import VerifyResult
 from outsize.training.resident import ResidentTrainer, materialise
 from outsize.training.run_data import notes_of, open_dataset
@@ -328,13 +331,13 @@ def _timed(run: RunSpec, steps: int, stack: contextlib.ExitStack) -> ShortRun:
     except InfeasiblePlanError as error:
         return ShortRun(tokens_per_step=config.tokens_per_step, memory_bytes={}, why_not=str(error))
     dataset = stack.enter_context(open_dataset(config, prepared, directory, _nothing))
-    batches = [dataset.batch(step, config.sequences_per_step) for step in range(steps)]
     begin_run(heap=prepared.heap)
     with StreamedTrainer(prepared, directory / "store") as trainer:
         trainer.fill()
-        seconds = [outcome.seconds for outcome in trainer.steps(batches)]
+        with batches_ahead(dataset, prepared, run.group, 0, steps) as batches:
+            ends_s = [time.perf_counter() for _ in trainer.steps(batches)]
         trainer.settle()
-    step_s = statistics.median(seconds[1:])
+    step_s = statistics.median(later - end for end, later in itertools.pairwise(ends_s))
     return ShortRun(
         tokens_per_step=config.tokens_per_step,
         microbatches=prepared.plan.layout.num_microbatches,
