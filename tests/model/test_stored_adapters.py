@@ -53,10 +53,12 @@ def logits_of(directory: Path | str, **options: Any) -> torch.Tensor:
         runner_of(model).close()
 
 
-@pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS.keys())
+@pytest.mark.parametrize("member_id", MEMBERS)
 def test_what_peft_loads_has_its_logits_or_is_refused_by_name(
-    member: Member, base_of: Callable[[str], Path], tmp_path: Path
+    member_id: str, base_of: Callable[[str], Path], tmp_path: Path
 ):
+    """In fp32, and every third in bf16 and fp16 as well."""
+    member = MEMBERS[member_id]
     base = base_of(member.model)
     member.save(base, tmp_path / "adapters")
     if member.refused is not None:
@@ -64,7 +66,8 @@ def test_what_peft_loads_has_its_logits_or_is_refused_by_name(
             logits_of(tmp_path / "adapters")
         assert "resume" not in str(told.value)
         return
-    for name, dtype in DTYPES.items():
+    in_all = list(MEMBERS).index(member_id) % 3 == 0
+    for name, dtype in list(DTYPES.items())[: 3 if in_all else 1]:
         want = member.logits(base, tmp_path / "adapters", dtype)
         got = logits_of(tmp_path / "adapters", dtype=name)
         assert got.dtype == want.dtype

@@ -96,14 +96,20 @@ def test_texts_of_an_encoder_decoder_are_ended_to_be_classified(tmp_path: Path):
     assert len(set(losses(config))) == 2
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run of one step, which every refusal leaves as it is."""
+    root = tmp_path_factory.mktemp("begun")
+    train(make_run(root, "dpo", train={"objective": "dpo", "steps": 1}))
+    return root
+
+
 @pytest.mark.parametrize("how", ["auto", "path"])
 @pytest.mark.parametrize("other", ["orpo", "sft"])
-def test_a_run_is_not_gone_on_with_as_another(how: str, other: str, tmp_path: Path):
-    first = make_run(tmp_path, "dpo", train={"objective": "dpo", "steps": 1})
-    train(first)
-    resume = "auto" if how == "auto" else str(first.train.run_dir)
+def test_a_run_is_not_gone_on_with_as_another(how: str, other: str, begun: Path):
+    resume = "auto" if how == "auto" else str(begun / "run")
     more = {"objective": other, "steps": 3, "resume": resume}
-    run = make_run(tmp_path, "dpo", "run" if how == "auto" else "other", train=more)
+    run = make_run(begun, "dpo", "run" if how == "auto" else "other", train=more)
     with pytest.raises(OutsizeError, match=f"has dpo, and cannot go on with {other}"):
         train(run)
 
@@ -132,12 +138,10 @@ def test_answers_that_are_cut_and_records_that_are_left_out_are_told(tmp_path: P
         {"train": {"tokens_per_step": 64}},
     ],
 )
-def test_a_run_is_not_gone_on_with_over_other_records(how: str, changed: dict[str, Any], tmp_path: Path):
-    first = make_run(tmp_path, "dpo", train={"objective": "dpo", "steps": 1})
-    train(first)
-    resume = "auto" if how == "auto" else str(first.train.run_dir)
+def test_a_run_is_not_gone_on_with_over_other_records(how: str, changed: dict[str, Any], begun: Path):
+    resume = "auto" if how == "auto" else str(begun / "run")
     more = {"objective": "dpo", "steps": 3, "resume": resume, **changed.get("train", {})}
-    run = make_run(tmp_path, "dpo", "run" if how == "auto" else "other", **{**changed, "train": more})
+    run = make_run(begun, "dpo", "run" if how == "auto" else "other", **{**changed, "train": more})
     ((section, value),) = changed.items()
     with pytest.raises(OutsizeError, match=f"{section}.{next(iter(value))}: the run in .* cannot go on with"):
         train(run)
