@@ -22,6 +22,7 @@ its traceback. In a library call, ``except outsize.OutsizeError`` catches what a
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from outsize.units import format_bytes
 
@@ -40,6 +41,17 @@ class DataError(OutsizeError):
 
 class ModelError(OutsizeError):
     """The model cannot be split into units, or one of its units raised."""
+
+
+def model_raised(message: str, error: Exception) -> ModelError:
+    """Return an error of a model's own code, which is caught as what the code raised as well: ``except ValueError``."""
+    more = {"__str__": Exception.__str__, "__reduce__": lambda self: (ModelError, self.args), "__module__": __name__}
+    try:
+        kind: Any = type("ModelError", (ModelError, type(error)), more)
+        raised: ModelError = kind.__new__(kind, message)
+    except TypeError:  # classes that let no other stand beside them
+        return ModelError(message)
+    return raised
 
 
 class CheckpointError(ModelError):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outsize.errors import ModelError, OutsizeError
+from outsize.errors import OutsizeError, model_raised
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program
 from outsize.planner.program.table import ROWS
 from outsize.runtime.device.driver import Moved
@@ -221,6 +221,5 @@ class Naming:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, (OutsizeError, *_OF_DEVICES)):
             advice = "; set train.deterministic=false" if "deterministic implementation" in str(error) else ""
-            raise ModelError(
-                f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
-            ) from error
+            text = f"the model raised in {self._where}: {type(error).__name__}: {error}{advice}"
+            raise model_raised(text, error) from error

@@ -28,7 +28,7 @@ from outsize.compat.torch_private import (
     parameters_of,
     watching,
 )
-from outsize.errors import ModelError, OutsizeError
+from outsize.errors import ModelError, OutsizeError, model_raised
 from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries, UnitCall, Walk
@@ -190,10 +190,11 @@ class _Trial:
         except (OutsizeError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise ModelError(
+            raise model_raised(
                 f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: "
                 f"{type(error).__name__}: {error}; is the length within the model's limit, and does it run on such a "
-                "batch by itself?"
+                "batch by itself?",
+                error,
             ) from error
         finally:
             binder.close()
