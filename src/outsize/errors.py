@@ -45,7 +45,11 @@ class ModelError(OutsizeError):
 
 def model_raised(message: str, error: Exception) -> ModelError:
     """Return an error of a model's own code, which is caught as what the code raised as well: ``except ValueError``."""
-    more = {"__str__": Exception.__str__, "__reduce__": lambda self: (ModelError, self.args), "__module__": __name__}
+    more = {
+        "__str__": Exception.__str__,
+        "__reduce__": lambda self: (ModelError, self.args),
+        "__module__": __name__,
+    }
     try:
         kind: Any = type("ModelError", (ModelError, type(error)), more)
         raised: ModelError = kind.__new__(kind, message)

@@ -205,15 +205,18 @@ def chats(tokenizer: Any) -> Any:
     return made
 
 
-Read = Callable[[Record], tuple[list[tuple[list[int], list[int]]], str]]
+Read = Callable[..., tuple[list[tuple[list[int], list[int]]], str]]
 
 
 @pytest.fixture
 def read(chats: Any, tmp_path: Path) -> Read:
-    def read(record: Record) -> tuple[list[tuple[list[int], list[int]]], str]:
+    def read(record: Record, kind: str = "jsonl") -> tuple[list[tuple[list[int], list[int]]], str]:
         """Return tokens and labels of a record's documents, and what was told of it."""
-        path = tmp_path / "records.jsonl"
-        path.write_text(json.dumps(record) + "\n")
+        path = tmp_path / f"records.{kind}"
+        if kind == "jsonl":
+            path.write_text(json.dumps(record) + "\n")
+        else:
+            datasets.Dataset.from_list([record]).to_parquet(path)
         reader = DocumentReader(find_sources(path), None, Corpus(path=path))
         encoder = Encoder(chats, eos=True, masked=reader.detect() != "text")
         rows = []
@@ -280,6 +283,13 @@ def test_a_layout_that_trl_reads_less_of_trains_its_replies(
     rows, notes = read(record)
     assert [chats.decode([token for token in labels if token != -100]) for _, labels in rows] == [trained]
     assert notes == (f"in the records and not used: {told} (1 records)" if told else "")
+
+
+def test_parquet_says_what_json_does(read: Read):
+    """There every turn has the fields of all, null where it has none, and every record the fields of others."""
+    for name, (record, *_) in {**SAME, **MORE}.items():
+        rows, notes = read(record, "parquet")
+        assert (rows, notes.replace(".parquet", ".jsonl")) == read(record), name
 
 
 @pytest.mark.parametrize(("record", "words"), REFUSED.values(), ids=REFUSED.keys())
