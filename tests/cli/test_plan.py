@@ -146,6 +146,22 @@ def test_what_is_no_change_is_said_before_anything_is_searched(model_dir, capsys
     assert "what moments are kept in" in capsys.readouterr().err
 
 
+def test_data_are_counted_for_their_epochs(model_dir, tmp_path, capsys):
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "word " * 600}]
+    chats.write_text((json.dumps({"messages": turns}) + "\n") * 5000)  # more than what is read of it
+    of = (model_dir / "config.json", "--gpus", "4090", "--seq-len", 128, "--no-advice", "--data", chats)
+    found = answer(capsys, *of, "--epochs", 3, "--home", "disk")
+    assert found["tokens"] == pytest.approx(3 * 5000 * (4001 / 4 + 10), rel=0.06)
+    assert found["steps"] == -(-found["tokens"] // found["tokens_per_step"])
+    assert found["disk_written_bytes"] > 0 == found["disk_written_bytes"] % found["steps"]
+    assert run(*of, "--home", "disk") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "steps (chats.jsonl: 4 bytes are taken for a token" in text
+    assert "of what an SSD of its size is usually warranted for" in text
+    assert answer(capsys, *of[:-2])["tokens"] is None
+
+
 def test_tokens_are_as_many_where_encoded_weights_fit(tmp_path, capsys):
     """On a machine without a disk, whose memory lacks 8 MiB of 50."""
     config, machine = tmp_path / "config.json", tmp_path / "machine.json"
@@ -207,6 +223,11 @@ def test_a_plan_of_several_gpus_is_written_for_all_of_them(model_dir, tmp_path, 
         (["--gpus", "16x4090"], "at most 11 stages; use at most 11 devices"),
         (["--gpus", "4090", "--tokens", "0"], "zero tokens take no time"),
         (["--gpus", "4090", "--tokens", "many"], "not a count"),
+        (
+            ["--gpus", "4090", "--epochs", "2", "--data", "nowhere.jsonl"],
+            "--epochs: no data at nowhere.jsonl",
+        ),
+        (["--gpus", "4090", "--epochs", "2", "--tokens", "1M"], "leave one out"),
         (["--gpus", "4090", "--tokens-per-step", "0"], "train.tokens_per_step: must be at least 2"),
         (["--gpus", "4090", "--tokens-per-step", "100"], "not a multiple of data.seq_len (128)"),
         (["--gpus", "4090", "--microbatches", "65"], "lower train.microbatches"),

@@ -40,6 +40,10 @@ SETTINGS = {
     "parallel.gradients": "net_gradients",
     "parallel.weights": "net_weights",
 }
+# Of text that is counted: so much of it, and bytes of a token where no tokenizer lies beside the model, as of English.
+SAMPLE_BYTES, BYTES_PER_TOKEN = 4 * 2**20, 4
+# Tokens that a chat template adds to a message, about.
+MARKS_PER_MESSAGE = 5
 # More of them, which options write in another way.
 _ALSO = {
     "train.method": "method",
@@ -87,6 +91,53 @@ def with_run(options: PlanFlags) -> PlanFlags:
     return replace(
         options, **{option: value for option, value in values.items() if option not in options.named}
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DataTokens:
+    """How much there is to train on.
+
+    Attributes:
+        tokens: of one epoch, about.
+        note: what the count rests on, for people.
+    """
+
+    tokens: float
+    note: str
+
+
+def count_data(path: Path, model_path: Path) -> DataTokens:
+    """Count the tokens of data: in all of a few megabytes, and by their density in more.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    from outsize.data.reading.corpus_files import Corpus, find_sources
+    from outsize.data.reading.documents import DocumentReader
+
+    if path.suffix == ".npy":
+        return DataTokens(np.load(path, mmap_mode="r").size, "as they are")
+    sources = find_sources(path)
+    reader = DocumentReader(sources, None, Corpus(path=path))
+    place = (model_path if model_path.is_dir() else model_path.parent) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(place)) if place.is_file() else None
+    tokens = num_bytes = 0.0
+    reader.detect()
+    for document in reader.documents():
+        messages = document.messages or ()
+        text = document.text or " ".join(str(message.get("content") or "") for message in messages)
+        size = len(text.encode())
+        tokens += size / BYTES_PER_TOKEN if tokenizer is None else len(tokenizer.encode(text).ids)
+        tokens += MARKS_PER_MESSAGE * len(messages)
+        num_bytes += size
+        if num_bytes >= SAMPLE_BYTES:
+            tokens *= sources.num_bytes / max(1, reader.bytes_read)
+            break
+    by = f"{BYTES_PER_TOKEN} bytes are taken for a token" if tokenizer is None else "by its tokenizer"
+    return DataTokens(tokens, f"{by}, a chat template for {MARKS_PER_MESSAGE} a message")
 
 
 WorkloadOf = Callable[[int], Workload]

@@ -201,7 +201,12 @@ class PlanFlags:
         Path | None, typer.Option(metavar="FILE", help="Write what --sweep finds as a picture, SVG.")
     ] = None
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True
-    data: Annotated[str, typer.Option(help="Data that --output names; it is not read.")] = "data"
+    data: Annotated[
+        str, typer.Option(help="Data to train on: counted, where it is there, for the time of --epochs.")
+    ] = "data"
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Times that --data is trained on; 1 where that is there.")
+    ] = None
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the simulated steps for Perfetto.")
     ] = None

@@ -16,6 +16,7 @@ from outsize.cli.plan.plan_model import (
     AskedModel,
     ModelFigures,
     adapted_modules,
+    count_data,
     is_run,
     read_config,
     read_run,
@@ -47,7 +48,7 @@ DEFAULT_SEQ_LEN = 2048
 REPORTING = frozenset(
     (
         *("largest", "compare", "tokens", "what_if", "full", "sweep"),
-        *("picture", "advice", "data", "timeline", "output_file", "named"),
+        *("picture", "advice", "data", "epochs", "timeline", "output_file", "named"),
     )
 )
 _MIB = 2**20
@@ -62,6 +63,7 @@ class Asked:
         question: for the planner.
         config: of the run that is asked about; its microbatches are those given, or one.
         tokens: to train on; None where the user named none.
+        note: what their number rests on, for people; empty of one that the user named.
         method: what trains, for people.
         model: that it is about.
         figures: of that model.
@@ -71,6 +73,7 @@ class Asked:
     question: Question
     config: Config
     tokens: float | None
+    note: str
     method: str
     model: AskedModel
     figures: ModelFigures
@@ -195,6 +198,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
+    tokens, note = _tokens(options, model.path)
     own_processor = not all(gpu.is_host for gpu in machine.gpus)
     question = question_for(
         config,
@@ -221,7 +225,8 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
         name=options.model,
         question=question,
         config=config,
-        tokens=_tokens(options.tokens),
+        tokens=tokens,
+        note=note,
         method=_method(config, spec),
         model=model,
         figures=figures,
@@ -324,16 +329,31 @@ def _whole_mib(num_bytes: float) -> int:
     return int(num_bytes) // _MIB * _MIB
 
 
-def _tokens(text: str | None) -> float | None:
+def _tokens(options: PlanFlags, model_path: str) -> tuple[float | None, str]:
+    """Return the tokens to train on, named or those of the data, and what their number rests on.
+
+    Raises:
+        ConfigError: both are named, or data that are not there.
+        DataError: data that cannot be read.
+    """
+    text, data = options.tokens, Path(options.data)
+    if options.epochs is not None and text is not None:
+        raise ConfigError("--epochs says how often --data is trained on, --tokens how much: leave one out")
+    if options.epochs is not None and not data.exists():
+        raise ConfigError(f"--epochs: no data at {data}; name them with --data")
+    if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
+        counted, epochs = count_data(data, Path(model_path)), options.epochs or 1
+        times = f", {epochs} times" if epochs > 1 else ""
+        return epochs * counted.tokens, f"{data.name}{times}: {counted.note}"
     if text is None:
-        return None
+        return None, ""
     try:
         count = parse_count(text)
     except ValueError as error:
         raise ConfigError(f"--tokens: {error}") from error
     if count < 1:
         raise ConfigError("--tokens: zero tokens take no time; write for example 500M or 10B")
-    return count
+    return count, ""
 
 
 def train_yaml(request: Asked, prediction: Prediction) -> str:

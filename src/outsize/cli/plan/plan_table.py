@@ -17,6 +17,9 @@ from outsize.planner.predict.prediction import ALWAYS, Prediction, UsedFigure, f
 from outsize.planner.predict.what_if import LEAST_GAIN, Outcome, host_refusal
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
+# How often vendors warrant that a consumer's SSD can be written whole: 600 TB of each TB.
+SSD_WRITES = 600
+
 
 def to_dict(
     request: Asked,
@@ -47,6 +50,8 @@ def to_dict(
         "tokens": request.tokens,
         "steps": request.steps,
         "eta_s": None if request.steps is None else request.steps * prediction.step_s,
+        "tokens_by": request.note,
+        "disk_written_bytes": None if request.steps is None else _written(request, prediction),
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
@@ -80,7 +85,10 @@ def render_short(
     ]
     if request.tokens is not None and request.steps is not None:
         took = format_seconds(request.steps * prediction.step_s)
-        lines.append(f"{format_count(request.tokens)} tokens take {took}")
+        lines.append(
+            f"{format_count(request.tokens)} tokens take {took} in {request.steps:,} steps{_by(request)}"
+        )
+        lines += _wear(request, prediction)
     why = _why_on_disk(request, prediction)
     if why is not None:
         lines.append(f"home on disk, for want of host memory: there {why}")
@@ -101,6 +109,27 @@ def render_short(
         "rests on, memory by class, and waits."
     )
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _by(request: Asked) -> str:
+    return f" ({request.note})" if request.note else ""
+
+
+def _written(request: Asked, prediction: Prediction) -> int:
+    """Return the bytes that the steps write to the disk."""
+    return (request.steps or 0) * prediction.plan.traffic.disk_written
+
+
+def _wear(request: Asked, prediction: Prediction) -> list[str]:
+    """Return what the steps do to an SSD, in a line; nothing where they write nothing to it."""
+    written, disk = _written(request, prediction), request.question.machine.disk
+    if not written or disk is None:
+        return []
+    share = written / (SSD_WRITES * disk.capacity_bytes)
+    return [
+        f"they write {format_bytes(written)} to the disk: {share:.1%} of what an SSD of its size is usually "
+        f"warranted for ({SSD_WRITES} times that)"
+    ]
 
 
 def _change_first(helps: Sequence[Outcome]) -> list[str]:
@@ -276,9 +305,11 @@ def _step_table(request: Asked, prediction: Prediction) -> Table:
         ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
     ]
     if request.tokens is not None and request.steps is not None:
+        took = format_seconds(request.steps * prediction.step_s)
         rows.append(
-            (f"{format_count(request.tokens)} tokens take", format_seconds(request.steps * prediction.step_s))
+            (f"{format_count(request.tokens)} tokens take", f"{took}, {request.steps:,} steps{_by(request)}")
         )
+        rows += [("", line) for line in _wear(request, prediction)]
     rows += [(key, priced) for key, priced, _ in _own_kernels(request)]
     for name, value in rows:
         table.add_row(f"  {name}", value)
