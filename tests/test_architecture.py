@@ -297,6 +297,7 @@ ARROWS = {
         "codecs.codec_spec",
         "codecs.transport",
         "config",
+        "data.reading",
         "hardware",
         "model.sizes",
         "planner",
