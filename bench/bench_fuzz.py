@@ -7,7 +7,8 @@ outside the target's directory is opened or changed, no code is run, no program 
 """
 
 import argparse
-import logging
+import contextlib
+import io
 import sys
 import time
 import traceback
@@ -45,7 +46,6 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS), default=list(TARGETS))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    logging.disable(logging.WARNING)
     results = {}
     for name in arguments.targets:
         target, strategies = TARGETS[name]
@@ -59,7 +59,8 @@ def main() -> None:
         began = time.perf_counter()
         broken = None
         try:
-            run()
+            with contextlib.redirect_stderr(io.StringIO()):  # what is said of damages
+                run()
         except BaseException:
             broken = traceback.format_exc()
         results[name] = {"inputs": counted.num_calls, "s": time.perf_counter() - began, "broken": broken}

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bad_input.world import World, make_model, names_below, run_well
-from outsize.checkpoint.checkpoint_state import render_state
+from outsize.checkpoint.checkpoint_state import latest, render_state
 from outsize.errors import CheckpointError, ConfigError
 from outsize.training.run import train
 
@@ -190,6 +190,18 @@ def test_what_a_killed_process_left_is_swept_away(world: World) -> None:
     (checkpoints / "latest.partial").write_text("step-0")
     run_to(world, 3)
     assert {path.name for path in checkpoints.iterdir()} == {"latest", "step-00000001", "step-00000003"}
+
+
+def test_a_checkpoint_that_is_not_whole_is_none_where_nothing_names_the_latest(world: World) -> None:
+    """A loss of power while the first one is written: its state is there, and files beside it may not be."""
+    run_to(world, 1)
+    checkpoints = world.root / "run/checkpoints"
+    (checkpoints / "step-00000001").rename(checkpoints / "step-00000002.partial")
+    (checkpoints / "latest").unlink()
+    cut_shard(checkpoints / "step-00000002.partial")
+    assert latest(world.root / "run") is None
+    run_to(world, 3)
+    assert {path.name for path in checkpoints.iterdir()} == {"latest", "step-00000003"}
 
 
 def test_a_checkpoint_without_the_word_that_it_is_the_latest_is_written_again(world: World) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from crash.faults import LANE, Fault, Key, Layer, Operation, faults_of, layered
 from crash.operations import CLEAN_UPS
+from outsize.checkpoint.checkpoint_state import latest
 from outsize.config import Config
 from outsize.errors import ExecutionError, OutsizeError, StorageError
 from outsize.training.run import train
@@ -157,7 +158,8 @@ def digest(run_dir: Path) -> dict[str, str]:
 
     A step that was lost and trained again has a line each time; the last one counts.
     """
-    checkpoint = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    checkpoint = latest(run_dir)
+    assert checkpoint is not None, "nothing was saved"
     found = {
         str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in checkpoint.rglob("*.safetensors")

@@ -1,3 +1,5 @@
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outsize
 from cli.command_line import status_of
+from crash.faults import Fault, Key, Layer, layered
 from outsize import files
 from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import Hub, _is_on_the_hub, export
@@ -91,6 +94,32 @@ def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path, monk
     with pytest.raises(StorageError, match="the disk is full"):
         export(run_dir, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_has_left_goes_with_the_next_and_what_another_writes_stays(
+    run_dir: Path, tmp_path: Path
+):
+    for name in ("killed", "writing"):
+        (tmp_path / f".out.partial-{name}").mkdir()
+    descriptor = os.open(tmp_path / ".out.partial-writing", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        export(run_dir, tmp_path / "out")
+    finally:
+        os.close(descriptor)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-writing"}
+
+
+def test_an_export_whose_name_is_not_on_the_disk_for_good_is_none(run_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    with (
+        layered(Layer(tmp_path, {Key("fsync", ".", 0, 0, 0): Fault.EIO})) as layer,
+        pytest.raises(StorageError, match="Input/output error"),
+    ):
+        export(run_dir, out)
+    assert layer.sprung
+    assert list(tmp_path.iterdir()) == []
+    export(run_dir, out)
 
 
 def test_weights_are_in_one_file_or_as_few_as_are_asked_for(run_dir: Path, tmp_path: Path):

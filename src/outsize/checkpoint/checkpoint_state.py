@@ -70,8 +70,9 @@ def latest(run_dir: Path) -> Path | None:
     """
     pointer = run_dir / CHECKPOINTS / LATEST
     if not pointer.exists():
-        states = sorted((run_dir / CHECKPOINTS).glob(f"step-*/{STATE}"), key=lambda path: _step(path.parent))
-        return states[-1].parent if states else None
+        paths = [path.parent for path in (run_dir / CHECKPOINTS).glob(f"step-*/{STATE}")]
+        # One on its way in or out bears another name.
+        return max((path for path in paths if _step(path) >= 0), key=_step, default=None)
     try:
         name = files.read_text(pointer).strip()
     except (OSError, ValueError) as error:

@@ -6,12 +6,13 @@ beside the destination; when each is complete, synced and seen to hold what the 
 checkpoint. So there is a whole checkpoint or none, whatever goes wrong.
 """
 
+import contextlib
 import errno
+import glob
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ def write_checkpoint(
     return final
 
 
-@contextmanager
+@contextlib.contextmanager
 def new_directory(
     final: Path, num_bytes: int, *, overwrite: bool = False, ready: Callable[[], object] | None = None
 ) -> Iterator[Path]:
@@ -106,33 +107,57 @@ def new_directory(
             yield partial
 
 
-@contextmanager
+@contextlib.contextmanager
 def _becoming(final: Path) -> Iterator[Path]:
     """Give out a hidden directory beside ``final``; at the end it takes that place, or it is removed."""
     files.make_directories(final.parent)
+    _remove_abandoned(final)
     token = uuid.uuid4().hex[:8]
     partial = final.parent / f".{final.name}.partial-{token}"
     previous = final.parent / f".{final.name}.former-{token}"
     files.system().mkdir(partial)
-    try:
-        yield partial
-        files.sync(partial)
-        if final.exists():
-            files.system().rename(final, previous)
-        files.system().rename(partial, final)
-        files.sync(final.parent)
-    except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
-        files.system().remove_tree(partial)
-        if previous.exists() and not final.exists():
-            files.system().rename(previous, final)
-        raise
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_locked(partial))
+            yield partial
+            files.sync(partial)
+            if final.exists():
+                files.system().rename(final, previous)
+            files.system().rename(partial, final)
+            files.sync(final.parent)
+        except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
+            with contextlib.suppress(OSError):  # its name may not be on the disk for good
+                if not partial.exists():
+                    files.system().rename(final, partial)
+            files.system().remove_tree(partial)
+            if previous.exists() and not final.exists():
+                files.system().rename(previous, final)
+            raise
     if previous.is_dir():
         files.system().remove_tree(previous)
     elif previous.exists():
         files.system().unlink(previous)
 
 
-@contextmanager
+def _remove_abandoned(final: Path) -> None:
+    """Remove what processes have left that were killed while they wrote ``final``; nobody has it locked."""
+    for path in final.parent.glob(f".{glob.escape(final.name)}.partial-*"):
+        with contextlib.suppress(OSError), _locked(path) as is_ours:
+            if is_ours and not path.is_symlink():
+                files.system().remove_tree(path)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Lock a directory, where no other process has; give out whether that is so."""
+    descriptor = files.system().open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield files.lock(descriptor)
+    finally:
+        files.system().close(descriptor)
+
+
+@contextlib.contextmanager
 def _storage_errors(final: Path) -> Iterator[None]:
     """Say what a failing file system means."""
     try:

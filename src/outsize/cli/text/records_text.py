@@ -123,7 +123,8 @@ def results_at(out: Path, settings: Mapping[str, str], *, in_files: bool = False
         StorageError: another process writes them now.
     """
     note = out.with_name(out.name + ".made-with.json")
-    if out.exists() and not note.exists():
+    begun = any(out.iterdir()) if out.is_dir() else out.exists() and out.stat().st_size > 0
+    if begun and not note.exists():
         raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
     files.make_directories(out if in_files else out.parent)
     flags = os.O_RDONLY | os.O_DIRECTORY if in_files else os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
