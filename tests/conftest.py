@@ -26,6 +26,9 @@ os.environ.setdefault(
 
 # What is counted of models is kept for the whole run, and not where the user keeps it. Workers inherit the place.
 if "XDG_CACHE_HOME" not in os.environ or "OUTSIZE_TESTS" not in os.environ:
+    # But the made-up device, which takes a minute to build, is kept for the user: see tests/accelerator/build.py.
+    if os.access(Path.home(), os.W_OK):
+        os.environ.setdefault("LATE_CACHE", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
     kept = tempfile.mkdtemp(prefix="outsize-tests-")
     os.environ.update(XDG_CACHE_HOME=kept, OUTSIZE_TESTS="1")
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
