@@ -61,6 +61,10 @@ def test_other_ways_to_train_are_set_beside_it(model_dir, capsys):
     found = answer(capsys, *arguments)
     assert [way["name"] for way in found["other_ways"]][:2] == ["data parallel 2", "pipeline parallel 2"]
     assert any("tensor parallelism sums activations" in line for line in found["warnings"])
+    fastest = max((way for way in found["other_ways"] if way["fits"]), key=lambda way: way["tokens_per_s"])
+    better = fastest["name"] if fastest["tokens_per_s"] >= 1.05 * found["tokens_per_s"] else "outsize"
+    assert found["choice"].startswith(f"so: {better}, since ")
+    assert found["choice"] in " ".join(text.split())
     assert run(*arguments, "--nodes", 2, "--net", "25Gb") == 2
     assert "--compare is of one machine" in capsys.readouterr().err
 

@@ -40,7 +40,7 @@ def plan(options: PlanFlags, output: Output) -> None:
         scaled = largest_models(request) if options.largest else ()
     _write(_files(request, prediction, options))
     if output.as_json:
-        compared = plan_compare.to_dict(request, others) if others else {}
+        compared = plan_compare.to_dict(request, prediction, others) if others else {}
         output.emit({**plan_table.to_dict(request, prediction, outcomes, helps, scaled), **compared})
         return
     show = plan_table.render if options.full else plan_table.render_short

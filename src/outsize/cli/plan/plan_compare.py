@@ -28,6 +28,8 @@ from outsize.units import format_bytes, format_count, format_seconds
 
 # Of a step: what waits longer is warned of.
 MUCH = 0.1
+# What another way has to gain at most, to be the better choice.
+CLEAR = 0.05
 
 
 def other_ways(request: Asked) -> tuple[Alternative, ...]:
@@ -41,9 +43,10 @@ def other_ways(request: Asked) -> tuple[Alternative, ...]:
     return alternatives(request.question)
 
 
-def to_dict(request: Asked, alternatives: Sequence[Alternative]) -> dict[str, Any]:
+def to_dict(request: Asked, prediction: Prediction, alternatives: Sequence[Alternative]) -> dict[str, Any]:
     """Return the comparison in what JSON knows."""
     return {
+        "choice": choice(prediction, alternatives),
         "other_ways": [asdict(way) for way in alternatives],
         "managed_memory_tokens_per_s": managed_tokens_per_s(request.question),
         "warnings": warnings(request, alternatives),
@@ -74,7 +77,20 @@ def render(request: Asked, prediction: Prediction, alternatives: Sequence[Altern
     console.print(table)
     for line in warnings(request, alternatives):
         console.print(line)
+    console.print(choice(prediction, alternatives))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def choice(prediction: Prediction, alternatives: Sequence[Alternative]) -> str:
+    """Return what to choose, and why, in a line."""
+    fitting = [way for way in alternatives if way.fits]
+    if not fitting:
+        return "so: outsize, since no other way fits"
+    best = max(fitting, key=lambda way: way.tokens_per_s)
+    gain = best.tokens_per_s / prediction.tokens_per_s - 1
+    if gain < CLEAR:
+        return f"so: outsize, since {best.name}, the fastest of those that fit, gains {gain:+.0%} at most"
+    return f"so: {best.name}, since it fits and gains up to {gain:+.0%}: a bound of its, beside a prediction of ours"
 
 
 def _remark(way: Alternative) -> str:
