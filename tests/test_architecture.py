@@ -251,6 +251,7 @@ ARROWS = {
         "codecs",
         "compat",
         "config",
+        "group",
         "hardware",
         "inference",
         "model",

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from doctor.records import run, step
+from outsize.cli.train_command import _verdict
 from outsize.doctor.run_record import read_run
 from outsize.errors import ConfigError
 
@@ -98,3 +99,11 @@ def test_a_plan_that_is_none_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"plan\.json: not what a run writes"):
         read_run(tmp_path)
+
+
+def test_a_run_of_several_workers_tells_its_bubble(tmp_path):
+    run(tmp_path / "one")
+    assert "bubble" not in str(_verdict(tmp_path / "one"))
+    run(tmp_path / "two", busy_s={"compute:w0": 1.5, "compute:w1": 1.1})
+    first, *_ = _verdict(tmp_path / "two")
+    assert first.startswith("bubble 35.0%: of the time of all workers")

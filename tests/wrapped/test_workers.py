@@ -26,6 +26,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_model_that_trains_in_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Each of them would train a copy of its own, in silence."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = zoo.build("llama")
+    with pytest.raises(ConfigError, match="one of 2 processes, and a wrapped model sums no gradients"):
+        outsize.wrap(model, home="host", device="cpu")
+    outsize.unwrap(outsize.wrap(model.requires_grad_(False), home="host", device="cpu"))
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_steps_of_four_workers_are_those_of_the_plain_loop(way: dict[str, Any]):
     batches = [zoo.batch("llama", seed=seed, num_sequences=4) for seed in range(3)]

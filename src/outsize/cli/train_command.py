@@ -94,18 +94,24 @@ def _figures(result: "TrainResult") -> list[str]:
 
 
 def _verdict(run_dir: Path) -> list[str]:
-    """Return what limited the run, as doctor says it; nothing of a run that does not tell."""
+    """Return the bubble of several workers, and what limited the run; nothing of a run that does not tell."""
     from outsize.doctor.examine import examine
     from outsize.doctor.run_record import Facts, read_run
     from outsize.errors import ConfigError
 
     try:
-        bottleneck = examine(Facts(recorded=read_run(run_dir))).bottleneck
+        recorded = read_run(run_dir)
+        bottleneck = examine(Facts(recorded=recorded)).bottleneck
     except ConfigError:
         return []
+    lines = []
+    busy_s = [s for lane, s in recorded.lane_s("busy_s").items() if lane.startswith("compute")]
+    if len(busy_s) > 1:
+        share = max(0.0, 1 - sum(busy_s) / len(busy_s) / recorded.mean("seconds"))
+        lines = [f"bubble {share:.1%}: of the time of all workers, they computed nothing"]
     if bottleneck is None:
-        return []
-    return [f"limited by {bottleneck.limits}: {bottleneck.evidence}", f"first try: {bottleneck.fix}"]
+        return lines
+    return [*lines, f"limited by {bottleneck.limits}: {bottleneck.evidence}", f"first try: {bottleneck.fix}"]
 
 
 @with_run_options
