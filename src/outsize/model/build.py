@@ -9,7 +9,7 @@ that is left to do.
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -170,6 +170,28 @@ def build_skeleton(
     _finish(model, DTYPES[dtype])
     logger.info("%s: attention %s", type(model).__name__, attention_of(model))
     return model.train()
+
+
+def build_image_model(config: Mapping[str, Any], dtype: str) -> nn.Module:
+    """Return the model of diffusers that ``config`` describes, in training mode, its parameters on the meta device.
+
+    Raises:
+        ModelError: diffusers is not installed, or cannot build it.
+    """
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ModelError(
+            f"a {config['_class_name']} is a model of diffusers; install it with: pip install 'outsize[diffusion]'"
+        ) from error
+    try:
+        with quiet_torchao(), _parameters_on_meta():
+            model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+    except (AttributeError, *_NOT_BUILT) as error:
+        raise ModelError(
+            f"diffusers cannot build a {config['_class_name']} of this config: {error}"
+        ) from error
+    return cast(nn.Module, nn.Module.to(model, DTYPES[dtype]).train())
 
 
 def _can_be_built(

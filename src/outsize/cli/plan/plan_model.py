@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
-from outsize.errors import CheckpointError, ModelError
+from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.sizes.model_spec import ModelSpec, Workload, check_sizes
 from outsize.runtime.trial.counts import Counts
-from outsize.session.job.known_models import Described, counted, described
+from outsize.session.job.known_models import CLASS, SAMPLE, Described, counted, described, sample_of
 
+# Tokens of a sequence, where the user names none.
+DEFAULT_SEQ_LEN = 2048
 # Settings of a run by the option that names them.
 SETTINGS = {
     "model.dtype": "dtype",
@@ -183,6 +185,31 @@ class AskedModel:
         """Tokens of the longest sequence; None for no limit."""
         return self._described.positions
 
+    def with_samples(self, options: PlanFlags) -> "tuple[AskedModel, int]":
+        """Return this model with the samples that options name, and the tokens of one.
+
+        Raises:
+            ConfigError: the model has no such samples, or `outsize train` would not train it.
+        """
+        wanted, limit = options.seq_len, self.positions
+        if CLASS in self._hf_config:
+            if options.output_file is not None:
+                raise ConfigError(
+                    "--output: outsize train trains language models; wrap this one (outsize.wrap)"
+                )
+            sample = sample_of(self._hf_config, wanted, options.image, options.frames)
+            fields = {**self._hf_config, SAMPLE: list(sample)}
+            return AskedModel(self.path, fields, self.run), sample.tokens
+        if options.image is not None or options.frames is not None:
+            raise ConfigError("--image and --frames are of models of diffusers; of others write --seq-len")
+        if wanted is None:
+            return self, min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
+        if limit is not None and wanted > limit:
+            raise ConfigError(
+                f"--seq-len: {wanted} is longer than the {limit} positions of the model; lower it"
+            )
+        return self, wanted
+
     def figures(self, config: Config) -> ModelFigures:
         """Return the model as a run with ``config`` would train it.
 
@@ -200,6 +227,13 @@ class AskedModel:
                 *notes,
                 f"its weights are stored as {stored}; the answer is for them in {config.model.dtype}",
             )
+        library = "transformers"
+        if sample := self._hf_config.get(SAMPLE):
+            library = "diffusers"
+            notes = (
+                f"a sample is {sample[0]:,} tokens of an image or video and {sample[1]:,} of its text; VAE and text "
+                "encoders are not in it",
+            )
         as_they_are = config.model.compile == "off" and config.model.kernels == "none"
         return ModelFigures(
             spec=counts.spec,
@@ -207,7 +241,7 @@ class AskedModel:
             in_mlp_parts=self._in_parts(config) if counts.can_part and as_they_are else None,
             notes=(
                 *notes,
-                f"counted on the model that transformers builds of a {kind} config, without weights",
+                f"counted on the model that {library} builds of a {kind} config, without weights",
             ),
         )
 

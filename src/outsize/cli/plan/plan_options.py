@@ -79,6 +79,11 @@ class PlanFlags:
         int | None,
         typer.Option(help="Tokens per sequence; default: 2048, or what the model has positions for."),
     ] = None
+    image: Annotated[
+        str | None,
+        typer.Option(metavar="WxH", help="Pixels of a sample, of a model of diffusers; default: 1024x1024."),
+    ] = None
+    frames: Annotated[int | None, typer.Option(help="Frames of a sample, of a video model.")] = None
     tokens_per_step: Annotated[
         int | None,
         typer.Option(

@@ -41,9 +41,8 @@ from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
 from outsize.units import format_bytes, parse_count
 
-# Sequences of a step, the most and the least, and tokens of a sequence, where the user names none.
+# Sequences of a step, the most and the least, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
-DEFAULT_SEQ_LEN = 2048
 # Options of the command that say what is printed or written beside a prediction.
 REPORTING = frozenset(
     (
@@ -193,7 +192,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     check_nodes(options)
     machine = machine_from(options)
     model = model or asked_model(options)
-    seq_len = _seq_len(options.seq_len, model.positions)
+    model, seq_len = model.with_samples(options)
     config = _config(options, model, seq_len, adapted_modules(options.lora_modules))
     figures = figures or model.figures(config)
     spec = figures.spec
@@ -246,15 +245,6 @@ def _method(config: Config, spec: ModelSpec) -> str:
     modules = dict.fromkeys(name.rpartition(".")[2] for name in adapted)
     named = [name for name in modules if not any(name in stack.split(".") for stack in experts)]
     return f"LoRA of rank {config.lora.r} on {', '.join((*named, *experts))}"
-
-
-def _seq_len(wanted: int | None, limit: int | None) -> int:
-    """Return the tokens of a sequence; ``limit`` is how many positions the model has, where it has a limit."""
-    if wanted is None:
-        return min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
-    if limit is not None and wanted > limit:
-        raise ConfigError(f"--seq-len: {wanted} is longer than the {limit} positions of the model; lower it")
-    return wanted
 
 
 def _config(

@@ -204,26 +204,25 @@ def count(
     parts: Split,
     make_inputs: Callable[[int, int], Mapping[str, Any]],
     *,
-    seq_len: int,
+    lengths: Sequence[int],
     chunk_tokens: int,
     shifted: bool = True,
-) -> tuple[tuple[int, ...], list[Row]]:
+) -> list[Row]:
     """Count what a model takes; no weights exist, and nothing is computed.
 
     Args:
         parts: the model, its parameters on meta.
-        make_inputs: ``(num_sequences, seq_len) → inputs`` with labels.
-        seq_len: tokens of the sequences that are asked about.
+        make_inputs: ``(num_sequences, seq_len) → inputs``, with labels where its loss is asked about.
+        lengths: of the sequences that are run.
         chunk_tokens: tokens per chunk of the loss, where that is the cross-entropy of the head's own output.
         shifted: whether the loss is of the next token.
 
     Returns:
-        The lengths of sequences that were run, and what each pass noted.
+        What each pass noted.
 
     Raises:
         ModelError: the model does not call its units once each, in order, or does what only real values allow.
     """
-    lengths = trial_lengths(seq_len, 2)
     rows = []
     # Ids, positions and masks are real, as models look at their values; within units they have a form only.
     formed = fake_tensors(allow_real=True)
@@ -244,7 +243,7 @@ def count(
     finally:
         for module, name, parameter in parameters:
             parameters_of(module)[name] = parameter
-    return lengths, rows
+    return rows
 
 
 def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str, Any]]]:

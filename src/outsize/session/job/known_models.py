@@ -5,16 +5,19 @@ PEFT, and on our source: all of them make the name of an entry. So a question ab
 needs no torch. What a trial notes depends on the machine as well.
 """
 
+import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from outsize import user_cache
 from outsize.config import Config
+from outsize.errors import ConfigError, ModelError
 from outsize.runtime.trial.counts import Counts, dump, parse
 from outsize.runtime.trial.measured import KnownRows, Row, trial_lengths
 
@@ -137,6 +140,204 @@ def _rows() -> TypeAdapter[list[Row]]:
 @cache
 def _here() -> list[Any]:
     packages = user_cache.versions_of(
-        "torch", "transformers", "peft", "liger-kernel", "kernels", "flash-attn", "torchao"
+        "torch", "transformers", "peft", "diffusers", "liger-kernel", "kernels", "flash-attn", "torchao"
     )
     return [dict(packages), user_cache.source_digest(*_ROOMS)]
+
+
+# Models of diffusers: the tokens that their pipelines make of an image or a video and a text.
+CLASS, SAMPLE = "_class_name", "_outsize_sample"
+# Tokens of the shortest sequence that is tried; longer ones are this twice and four times.
+_SHORTEST = 64
+
+
+class Sample(NamedTuple):
+    """Tokens of one sample: of its image or video, and of its text."""
+
+    image: int
+    text: int
+
+    @property
+    def tokens(self) -> int:
+        """Both together."""
+        return self.image + self.text
+
+    @property
+    def rows(self) -> int:
+        """In how many rows tokens of a trial's image lie, so that no side is long."""
+        powers = (1 << power for power in range(self.image.bit_length() // 2 + 1))
+        return max(rows for rows in powers if self.image % rows == 0)
+
+    def trials(self, multiple: int) -> "tuple[Sample, ...]":
+        """Return shorter samples in much the same shares, each twice the one before; images go by even numbers."""
+        whole = max(multiple, 2)
+        text = max(round(self.text * _SHORTEST / self.tokens / multiple), 1) * multiple
+        image = max(round(self.image * text / self.text / whole), 1) * whole
+        return tuple(Sample(image * times, text * times) for times in (1, 2, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a pipeline of diffusers makes tokens for its transformer.
+
+    Attributes:
+        pixels: of a side that its VAE makes one latent of.
+        frames: that it makes one latent of; 0 for images.
+        packs: latents of a side that the pipeline puts into one token, before any patches of the model.
+        text: tokens of a text, where the pipeline is not told otherwise.
+        multiple: of which the model rounds up numbers of tokens.
+    """
+
+    pixels: int = 8
+    frames: int = 0
+    packs: int = 1
+    text: int = 512
+    multiple: int = 1
+
+
+FAMILIES: Mapping[str, Family] = {
+    "FluxTransformer2DModel": Family(packs=2),
+    "Flux2Transformer2DModel": Family(packs=2),
+    "ChromaTransformer2DModel": Family(packs=2),
+    "QwenImageTransformer2DModel": Family(packs=2),
+    "SD3Transformer2DModel": Family(text=333),
+    "PixArtTransformer2DModel": Family(text=300),
+    "SanaTransformer2DModel": Family(pixels=32, text=300),
+    "Lumina2Transformer2DModel": Family(text=256),
+    "ZImageTransformer2DModel": Family(multiple=32),
+    "WanTransformer3DModel": Family(frames=4),
+    "LTXVideoTransformer3DModel": Family(pixels=32, frames=8, text=128),
+    "HunyuanVideoTransformer3DModel": Family(frames=4, text=256),
+    "CogVideoXTransformer3DModel": Family(frames=4, text=226),
+}
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """Return the family of a model of diffusers.
+
+    Raises:
+        ModelError: one whose inputs are not known.
+    """
+    name = hf_config.get(CLASS)
+    if name not in FAMILIES:
+        raise ModelError(
+            f"no plan of a {name}: what its samples look like is not known here; known are {', '.join(FAMILIES)}. "
+            "outsize.wrap measures any model on a batch of yours"
+        )
+    return FAMILIES[str(name)]
+
+
+def patch_of(hf_config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the latents, in time and of a side, of which the model itself makes one token."""
+    family = family_of(hf_config)
+    patch = hf_config.get("patch_size") or (hf_config.get("all_patch_size") or [1])[0]
+    if isinstance(patch, list | tuple):
+        return int(patch[0]), int(patch[-1])
+    return int(hf_config.get("patch_size_t") or 1), 1 if family.packs > 1 else int(patch)
+
+
+def sample_of(
+    hf_config: Mapping[str, Any], seq_len: int | None, image: str | None, frames: int | None
+) -> Sample:
+    """Return the tokens of a sample of a model of diffusers.
+
+    Args:
+        hf_config: of the model.
+        seq_len: tokens of a sample, of its text too; None where ``image`` says it.
+        image: pixels, such as ``1024x768``; None for the 1,024 of a square, or as ``seq_len`` says.
+        frames: of a video; None for one image.
+
+    Raises:
+        ModelError: what its samples look like is not known.
+        ConfigError: sizes that are none of this model.
+    """
+    family = family_of(hf_config)
+    if frames is not None and not family.frames:
+        raise ConfigError(f"--frames: {hf_config[CLASS]} makes images; leave it out")
+    if seq_len is not None:
+        if image is not None or frames is not None:
+            raise ConfigError("--seq-len and --image or --frames both say how large a sample is; write one")
+        if seq_len <= family.text + 1:
+            raise ConfigError(
+                f"--seq-len: {seq_len} tokens are a text of {family.text} and no image; raise it"
+            )
+        return Sample(seq_len - family.text, family.text)
+    in_time, side = patch_of(hf_config)
+    step = family.pixels * family.packs * side
+    sides = _sides(image or "1024x1024", step)
+    latents = 1 + ((frames or 1) - 1) // family.frames if family.frames else 1
+    return Sample(math.ceil(latents / in_time) * math.prod(sides), family.text)
+
+
+def _sides(image: str, step: int) -> list[int]:
+    """Return tokens of both sides of an image."""
+    try:
+        pixels = [int(part) for part in image.lower().split("x")]
+    except ValueError:
+        pixels = []
+    pixels = pixels * 2 if len(pixels) == 1 else pixels
+    if len(pixels) != 2 or min(pixels) < step:
+        raise ConfigError(f"--image: {image!r} is to be pixels, such as 1024x768, at least {step} a side")
+    return [side // step for side in pixels]
+
+
+# Where configs have the width of what a text encoder hands on, the first that there is.
+_TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "caption_channels", "text_embed_dim", "cap_feat_dim")
+# Models that take latents as tokens: [B, tokens, channels].
+_AS_TOKENS = ("LTXVideoTransformer3DModel",)
+_FRAMES_FIRST = ("CogVideoXTransformer3DModel",)
+
+
+def made_up_sample(model: Any, hf_config: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
+    """Return what the forward of ``model``, one of diffusers, takes for one sample."""
+    import torch
+
+    config: Any = model.config
+    dtype = next(model.parameters()).dtype
+    (in_time, side), high = patch_of(hf_config), sample.rows
+    wide = sample.image // high
+    one = torch.ones(1, dtype=dtype)
+
+    def zeros(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=dtype)
+
+    pixels = (config.in_channels, high * side, wide * side)
+    text = zeros(1, sample.text, next(config[name] for name in _TEXT_WIDTHS if config.get(name)))
+    mask = torch.ones(1, sample.text, dtype=torch.bool)
+    if hf_config[CLASS] == "ZImageTransformer2DModel":
+        return {"x": [zeros(pixels[0], 1, *pixels[1:])], "t": one, "cap_feats": [text[0]]}
+    if family_of(hf_config).packs > 1 or hf_config[CLASS] in _AS_TOKENS:
+        latents = zeros(1, sample.image, config.in_channels)
+    elif not family_of(hf_config).frames:
+        latents = zeros(1, *pixels)
+    elif hf_config[CLASS] in _FRAMES_FIRST:
+        vars(model.patch_embed)["max_text_seq_length"] = sample.text  # of which it makes positions
+        latents = zeros(1, in_time, *pixels)
+    else:
+        latents = zeros(1, pixels[0], in_time, *pixels[1:])
+    inputs: dict[str, Any] = {
+        "hidden_states": latents,
+        "encoder_hidden_states": text,
+        "timestep": torch.tensor([500]),
+        "pooled_projections": zeros(1, config.get("pooled_projection_dim") or 1),
+        "guidance": one if config.get("guidance_embeds", True) else None,
+        "encoder_attention_mask": mask,
+        "encoder_hidden_states_mask": mask,
+        "img_shapes": [[(1, high, wide)]],
+        "num_frames": 1,
+        "height": high,
+        "width": wide,
+    }
+    if axes := config.get("axes_dims_rope"):
+        inputs |= {
+            "img_ids": torch.zeros(sample.image, len(axes)),
+            "txt_ids": torch.zeros(sample.text, len(axes)),
+        }
+    if config.get("use_rotary_positional_embeddings"):
+        inputs["image_rotary_emb"] = (torch.ones(sample.image, config.attention_head_dim),) * 2
+    if hf_config[CLASS] == "PixArtTransformer2DModel":
+        sizes = bool(getattr(model, "use_additional_conditions", False))
+        given = {"resolution": zeros(1, 2), "aspect_ratio": zeros(1, 1)}
+        inputs["added_cond_kwargs"] = given if sizes else dict.fromkeys(given)
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in inputs.items() if name in known}

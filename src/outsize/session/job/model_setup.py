@@ -20,7 +20,7 @@ from outsize.checkpoint.files.quantised import KEY, stored_as
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
-from outsize.model.build import build_skeleton, is_built_alone
+from outsize.model.build import build_image_model, build_skeleton, is_built_alone
 from outsize.model.compiled import compile_blocks, take_kernels
 from outsize.model.liger import save_as_liger
 from outsize.model.products import take_products
@@ -33,8 +33,9 @@ from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_
 from outsize.runtime.device.heap import trim
 from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts
+from outsize.runtime.trial.measured import trial_lengths
 from outsize.runtime.trial.trial_pass import in_turn
-from outsize.session.job.known_models import Described
+from outsize.session.job.known_models import CLASS, SAMPLE, Described, Sample, family_of, made_up_sample
 from outsize.streamed.spec import BlockSettings, RunSpec
 
 Announce = Callable[[str], None]
@@ -268,11 +269,28 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
         ModelError: none that a run can train, or one that cannot be counted without its weights.
         ConfigError: adapters for layers that it does not have.
     """
-    described, _ = _text_part(hf_config)
     dtype, frozen = config.model.dtype, config.train.method == "lora"
-    text = described.get_text_config()
-    auto = None if text is described or getattr(described, "is_encoder_decoder", False) else _WHOLE
-    model = build_skeleton(described, dtype, config.model.attention, auto=auto, frozen=frozen)
+    if CLASS in hf_config:
+        if frozen and config.lora.target_modules is None and config.lora.target_parameters is None:
+            raise ConfigError(
+                f"lora.target_modules: PEFT knows no usual ones of a {hf_config[CLASS]}; name them, for example "
+                "--lora-modules to_q,to_k,to_v"
+            )
+        model: nn.Module = build_image_model(hf_config, dtype)
+        samples = Sample(*hf_config[SAMPLE]).trials(family_of(hf_config).multiple)
+        of_length = {sample.tokens: sample for sample in samples}
+        lengths = tuple(of_length)
+
+        def make_inputs(_: int, length: int) -> Mapping[str, Any]:
+            return made_up_sample(model, hf_config, of_length[length])
+
+    else:
+        described, _ = _text_part(hf_config)
+        text = described.get_text_config()
+        auto = None if text is described or getattr(described, "is_encoder_decoder", False) else _WHOLE
+        model = build_skeleton(described, dtype, config.model.attention, auto=auto, frozen=frozen)
+        lengths = trial_lengths(config.data.seq_len, 2)
+        make_inputs = partial(made_up_inputs, config.data.pack, text)
     adapters = put_in(model, lora_of(config, model), config.train.seed) if frozen else None
     parts = split_model(model, dtype, config, adapters)
     can_part = config.train.mlp_parts == 1 and can_take_in_parts(parts)
@@ -282,10 +300,10 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
 
     def counted(choice: UnitChoice) -> Counts:
         parts = split_model(model, dtype, config, adapters, choice)
-        lengths, rows = count(
+        rows = count(
             parts,
-            partial(made_up_inputs, config.data.pack, text),
-            seq_len=config.data.seq_len,
+            make_inputs,
+            lengths=lengths,
             chunk_tokens=config.train.head_chunk_tokens,
             shifted=not type(model).__name__.endswith("ForMaskedLM"),
         )
@@ -300,6 +318,8 @@ def describe(hf_config: Mapping[str, Any]) -> Described:
     Raises:
         ModelError: transformers does not know the architecture, or not with such values.
     """
+    if CLASS in hf_config:
+        return Described(str(hf_config[CLASS]), None, None)
     config, part = _text_part(hf_config)
     text = config.get_text_config()
     has_more = text is not config and not getattr(config, "is_encoder_decoder", False)
