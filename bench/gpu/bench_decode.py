@@ -10,18 +10,17 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from outsize.codecs import blockwise, frozen, window
 from outsize.codecs.codec import device_kernels, open_codec
 
 BLOCK_ELEMENTS = 218_112_000  # matrices and norms of a layer of Llama 3 8B
 NAMES = ("nf4", "nf4-double", "int8", "fp8", "lossless4", "lossless3")
-MODULES = (blockwise, frozen, window)
 
 
 def best_s(work: Callable[[], object], device: str, repeats: int = 5) -> float:
@@ -58,9 +57,7 @@ def decoded(name: str, source: Tensor, device: str) -> dict[str, Any]:
     into, rows = torch.empty_like(source, device=device), {}
     for label, kernels in (("triton", device_kernels(torch.device(device).type)), ("torch", None)):
         if label == "torch" or kernels is not None:
-            for module in MODULES:
-                setattr(module, "device_kernels", lambda kind, kernels=kernels: kernels)  # noqa: B010
-            rows[label] = measure(lambda: codec.decode(encoded, into), source.nbytes, device)
+            rows[label] = measure(partial(codec.by(kernels).decode, encoded, into), source.nbytes, device)
     return rows
 
 

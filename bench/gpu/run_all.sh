@@ -4,7 +4,7 @@
 # and what is under way is interrupted: it tells what it has by then, and all else lies in RESULTS already.
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
-#   bench/gpu/run_all.sh tests verify    # or some of: tests decode verify step probe families accelerator
+#   bench/gpu/run_all.sh tests verify    # or some of: decode verify tests step probe families accelerator
 #   DEVICE=emulated:1 bench/gpu/run_all.sh   # that it runs, on a machine without a GPU
 #
 # PYTHON names the interpreter. Packages that it lacks are installed into a virtual environment beside the checkout,
@@ -82,9 +82,11 @@ run_step() {
         "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" --label expandable --steps 3 "${tiny[@]}"
 }
 
+# First, since no GPU has run these kernels as they are now, and QLoRA and lossless links go by them.
 run_decode() {
     local few=(--device cuda)
     [[ $DEVICE == cuda ]] || few=(--device cpu --numel 1000000)
+    run_pytest kernels 90 tests/gpu/test_device_kernels.py
     part decode 60 bash -o pipefail -c '"$@" | tee "$0"' "$RESULTS/gpu_decode.json" \
         "$PYTHON" bench/gpu/bench_decode.py "${few[@]}"
 }
@@ -96,7 +98,7 @@ run_probe() {
     part "ways of feeding" 120 "$PYTHON" bench/bench_feed.py --output "$RESULTS/gpu_feed.json"
 }
 
-for name in "${@:-tests decode verify step probe families accelerator}"; do
+for name in "${@:-decode verify tests step probe families accelerator}"; do
     for each in $name; do "run_$each"; done
 done
 if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi

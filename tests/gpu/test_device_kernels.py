@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outsize.codecs import blockwise, codec, frozen, window
+from outsize.codecs import blockwise, codec, frozen
 from outsize.codecs.blockwise import OnDevice
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
@@ -44,8 +44,7 @@ def _by_kernels_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
-    for module in (blockwise, frozen, window):
-        monkeypatch.setattr(module, "device_kernels", lambda kind: kernels)
+    monkeypatch.setattr(codec, "device_kernels", lambda kind: kernels)
 
 
 def kernels_here() -> Any:
@@ -173,8 +172,6 @@ def test_a_constant_is_copied_to_a_device_once():
 
 def test_kernels_that_give_other_bits_are_not_used_and_said(monkeypatch: pytest.MonkeyPatch):
     kernels = kernels_here()
-    for module in (blockwise, frozen, window):  # the host's part comes first, without kernels
-        monkeypatch.setattr(module, "device_kernels", lambda kind: getattr(codec._proving, "kernels", None))
     monkeypatch.setattr(codec, "TRITON_KINDS", (DEVICE.type,))
     codec._proved_kernels.cache_clear()
     assert codec._proved_kernels(DEVICE.type) is kernels

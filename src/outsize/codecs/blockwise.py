@@ -17,6 +17,7 @@ in pieces that stay in a cache; on the host, where its kernels are built, C does
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec import Codec, device_kernels, pieces_on
+from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -172,9 +173,7 @@ class BlockwiseCodec(Codec):
 
     def seeded(self, seed: int) -> "BlockwiseCodec":
         """Return the same codec with chances of its own; what it writes follows from seed and source."""
-        other = object.__new__(BlockwiseCodec)
-        other.spec, other.grid, other._stochastic = self.spec, self.grid, self._stochastic
-        other._noise = self._noise
+        other = copy(self)
         other._seed = seed
         return other
 
@@ -184,7 +183,7 @@ class BlockwiseCodec(Codec):
         if native_serves(source, into):
             native_encode(self.grid, self._scale_of_spread, sections, source, self._places(source))
             return sections.num_bytes
-        if (kernels := device_kernels(source.device.type)) is not None:
+        if (kernels := self.kernels_on(source.device)) is not None:
             chances = (self._noise.on(source.device), self._seed * _SPREAD_SEED) if self._stochastic else None
             kernels.encode_blockwise(self.grid, self._scale_of_spread, sections, source, chances)
             return sections.num_bytes
@@ -274,7 +273,7 @@ class BlockwiseCodec(Codec):
         if native_serves(into, encoded):
             native_decode(self.grid, sections, into)
             return
-        if (kernels := device_kernels(into.device.type)) is not None:
+        if (kernels := self.kernels_on(into.device)) is not None:
             kernels.decode_blockwise(self.grid, sections, into)
             return
         if self.grid.symmetric and self.grid.bits == 8:  # every dtype holds its integers: no memory is taken

@@ -10,15 +10,15 @@ What codecs make of given tensors: ratio beside its bound, rates of one core, er
 import ctypes
 import importlib
 import importlib.util
-import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -44,11 +44,7 @@ def pieces_on(device: torch.device, on_host: int) -> int:
 
 def device_kernels(kind: str) -> Any:
     """Return `outsize.codecs.device_kernels` where Triton serves devices of a kind; None where torch does its work."""
-    return getattr(_proving, "kernels", None) or _proved_kernels(kind)
-
-
-# Of a thread that proves kernels on a device: these.
-_proving = threading.local()
+    return _proved_kernels(kind)
 
 
 @cache
@@ -61,7 +57,7 @@ def _proved_kernels(kind: str) -> Any:
         return None
     try:
         kernels = importlib.import_module("outsize.codecs.device_kernels")
-        wrong = [name for name in PROVED if not kernels.has_bits_of_host(open_codec(name), kind, _proving)]
+        wrong = [name for name in PROVED if not kernels.has_bits_of_host(open_codec(name), kind)]
     except Exception as error:  # whatever Triton, its compiler or the driver raise
         warnings.warn(f"on {kind} codecs run op by op, since Triton fails there: {error}", stacklevel=2)
         return None
@@ -82,6 +78,17 @@ class Codec(ABC):
     """
 
     spec: CodecSpec
+    _kernels: tuple[Any, ...] = ()
+
+    def by(self, kernels: Any) -> Self:
+        """Return the same codec by given kernels, or by torch's operations where they are None."""
+        other = copy(self)
+        other._kernels = (kernels,)
+        return other
+
+    def kernels_on(self, device: torch.device) -> Any:
+        """Return the kernels that do its work on a device; None where torch does it."""
+        return self._kernels[0] if self._kernels else device_kernels(device.type)
 
     def encode(self, source: Tensor, into: Tensor) -> int:
         """Write ``source`` into the first bytes of ``into`` and return how many.

@@ -44,26 +44,22 @@ def _bf16_words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
-def has_bits_of_host(codec: "Codec", kind: str, proving: threading.local) -> bool:
+def has_bits_of_host(codec: "Codec", kind: str) -> bool:
     """Return whether numbers that are encoded and decoded on a device of ``kind`` are those of the host.
 
     Args:
         codec: that has kernels here.
         kind: as torch calls it.
-        proving: what has a codec use these kernels while its ``kernels`` are this file.
     """
+    host, by_kernels = codec.by(None), codec.by(sys.modules[__name__])
     source = torch.randn(_PROVED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     room = torch.zeros(codec.spec.max_bytes(len(source), "bf16"), dtype=torch.uint8)
-    encoded, here = room[: codec.encode(source, room)], torch.empty_like(source)
-    codec.decode(encoded, here)
+    encoded, here = room[: host.encode(source, room)], torch.empty_like(source)
+    host.decode(encoded, here)
     there, room_there = torch.empty_like(source, device=kind), torch.zeros_like(room, device=kind)
     arrived, source_there, encodes = encoded.to(kind), source.to(kind), codec.spec in BLOCKWISE
-    proving.kernels = sys.modules[__name__]
-    try:
-        codec.decode(arrived, there)
-        size = codec.encode(source_there, room_there) if encodes else 0  # the only ones that kernels encode
-    finally:
-        proving.kernels = None
+    by_kernels.decode(arrived, there)
+    size = by_kernels.encode(source_there, room_there) if encodes else 0  # the only ones that kernels encode
     same_numbers = torch.equal(here.view(torch.int16), there.cpu().view(torch.int16))
     return same_numbers and (not encodes or torch.equal(encoded, room_there[:size].cpu()))
 

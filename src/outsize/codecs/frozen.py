@@ -25,7 +25,7 @@ from torch import Tensor
 
 from outsize import native
 from outsize.codecs.blockwise import LEAST_SCALE, PIECE_ELEMENTS, OnDevice, whole_groups
-from outsize.codecs.codec import Codec, device_kernels, pieces_on
+from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import FP8_GROUP, NF4_BLOCK, NF4_DOUBLE_BLOCKS, NF4_LEVELS, CodecSpec
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -123,7 +123,7 @@ class NF4Codec(Codec):
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
         blocks = -(-into.numel() // NF4_BLOCK)
         codes = encoded[: blocks * NF4_BLOCK // 2]
-        if (kernels := device_kernels(into.device.type)) is not None:
+        if (kernels := self.kernels_on(into.device)) is not None:
             table, numbers = self._scale_parts(encoded[len(codes) :], blocks)
             kernels.decode_nf4(codes, table, numbers, self._levels.on(into.device), into)
             return

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outsize import native
 from outsize.codecs import window_layout
-from outsize.codecs.codec import Codec, device_kernels, host_bytes
+from outsize.codecs.codec import Codec, host_bytes
 from outsize.codecs.codec_spec import CodecSpec
 from outsize.codecs.window_layout import (
     BLOCK_ELEMENTS,
@@ -229,7 +229,7 @@ class WindowCodec(Codec):
         return upper.nbytes + encode_window(self._bf16, upper, room[upper.nbytes :])
 
     def _decode(self, encoded: Tensor, into: Tensor) -> None:
-        if device_kernels(into.device.type) is not None and encoded.numel() < into.nbytes:
+        if self.kernels_on(into.device) is not None and encoded.numel() < into.nbytes:
             self.decode_pieces(encoded, [encoded.numel()], into, into.numel())
             return
         lower_bytes = 2 * into.numel() if into.dtype is torch.float32 else 0
@@ -249,7 +249,7 @@ class WindowCodec(Codec):
 
     def decode_pieces(self, room: Tensor, sizes: Sequence[int], into: Tensor, numel: int) -> None:
         """See `Codec.decode_pieces`; on a GPU with Triton all of them in one kernel."""
-        kernels = device_kernels(into.device.type)
+        kernels = self.kernels_on(into.device)
         lengths = [*[numel] * (len(sizes) - 1), into.numel() - (len(sizes) - 1) * numel]
         pieces = list(zip(sizes, lengths, strict=True))
         if kernels is None or any(size == length * into.itemsize for size, length in pieces):
