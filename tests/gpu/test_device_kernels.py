@@ -173,10 +173,10 @@ def test_a_constant_is_copied_to_a_device_once():
 def test_kernels_that_give_other_bits_are_not_used_and_said(monkeypatch: pytest.MonkeyPatch):
     kernels = kernels_here()
     monkeypatch.setattr(codec, "TRITON_KINDS", (DEVICE.type,))
-    codec._proved_kernels.cache_clear()
-    assert codec._proved_kernels(DEVICE.type) is kernels
-    codec._proved_kernels.cache_clear()
+    codec.device_kernels.cache_clear()
+    assert codec.device_kernels(DEVICE.type) is kernels
+    codec.device_kernels.cache_clear()
     monkeypatch.setattr(kernels, "decode_nf4", lambda *arguments: arguments[-1].fill_(1))
     with pytest.warns(UserWarning, match="kernels of nf4, nf4-double give other bits"):
-        assert codec._proved_kernels(DEVICE.type) is None
-    codec._proved_kernels.cache_clear()
+        assert codec.device_kernels(DEVICE.type) is None
+    codec.device_kernels.cache_clear()

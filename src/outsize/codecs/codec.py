@@ -1,9 +1,6 @@
 """What a codec is, and the figures measured for each.
 
-What every codec does, and codecs by name.
-
-Tensors in host memory as NumPy arrays, lent for the length of a call.
-
+What every codec does, and codecs by name. Tensors in host memory as NumPy arrays, lent for the length of a call.
 What codecs make of given tensors: ratio beside its bound, rates of one core, error.
 """
 
@@ -42,16 +39,12 @@ def pieces_on(device: torch.device, on_host: int) -> int:
     return on_host if device.type == "cpu" else DEVICE_PIECE_ELEMENTS
 
 
-def device_kernels(kind: str) -> Any:
-    """Return `outsize.codecs.device_kernels` where Triton serves devices of a kind; None where torch does its work."""
-    return _proved_kernels(kind)
-
-
 @cache
-def _proved_kernels(kind: str) -> Any:
-    """Return the kernels once they have given, on this machine, the bits of the host's forms.
+def device_kernels(kind: str) -> Any:
+    """Return `outsize.codecs.device_kernels` once its kernels have given, on this machine, the bits of the host's forms.
 
-    Triton needs a C compiler here. Of a kind that has Triton and cannot use it, or gets other bits, it is said why.
+    None where torch does their work. Triton needs a C compiler here; of a kind that has Triton and cannot use it, or
+    gets other bits, it is said why.
     """
     if kind not in TRITON_KINDS or importlib.util.find_spec("triton") is None or native.turned_off():
         return None
