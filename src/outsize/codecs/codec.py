@@ -41,7 +41,7 @@ def pieces_on(device: torch.device, on_host: int) -> int:
 
 @cache
 def device_kernels(kind: str) -> Any:
-    """Return `outsize.codecs.device_kernels` once its kernels have given, on this machine, the bits of the host's forms.
+    """Return `outsize.codecs.device_kernels` once they have given, on this machine, the bits of the host's forms.
 
     None where torch does their work. Triton needs a C compiler here; of a kind that has Triton and cannot use it, or
     gets other bits, it is said why.
