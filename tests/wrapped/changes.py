@@ -956,6 +956,16 @@ def _(loop: Loop) -> list[Tensor]:
     return [*found, given]
 
 
+@row("data of a gradient assigned, and changed later", kind="gradients")
+def _(loop: Loop) -> Tensor:
+    loop.backward()
+    given = torch.full(loop.head.shape, 1e-3)
+    loop.head.grad.data = given
+    given.mul_(3)
+    loop.backward()
+    return given
+
+
 @row("gradients in a flat tensor, zeroed in place", kind="gradients")
 def _(loop: Loop) -> list[Tensor]:
     size = loop.head.numel()

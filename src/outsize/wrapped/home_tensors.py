@@ -315,8 +315,9 @@ class _Place:
 
     def link(self, value: Tensor) -> None:
         home = self._alive()
-        if self._apart is None and self.plane == home._where[self.tensor.name][2]:
-            home.link(self.tensor.name, value)
+        plane = WEIGHTS if self.plane == home._where[self.tensor.name][2] else self.plane
+        if self._apart is None and plane in (WEIGHTS, GRADIENT):
+            home.link(self.tensor.name, value, plane)
 
     def part(self) -> None:
         """Rest apart from what is at home from now on: a gradient that was let go of, and that somebody holds."""

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.compat.torch_private import as_plain_tensors, gradient_hooks, num_holders, waits_for_others
+from outsize.compat.torch_private import (
+    as_plain_tensors,
+    gradient_hooks,
+    num_holders,
+    storage_key,
+    waits_for_others,
+)
 from outsize.errors import ConfigError
 from outsize.wrapped.at_home.at_rest import AtRest, value_to_assign
 
@@ -294,7 +300,7 @@ class HandedGradient:
         with torch.no_grad():
             if factor is not None:
                 self._view.mul_(factor)
-            if held is not None:
+            if held is not None and storage_key(held.untyped_storage()) == storage_key(self._storage):
                 held.data = held.clone()
         if num_holders(self._storage):  # views of it
             try:
