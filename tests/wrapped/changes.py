@@ -966,6 +966,24 @@ def _(loop: Loop) -> Tensor:
     return given
 
 
+@row("gradients assigned of a flat tensor, beside hooks", kind="gradients")
+def _(loop: Loop) -> list[Tensor]:
+    flat = torch.zeros(loop.head.numel())
+    loop.head.grad = flat.view_as(loop.head)
+    found: list[Tensor] = []
+    handles = [
+        loop.head.register_hook(lambda g: g * 2),
+        loop.head.register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone())),
+    ]
+    for _ in range(2):
+        loop.backward()
+        found.append(flat.clone())
+        flat.mul_(0.5)
+    for handle in handles:
+        handle.remove()
+    return [*found, flat]
+
+
 @row("gradients in a flat tensor, zeroed in place", kind="gradients")
 def _(loop: Loop) -> list[Tensor]:
     size = loop.head.numel()

@@ -36,6 +36,7 @@ from outsize.wrapped.at_home.home_parameter import (
     hooks_run,
     plainly,
     show_at_home,
+    show_gradient,
     stands_in,
     weakly,
 )
@@ -175,7 +176,10 @@ class HomeParameters(HomeTensors):
         with plainly():
             hooked = {name: each for name, each in self.named.items() if has_gradient_hooks(each)}
             self.multiply_gradients(hooked)
-        return hooks_run(hooked)
+        for unit in self._spec.units if hooked else ():
+            if unit.trainable:
+                self.positions_with_gradient(unit)  # what was assigned just now is linked
+        return hooks_run(hooked, {n: self.links[n, GRADIENT] for n in hooked if (n, GRADIENT) in self.links})
 
     def begin_state(self, names: Collection[str], planes: Iterable[str]) -> None:
         """Have the optimizer's state of these names begin anew, at zero."""
@@ -324,9 +328,7 @@ class HomeParameters(HomeTensors):
     def _show_link(self, name: str, plane: str) -> None:
         parameter, value = self.named[name], self.links[name, plane]
         if plane == GRADIENT:
-            parameter.grad = None
-            parameter.grad_dtype = value.dtype
-            parameter.grad = value
+            show_gradient(parameter, value)
         elif name in self._pointers:
             parameter.data = value
             self._pointers[name] = value.data_ptr()
@@ -384,15 +386,14 @@ class HomeParameters(HomeTensors):
         """The parameter of a tensor at home: the same object, if its bytes can be exchanged under it."""
         with plainly():
             former.grad = None
+        self._where[tensor.name] = unit, tensor, plane
         place = self.place(unit, tensor, plane)
         if isinstance(former, AtRest):  # also where it could be seen by now: others know this object
             former.moved(place)
             return former
-        self._where[tensor.name] = unit, tensor, plane
         if self._is_view(unit, plane):
-            return show_at_home(
-                former, self._shown_view(tensor.name), weakly(self._look), weakly(self._assign)
-            )
+            view = self._shown_view(tensor.name)
+            return show_at_home(former, view, weakly(self._look), weakly(self._assign))
         made = AtRest(place, parameter=True).requires_grad_(former.requires_grad)
         vars(made).update(vars(former))
         share_gradient_hooks(former, made)

@@ -110,13 +110,20 @@ def show_plainly(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def hooks_run(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def hooks_run(hooked: Mapping[str, nn.Parameter], assigned: Mapping[str, Tensor]) -> Iterator[None]:
     """Run the hooks of parameters behind a backward, with the sum of that backward alone, as autograd does.
 
     What gradients were there before is set aside meanwhile.
+
+    Args:
+        hooked: the parameters, by name.
+        assigned: gradients among theirs that the program has assigned; sums are made in them, and they stay.
     """
     with plainly():
-        former = {name: None if p.grad is None else p.grad.clone() for name, p in hooked.items()}
+        former: dict[str, Tensor | None] = {
+            name: None if p.grad is None else p.grad.clone() for name, p in hooked.items()
+        }
+        former |= assigned
         for parameter in hooked.values():
             parameter.grad = None
     ended = False
@@ -129,17 +136,19 @@ def hooks_run(hooked: Mapping[str, nn.Parameter]) -> Iterator[None]:
                 with plainly():
                     gradient, before = parameter.grad, former[name]
                     if not ended or gradient is None:
-                        parameter.grad = former.pop(name)
+                        show_gradient(parameter, former.pop(name))
                         continue
-                _run_hooks(parameter, gradient, before)
+                _run_hooks(parameter, gradient, before, is_assigned=name in assigned)
                 del former[name]
         finally:
             with plainly():
                 for name, before in former.items():  # a hook has failed: what was there is there again
-                    hooked[name].grad = before
+                    show_gradient(hooked[name], before)
 
 
-def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None) -> None:
+def _run_hooks(
+    parameter: nn.Parameter, gradient: Tensor, former: Tensor | None, *, is_assigned: bool
+) -> None:
     """Run the hooks of a parameter: on a new gradient, and behind the sum with a former one."""
     hooks, behind = gradient_hooks(parameter)
     if any(map(waits_for_others, hooks)):
@@ -152,9 +161,22 @@ def _run_hooks(parameter: nn.Parameter, gradient: Tensor, former: Tensor | None)
         changed = hook(value)
         value = value if changed is None else changed
     with torch.no_grad():
-        gradient.copy_(value if former is None else former + value)
+        total = value if former is None else former + value
+        if is_assigned and former is not None:
+            show_gradient(parameter, former.copy_(total))
+        else:
+            gradient.copy_(total)
     for hook in behind:
         hook(parameter)
+
+
+def show_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Give a parameter a gradient, which may be of another dtype, or none."""
+    with plainly():
+        parameter.grad = None
+        if gradient is not None:
+            parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient
 
 
 def resize(parameter: nn.Parameter, value: Tensor) -> None:
