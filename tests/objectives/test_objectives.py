@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -25,6 +25,7 @@ from outsize.errors import ConfigError, DataError, ModelError, NonFiniteError, O
 from outsize.functions import export, train, verify
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.objectives import objective_models, objective_run, objective_trainer
+from outsize.objectives.recipes import TeacherLogits, logits_file
 from support import make_model_dir
 from tiny import tiny_model, tiny_run
 
@@ -408,6 +409,23 @@ def test_logits_of_a_teacher_are_written_once_and_learnt_from_in_every_epoch(tmp
     second.unlink()
     with pytest.raises(ConfigError, match=r"has the logits of 1 of \d+ sequences; make them: outsize score"):
         train(other)
+
+
+@pytest.mark.parametrize("changed", ["input_ids", "labels", "position_ids", "attention_mask"])
+def test_logits_of_other_targets_or_another_mask_are_refused(changed: str, tmp_path: Path):
+    """As many targets as there were would be taught what others are followed by."""
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 0]]), "labels": torch.tensor([[1, 2, -100, -100]])}
+    written = {
+        "logits": torch.zeros(1, 5),
+        "input_ids": inputs["input_ids"][0].int(),
+        "vocab_size": torch.tensor(5),
+    }
+    save_file({**written, "counts": inputs["labels"][0] != -100}, logits_file(tmp_path, 0))
+    teacher, row = TeacherLogits(tmp_path, 1), torch.tensor([0])
+    assert torch.equal(teacher.of(row, inputs, 5)[0], written["logits"])
+    other = {"labels": torch.tensor([[1, -100, 3, -100]])}.get(changed, torch.tensor([[0, 1, 0, 1]]))
+    with pytest.raises(DataError, match="is of another sequence"):
+        teacher.of(row, {**inputs, changed: other}, 5)
 
 
 def test_a_generation_config_that_is_not_written_as_it_is_read_does_not_cost_the_run(tmp_path: Path):

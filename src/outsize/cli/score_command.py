@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,7 +77,7 @@ def score(options: ScoreOptions, output: Output) -> None:
             output.say(f"{results.num_done} of {len(texts)} texts are scored already: going on behind them")
         to_do = (texts[number] for number in range(results.num_done, len(texts)))
         for result in writer.score(to_do, options.want, **choice):
-            results.add(result, texts[results.num_done].ids)
+            results.add(result, texts[results.num_done])
             tell(
                 lambda: (
                     f"{results.num_done} of {len(texts)} texts, {figures.tokens_per_s:.3g} tokens/s "
@@ -176,8 +176,8 @@ class _Results:
                     f"{options.out}, line {number}: not what this command writes; choose another --out"
                 ) from error
 
-    def add(self, result: Any, ids: Sequence[int]) -> None:
-        """Write what is wanted of the next text, whose tokens are ``ids``."""
+    def add(self, result: Any, text: "ScoredText") -> None:
+        """Write what is wanted of ``text``, the next one; beside logits what they were computed from."""
         if self._lines is None:
             import torch
             from safetensors.torch import save_file
@@ -187,10 +187,10 @@ class _Results:
             if self._want == "logits":
                 tensors["logits"] = tensors.pop("values", result)
                 vocab_size = tensors.get("vocab_size", tensors["logits"].shape[-1])
-                tensors |= {
-                    "input_ids": torch.tensor(ids, dtype=torch.int32),
-                    "vocab_size": torch.tensor(vocab_size),
-                }
+                ids = torch.tensor(text.ids, dtype=torch.int32)
+                counts = torch.arange(len(ids)) >= text.start if text.counts is None else text.counts
+                tensors |= {"input_ids": ids, "counts": counts, "vocab_size": torch.tensor(vocab_size)}
+                tensors |= {name: value.int() for name, value in text.inputs.items()}
 
             place = self._file(self.num_done)
             partial = place.with_name(place.name + files.PARTIAL)

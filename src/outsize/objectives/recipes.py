@@ -210,7 +210,7 @@ class DistillTrainer(Trainer):  # type: ignore[misc]
         trained = inputs["labels"][:, 1:] != IGNORED
         tokens: Tensor | None = None
         if isinstance(self.teacher, TeacherLogits):
-            taught, tokens = self.teacher.of(rows, inputs["input_ids"], outputs.logits.shape[-1])
+            taught, tokens = self.teacher.of(rows, inputs, outputs.logits.shape[-1])
         else:
             with torch.no_grad():
                 others = {name: value for name, value in inputs.items() if name != "labels"}
@@ -277,24 +277,25 @@ class TeacherLogits:
             "(docs/objectives.md)"
         )
 
-    def of(self, rows: Any, input_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def of(self, rows: Tensor, inputs: Mapping[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """Return the logits [N, V] of the targets of sequences, or the largest of them [N, k] with their tokens.
 
         Args:
             rows: the numbers of the sequences [B].
-            input_ids: of the sequences [B, S].
+            inputs: of the sequences, labels among them, each [B, S].
             vocab_size: logits of the model that learns.
 
         Raises:
             ConfigError, DataError: they are of other sequences, or of another vocabulary.
         """
         parts = []
-        for number, ids in zip(rows.tolist(), input_ids.cpu(), strict=True):
+        for index, number in enumerate(rows.tolist()):
             part = self._read(number)
-            if not torch.equal(part["input_ids"].long(), ids):
+            if not _is_of(part, {name: value[index].cpu() for name, value in inputs.items()}):
                 raise DataError(
                     f"train.teacher: {logits_file(self._directory, number)} is of another sequence than the run's of "
-                    f"that number; the data or how they are cut has changed. {self._remedy}"
+                    "that number; the data, how they are cut or what of them is trained has changed. "
+                    f"{self._remedy}"
                 )
             if int(part["vocab_size"]) != vocab_size:
                 raise ConfigError(
@@ -302,10 +303,11 @@ class TeacherLogits:
                     f"model's are {vocab_size:,}; predictions can be compared over the same tokens alone"
                 )
             parts.append(part)
-        logits = torch.cat([part["logits"] for part in parts]).to(input_ids.device)
+        device = inputs["input_ids"].device
+        logits = torch.cat([part["logits"] for part in parts]).to(device)
         if "indices" not in parts[0]:
             return logits, None
-        return logits, torch.cat([part["indices"] for part in parts]).long().to(input_ids.device)
+        return logits, torch.cat([part["indices"] for part in parts]).long().to(device)
 
     @property
     def _remedy(self) -> str:
@@ -317,7 +319,15 @@ class TeacherLogits:
             part: dict[str, Tensor] = load_file(path)
         except (OSError, SafetensorError) as error:
             raise DataError(f"train.teacher: {path} cannot be read: {error}; {self._remedy}") from error
-        lacks = {"input_ids", "vocab_size", "logits"} - part.keys()
+        lacks = {"input_ids", "counts", "vocab_size", "logits"} - part.keys()
         if lacks:
             raise DataError(f"train.teacher: {path} has no {', '.join(sorted(lacks))}; {self._remedy}")
         return part
+
+
+def _is_of(part: Mapping[str, Tensor], row: Mapping[str, Tensor]) -> bool:
+    """Return whether logits are of a sequence: its tokens, positions and mask, and the targets that count."""
+    all_ones = torch.ones_like(row["input_ids"])  # a mask is left out if it is that
+    names = (row.keys() - {"labels"}) | (part.keys() & {"attention_mask", "position_ids"})
+    same = all(torch.equal(part.get(n, all_ones).long(), row.get(n, all_ones)) for n in names)
+    return same and torch.equal(part["counts"][1:], row["labels"][1:] != IGNORED)
