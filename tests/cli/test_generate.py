@@ -16,7 +16,7 @@ import zoo
 from cli.command_line import status_of
 from outsize.checkpoint.export import export
 from outsize.cli.text.records_text import ResumedLines, results_at
-from outsize.errors import StorageError
+from outsize.errors import ConfigError, StorageError
 from outsize.training.run import train
 from support import make_run, save_model
 from tiny import tiny_model
@@ -431,6 +431,23 @@ def test_two_processes_do_not_write_one_file(model: Path, tmp_path: Path, capsys
             pass
     out.write_text("")
     assert run(model, *given) == 0
+
+
+def test_results_of_another_kind_are_refused_and_what_a_killed_run_began_is_not(tmp_path: Path):
+    lines, directory = tmp_path / "lines.jsonl", tmp_path / "directory"
+    lines.touch()  # killed between this and the note beside it
+    with results_at(lines, {}), results_at(directory, {}, in_files=True):
+        pass
+    for place, in_files in ((lines, True), (directory, False)):
+        with (
+            pytest.raises(ConfigError, match="choose another --out"),
+            results_at(place, {}, in_files=in_files),
+        ):
+            pass
+    others = tmp_path / "others.jsonl"
+    others.write_text("{}")
+    with pytest.raises(ConfigError, match="has not made it"), results_at(others, {}):
+        pass
 
 
 def test_lines_that_others_take_away_end_what_writes_them(tmp_path: Path):

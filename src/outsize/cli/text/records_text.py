@@ -126,6 +126,9 @@ def results_at(out: Path, settings: Mapping[str, str], *, in_files: bool = False
     begun = any(out.iterdir()) if out.is_dir() else out.exists() and out.stat().st_size > 0
     if begun and not note.exists():
         raise ConfigError(f"{out} exists, and this command has not made it; choose another --out")
+    if out.exists() and out.is_dir() != in_files:
+        kinds = ("a directory", "one file") if out.is_dir() else ("a file", "files in a directory")
+        raise ConfigError(f"{out} is {kinds[0]}, and these results are {kinds[1]}; choose another --out")
     files.make_directories(out if in_files else out.parent)
     flags = os.O_RDONLY | os.O_DIRECTORY if in_files else os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
     descriptor = files.system().open(out, flags)
