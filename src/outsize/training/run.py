@@ -163,7 +163,7 @@ def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job
         run_checkpoint.check_holds(resumed, config)
     config, begun = with_begun_adapters(config, resumed, announce if ranks.is_first else lambda _: None)
     if resumed is None:
-        for place in (config.model.path, begun or ""):
+        for place in filter(None, (config.model.path, begun)):
             run_checkpoint.check_model_files(place)
     if resumed is not None:
         run_checkpoint.check_same_method(resumed, config)

@@ -59,7 +59,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
         set_thresholds(heap=False)
         config, begun = with_begun_adapters(config, None, announce)
-        for place in (config.model.path, begun or ""):
+        for place in filter(None, (config.model.path, begun)):
             check_model_files(place)
         prepared, _ = plan_run(replace(run, config=config), announce, adapters_from=begun)
         for note in notes_of(config, prepared):
