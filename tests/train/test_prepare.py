@@ -60,6 +60,7 @@ def test_a_second_run_begins_with_what_the_first_has_tried(tmp_path: Path, passe
         {"train": {"mlp_parts": 2}},
         {"train": {"head_chunk_tokens": 7}},
         {"train": {"method": "lora"}},
+        {"train": {"neftune_noise_alpha": 5.0}},
         {"memory": {"device": "emulated:1"}},
         {"data": {"seq_len": 32}},
     ],

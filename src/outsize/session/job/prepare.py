@@ -4,12 +4,14 @@
 """
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -314,15 +316,18 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
         return KnownRows()
     described = {name: value for name, value in hf_config.to_dict().items() if name != "_name_or_path"}
     classes = {type(module) for module in parts.model.modules()}
+    replaced = ((name, vars(module).get("forward")) for name, module in parts.model.named_modules())
     threads_and_kernels = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     model = [
         json.dumps(described, sort_keys=True, default=str),
         [attention_of(parts.model), str(parts.spec), str(run.blocks), run.dtype],
         sorted(f"{each.__module__}.{each.__qualname__} {_code_of(each.forward)}" for each in classes),
+        [f"{name} {_code_of(forward)}" for name, forward in replaced if forward is not None],
         [
             config.data.pack,
             config.train.head_chunk_tokens,
             config.train.loss,
+            config.train.neftune_noise_alpha,
             str(config.lora),
             str(config.model.freeze),
         ],
@@ -339,10 +344,20 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
 
 def _code_of(function: Any) -> str:
     """Return a digest of a function's code, as somebody else may have put another one in its place."""
-    code = getattr(function, "__code__", None)
-    return (
-        "" if code is None else hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
-    )
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else hashlib.sha256("".join(_said_in(code)).encode()).hexdigest()[:16]
+
+
+def _said_in(code: CodeType) -> Iterator[str]:
+    """Yield what code does, that of functions inside it as well, in the same words in every process."""
+    yield f"{code.co_code.hex()} {code.co_names}"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _said_in(constant)
+        else:
+            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
 
 
 def _measure(
