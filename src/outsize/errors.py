@@ -50,6 +50,8 @@ def model_raised(message: str, error: Exception) -> ModelError:
         "__reduce__": lambda self: (ModelError, self.args),
         "__module__": __name__,
     }
+    if isinstance(error, StopIteration | StopAsyncIteration):  # would end whatever iterates over results
+        return ModelError(message)
     try:
         kind: Any = type("ModelError", (ModelError, type(error)), more)
         raised: ModelError = kind.__new__(kind, message)

@@ -22,6 +22,7 @@ from outsize import files
 from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import Hub, _is_on_the_hub, export
 from outsize.checkpoint.files.checkpoint_shards import join_shards
+from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.errors import CheckpointError, ConfigError, StorageError
 from outsize.training.run import train
 from outsize.wrapped.module import runner_of
@@ -108,6 +109,15 @@ def test_what_a_killed_export_has_left_goes_with_the_next_and_what_another_write
     finally:
         os.close(descriptor)
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-writing"}
+
+
+def test_an_export_whose_directory_others_take_away_leaves_what_was_there(tmp_path: Path):
+    former = tmp_path / "out" / "weights"
+    former.parent.mkdir()
+    former.write_text("former")
+    with pytest.raises(StorageError), new_directory(former.parent, 0, overwrite=True) as partial:
+        partial.rmdir()
+    assert former.read_text() == "former"
 
 
 def test_an_export_whose_name_is_not_on_the_disk_for_good_is_none(run_dir: Path, tmp_path: Path):
