@@ -44,3 +44,12 @@ def test_an_infeasible_plan_goes_to_another_process_with_what_was_found():
     arrived = pickle.loads(pickle.dumps(error))
     assert str(arrived) == str(error) == "three slots do not fit (short: device by 512 B)"
     assert arrived.short_by == {"device": 512}
+
+
+def test_an_error_of_a_model_is_of_the_class_that_its_code_raised_but_for_what_ends_iterations():
+    raised = errors.model_raised("the model raised", KeyError("key"))
+    assert isinstance(raised, errors.ModelError)
+    assert isinstance(raised, KeyError)
+    assert str(raised) == "the model raised"
+    assert type(pickle.loads(pickle.dumps(raised))) is errors.ModelError
+    assert type(errors.model_raised("the model raised", StopIteration())) is errors.ModelError
