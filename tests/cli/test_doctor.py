@@ -9,8 +9,10 @@ import pytest
 from cli.command_line import status_of
 from doctor.records import cpu_machine, gpu, gpu_machine, run, step
 from outsize.cli import doctor_trial
+from outsize.cli.text.console import Output
 from outsize.config import Config
 from outsize.config.load import dump_config
+from outsize.doctor.run_record import read_run
 from outsize.training import loop
 from outsize.training.short_runs import ShortRun, Turns
 from support import make_run
@@ -183,6 +185,12 @@ def test_a_starved_loader_is_tried_with_more_threads_and_the_next_fix_beside_the
     assert doctor("run", "--try") == 0
     assert tried == [(1, 2), (2, 1)]
     assert "to keep: --set data.workers=2 --set data.prefetch=3" in capsys.readouterr().out
+    tried.clear()
+    trials = [["data.workers=2"], ["data.workers=2"], ["data.workers=none"]]
+    doctor_trial.tried(read_run(directory / "run"), trials, 2, 2, Output(as_json=False))
+    told = capsys.readouterr()
+    assert told.err.count("not tried") == 2
+    assert "to keep: --set data.workers=2\n" in told.out
 
 
 def test_what_changes_the_training_is_tried_by_name_only(directory, capsys):

@@ -42,18 +42,18 @@ def tried(recorded: RunRecord, trials: list[list[str]], steps: int, turns: int, 
     """Try settings by turns, each with those before it that helped, and print what came of it.
 
     Raises:
-        ConfigError: the run was made with a setting already, or the only trial there is does not fit.
+        ConfigError: the only trial there is does not fit, or is of a setting that the run was made with.
         OutsizeError: as `outsize.training.short_runs.by_turns`.
     """
     path, kept = Path(recorded.directory) / "config.yaml", list[str]()
     for settings in trials:
-        before = load_config(path, kept, environ={})
-        after = load_config(path, [*kept, *settings], environ={})
-        if after == before:
-            raise ConfigError(
-                f"{' '.join(settings)}: the run was made with it already; name another with --set"
-            )
         try:
+            before = load_config(path, kept, environ={})
+            after = load_config(path, [*kept, *settings], environ={})
+            if after == before:
+                raise ConfigError(
+                    f"{' '.join(settings)}: the run was made with it already; name another with --set"
+                )
             trial = by_turns(before, after, steps, turns, output.say)
         except ConfigError as error:
             if len(trials) == 1:
