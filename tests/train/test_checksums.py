@@ -66,6 +66,22 @@ def test_a_flipped_bit_of_saved_weights_is_refused(reader: str, run: Path) -> No
     assert not (run.parent / "exported").exists()
 
 
+def test_a_flipped_bit_of_a_base_is_refused_by_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Adapters are in the checkpoint; the weights below them are read where the run began."""
+    train(tiny_run(tmp_path, train={"steps": 1}))
+    base = latest(tmp_path / "run")
+    assert base is not None
+
+    def adapt(steps: int) -> None:
+        place = {"steps": steps, "method": "lora", "resume": "auto", "run_dir": str(tmp_path / "adapted")}
+        train(tiny_run(tmp_path, model={"path": str(base)}, train=place))
+
+    adapt(1)
+    flip(max(base.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        adapt(2)
+
+
 @pytest.mark.parametrize("command", ["generate --prompt a", "score --data DATA --out OUT", "serve --port 0"])
 def test_a_flipped_bit_of_saved_weights_ends_a_command(
     command: str, run: Path, capsys: pytest.CaptureFixture[str]

@@ -162,9 +162,10 @@ def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job
     if resumed is not None:
         run_checkpoint.check_holds(resumed, config)
     config, begun = with_begun_adapters(config, resumed, announce if ranks.is_first else lambda _: None)
-    if resumed is None:
-        for place in filter(None, (config.model.path, begun)):
-            run_checkpoint.check_model_files(place)
+    if resumed is None or config.train.method == "lora":  # else only the config of the model is read
+        run_checkpoint.check_model_files(config.model.path)
+    if resumed is None and begun is not None:
+        run_checkpoint.check_model_files(begun)
     if resumed is not None:
         run_checkpoint.check_same_method(resumed, config)
     rank_dir = "" if ranks.is_first else own_dir.name
