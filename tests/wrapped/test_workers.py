@@ -34,7 +34,13 @@ def test_a_model_that_trains_in_one_of_several_processes_is_refused(monkeypatch:
     model = zoo.build("llama")
     with pytest.raises(ConfigError, match="one of 2 processes, and a wrapped model sums no gradients"):
         outsize.wrap(model, home="host", device="cpu")
-    outsize.unwrap(outsize.wrap(model.requires_grad_(False), home="host", device="cpu"))
+    outsize.wrap(model.requires_grad_(False), home="host", device="cpu")
+    model(**zoo.batch("llama"))
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(ConfigError, match="one of 2 processes"):  # thawed, or adapters added
+        model(**zoo.batch("llama"))
+    model.lm_head.requires_grad_(False)
+    outsize.unwrap(model)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())

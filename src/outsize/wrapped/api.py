@@ -18,7 +18,6 @@ from outsize.choices import BlockKernels, Compile, Dtype, Home, Moments, Product
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.compat.torch_private import is_compiled_in_place, parameters_of
 from outsize.errors import ConfigError
-from outsize.group.gloo import launched
 from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
 from outsize.model.compiled import take_eager, take_kernels
@@ -32,7 +31,7 @@ from outsize.session.job.model_setup import change_blocks
 from outsize.spin import late_warning
 from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import BlockSettings, choose_dtype
-from outsize.wrapped.arguments import Head, WrapSettings, memory_of, transport_of
+from outsize.wrapped.arguments import Head, WrapSettings, check_one_process, memory_of, transport_of
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
 from outsize.wrapped.generating import say_without_cache, take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
@@ -353,13 +352,7 @@ def _recorded(
 def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
     if is_wrapped(model):
         raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
-    place = launched()
-    if place is not None and place.size > 1 and any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(
-            f"this is one of {place.size} processes, and a wrapped model sums no gradients with those of others: start "
-            "the script without torchrun (device='cuda:all' uses all GPUs), or share steps by outsize train "
-            "(docs/nodes.md); to infer only, model.requires_grad_(False) first"
-        )
+    check_one_process(model)
     check_plain(model)
     compiled = [
         name or type(model).__name__ for name, each in model.named_modules() if is_compiled_in_place(each)

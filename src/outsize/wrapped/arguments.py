@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
+from torch import nn
 
 from outsize.accelerators import Devices
 from outsize.choices import Home, Moments
@@ -16,6 +17,7 @@ from outsize.codecs.transport import Transport
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError
+from outsize.group.gloo import launched
 from outsize.streamed.spec import BlockSettings, devices_of
 
 Head = Literal["auto", "streamed", "resident"]
@@ -144,3 +146,18 @@ def transport_of(named: Mapping[str, str] | None) -> Transport:
             "of your own steps by every gradient is not known; use it without -ef"
         )
     return transport
+
+
+def check_one_process(model: nn.Module) -> None:
+    """Check that no process beside this one trains a copy of the same model.
+
+    Raises:
+        ConfigError: it trains, and this is one of several.
+    """
+    place = launched() if any(parameter.requires_grad for parameter in model.parameters()) else None
+    if place is not None and place.size > 1:
+        raise ConfigError(
+            f"this is one of {place.size} processes, and a wrapped model sums no gradients with those of others: start "
+            "the script without torchrun (device='cuda:all' uses all GPUs), or share steps by outsize train "
+            "(docs/nodes.md); to infer only, model.requires_grad_(False) first"
+        )

@@ -32,7 +32,7 @@ from outsize.session.fill import summary
 from outsize.session.job.machine import check_transport, describe_machine
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
-from outsize.wrapped.arguments import WrapSettings
+from outsize.wrapped.arguments import WrapSettings, check_one_process
 from outsize.wrapped.at_home.home_parameter import plainly, weakly
 from outsize.wrapped.moving import Moving
 from outsize.wrapped.parameters import Fill, HomeParameters
@@ -168,6 +168,7 @@ class ModelAtHome(ABC):
         Raises:
             BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
+        check_one_process(model)
         self.stop_with(model)
         session = self.session
         moving = Moving(
@@ -343,6 +344,7 @@ class ModelAtHome(ABC):
         return {key: trains or names.get(key) in waiting for key, trains in flags_of(model).items()}
 
     def _split_anew(self, model: nn.Module, flags: dict[int, bool]) -> None:
+        check_one_process(model)
         decays = self._decays
         with _training(model, flags):
             parts = split(
