@@ -59,8 +59,9 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         stack.enter_context(borrowed_torch(deterministic=config.train.deterministic, devices=run.devices))
         set_thresholds(heap=False)
         config, begun = with_begun_adapters(config, None, announce)
-        for place in filter(None, (config.model.path, begun)):
-            check_model_files(place)
+        check_model_files(config.model.path)
+        if begun is not None:
+            check_model_files(begun)
         prepared, _ = plan_run(replace(run, config=config), announce, adapters_from=begun)
         for note in notes_of(config, prepared):
             announce(note)
