@@ -277,7 +277,7 @@ class TeacherLogits:
             "(docs/objectives.md)"
         )
 
-    def of(self, rows: Tensor, inputs: Mapping[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor | None]:
+    def of(self, rows: Any, inputs: Mapping[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """Return the logits [N, V] of the targets of sequences, or the largest of them [N, k] with their tokens.
 
         Args:

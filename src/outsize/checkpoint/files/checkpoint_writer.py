@@ -116,7 +116,7 @@ def _becoming(final: Path) -> Iterator[Path]:
     partial = final.parent / f".{final.name}.partial-{token}"
     previous = final.parent / f".{final.name}.former-{token}"
     files.system().mkdir(partial)
-    made = os.stat(partial)
+    identity = os.stat(partial)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(_locked(partial))
@@ -128,7 +128,7 @@ def _becoming(final: Path) -> Iterator[Path]:
             files.sync(final.parent)
         except BaseException:  # Ctrl-C as well: nothing half-written stays, and what was there comes back
             with contextlib.suppress(OSError):  # its name may not be on the disk for good
-                if os.path.samestat(os.stat(final), made):
+                if os.path.samestat(os.stat(final), identity):
                     files.system().rename(final, partial)
             files.system().remove_tree(partial)
             if previous.exists() and not final.exists():
