@@ -351,17 +351,17 @@ def sync(path: Path) -> None:
         _system.close(descriptor)
 
 
-def lock(descriptor: int) -> bool:
+def lock(descriptor: int, *, without_locks: bool = True) -> bool:
     """Lock an open file or directory until it is closed; return False where another process has locked it.
 
-    On a file system without locks nobody is kept out.
+    On a file system without locks nobody is kept out, and ``without_locks`` is returned.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        pass
+        return without_locks
     return True
 
 

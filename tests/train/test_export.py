@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import shutil
@@ -108,6 +109,19 @@ def test_what_a_killed_export_has_left_goes_with_the_next_and_what_another_write
         export(run_dir, tmp_path / "out")
     finally:
         os.close(descriptor)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-writing"}
+
+
+def test_an_export_on_a_file_system_without_locks_removes_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".out.partial-writing").mkdir()
+    with new_directory(tmp_path / "out", 0):
+        pass
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-writing"}
 
 

@@ -150,10 +150,10 @@ def _remove_abandoned(final: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Lock a directory, where no other process has; give out whether that is so."""
+    """Lock a directory, where no other process has; give out whether that is so, and is known."""
     descriptor = files.system().open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield files.lock(descriptor)
+        yield files.lock(descriptor, without_locks=False)
     finally:
         files.system().close(descriptor)
 
