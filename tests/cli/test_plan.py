@@ -4,12 +4,15 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from cli.command_line import LLAMA, status_of
 from doctor.records import cpu_machine
 from hardware.fake_machine import measured
 from outsize.cli import main
+from outsize.cli.plan.plan_model import count_data
+from outsize.errors import DataError
 from outsize.hardware.cards import parse_gpus
 
 run = partial(status_of, "plan")
@@ -148,6 +151,25 @@ def test_what_is_no_change_is_said_before_anything_is_searched(model_dir, capsys
     )
     assert run(model_dir, "--gpus", "2x4090", "--seq-len", 128, "--what-if", "state=int9") == 2
     assert "what moments are kept in" in capsys.readouterr().err
+
+
+def test_files_of_tokens_are_counted_or_refused_by_name(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    for name in ("a", "b"):
+        np.save(tokens / f"{name}.npy", np.arange(500, dtype=np.uint16))
+    assert count_data(tokens, tmp_path).tokens == 1000
+    np.save(tmp_path / "float.npy", np.zeros(3))
+    (tmp_path / "broken.npy").write_bytes(b"no header")
+    (tmp_path / "raw.bin").write_bytes(bytes(64))
+    for name, words in {
+        "float": "whole numbers",
+        "broken": "not a .npy file",
+        "raw": "write --tokens",
+    }.items():
+        path = next(tmp_path.glob(f"{name}.*"))
+        with pytest.raises(DataError, match=words):
+            count_data(path, tmp_path)
 
 
 def test_data_are_counted_for_their_epochs(model_dir, tmp_path, capsys):

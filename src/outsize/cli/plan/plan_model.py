@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, load_config
-from outsize.errors import CheckpointError, ConfigError, ModelError
+from outsize.errors import CheckpointError, ConfigError, DataError, ModelError
 from outsize.model.sizes.model_spec import ModelSpec, Workload, check_sizes
 from outsize.runtime.trial.counts import Counts
 from outsize.session.job.known_models import CLASS, SAMPLE, Described, counted, described, sample_of
@@ -114,15 +114,14 @@ def count_data(path: Path, model_path: Path) -> DataTokens:
     Raises:
         DataError: it cannot be read.
     """
-    import numpy as np
     from tokenizers import Tokenizer
 
     from outsize.data.reading.corpus_files import Corpus, find_sources
     from outsize.data.reading.documents import DocumentReader
 
-    if path.suffix == ".npy":
-        return DataTokens(np.load(path, mmap_mode="r").size, "as they are")
     sources = find_sources(path)
+    if sources.container == "tokens":
+        return DataTokens(sum(_num_tokens(file.path) for file in sources.files), "as they are")
     reader = DocumentReader(sources, None, Corpus(path=path))
     place = (model_path if model_path.is_dir() else model_path.parent) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(place)) if place.is_file() else None
@@ -140,6 +139,27 @@ def count_data(path: Path, model_path: Path) -> DataTokens:
             break
     by = f"{BYTES_PER_TOKEN} bytes are taken for a token" if tokenizer is None else "by its tokenizer"
     return DataTokens(tokens, f"{by}, a chat template for {MARKS_PER_MESSAGE} a message")
+
+
+def _num_tokens(path: Path) -> int:
+    """Return how many tokens a file of them holds.
+
+    Raises:
+        DataError: it holds none, or does not say.
+    """
+    import numpy as np
+
+    if path.suffix != ".npy":
+        raise DataError(f"{path}: a raw file of tokens does not say how many it holds; write --tokens")
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path}: not a .npy file of numbers") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: tokens are whole numbers in one dimension, and this is {array.dtype} {array.shape}"
+        )
+    return int(array.size)
 
 
 WorkloadOf = Callable[[int], Workload]
