@@ -211,9 +211,13 @@ class Devices:
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """What the driver calls each accelerator; nothing of other devices."""
-        indices = self.indices if self.accelerated else ()
-        return tuple(module_of(self.kind).get_device_name(index) for index in indices)
+        """What the driver calls each accelerator that is in this machine; nothing of other devices."""
+        return tuple(module_of(self.kind).get_device_name(index) for index in self._seen)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether torch sees the first one, where it is an accelerator: a plan may be for another machine."""
+        return not self.accelerated or self.index in self._seen
 
     @property
     def multiply_bf16(self) -> bool:

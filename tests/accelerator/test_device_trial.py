@@ -20,7 +20,7 @@ from outsize.session.job.model_setup import made_up_inputs
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 HEADS, HEAD_DIM, TOKENS = 4, 16, 1024
-LATE = Devices.parse("late:0")
+LATE = Devices.parse("late:0") if IS_MADE_UP else Devices()
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def calibrate(
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         ambient: makes what the model's forward runs in, on the device: an autocast, say.
-        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host.
+        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host, and
+            so is what another machine's devices are to compute.
         rows: what passes have noted before; what they note now is added.
         announce: called with a line where the device has no room for its trial.
 
@@ -90,7 +91,7 @@ def calibrate(
     rows = KnownRows() if rows is None else rows
     trial_on = partial(_Trial, split, forwards, make_inputs, chunk_tokens, ambient, rows)
     size = num_sequences, seq_len
-    on_device = devices.accelerated and not any(map(is_compiled, forwards))
+    on_device = devices.accelerated and devices.is_here and not any(map(is_compiled, forwards))
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
         if on_device and (measured := thread.submit(_on_device, trial_on, devices, size, announce).result()):
