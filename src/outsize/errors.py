@@ -21,6 +21,7 @@ Commands print the message of an `OutsizeError` and exit with status 2; anything
 its traceback. In a library call, ``except outsize.OutsizeError`` catches what a user can act upon.
 """
 
+import errno
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -131,3 +132,39 @@ class ProgramError(OutsizeError):
 
 class ExecutionError(OutsizeError):
     """An op of a program failed; ``__cause__`` is the error of the lane that ran it."""
+
+
+FREE_SPACE = "free some space or choose another directory"
+_RIGHTS = "choose a directory that you may write to"
+_REMEDY = {
+    errno.ENOSPC: FREE_SPACE,
+    errno.EDQUOT: FREE_SPACE,
+    errno.EFBIG: "raise the file size limit (ulimit -f) or choose another file system",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENOENT: "create the directory first",
+    errno.EEXIST: "choose a path that is not a file",
+    errno.ENOTDIR: "choose a directory",
+    errno.EISDIR: "choose a path that is not a directory",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EIO: "the device reports a fault; look at the kernel log (dmesg) and use another disk",
+}
+
+_OF_PLACES = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+)
+
+
+def explain(error: OSError, action: str, otherwise: str = "") -> StorageError:
+    """Return the `StorageError` for ``error``.
+
+    Args:
+        error: what the system said.
+        action: what failed, e.g. ``"create x"``.
+        otherwise: what to try where the place is at fault, and no limit or device.
+    """
+    remedy = _REMEDY.get(error.errno or 0, otherwise)
+    if otherwise and error.errno in _OF_PLACES:
+        remedy = otherwise
+    return StorageError(f"cannot {action}: {error.strerror or error}" + (f"; {remedy}" if remedy else ""))

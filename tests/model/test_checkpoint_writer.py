@@ -187,7 +187,7 @@ def test_what_was_there_comes_back_when_the_last_rename_fails(tmp_path, monkeypa
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(StorageError, match="cannot be written"):
+    with pytest.raises(StorageError, match="cannot write"):
         trained.write(out, overwrite=True)
     assert os.listdir(tmp_path) == ["out"]
     assert (out / "notes.txt").exists()
@@ -195,7 +195,7 @@ def test_what_was_there_comes_back_when_the_last_rename_fails(tmp_path, monkeypa
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match=r"cannot be written: .*choose a place you can write to"):
+    with pytest.raises(StorageError, match=r"cannot write .*out: .*; choose a place you can write to"):
         Trained("llama").write(tmp_path / "file" / "out")
 
 

@@ -1,6 +1,7 @@
 import itertools
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,12 @@ def test_a_run_whose_giving_up_hangs_ends_all_the_same(tmp_path: Path, monkeypat
     for_ever.set()
 
 
-def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads_do(tmp_path: Path):
+def test_a_report_says_what_lanes_wait_for_where_the_program_is_and_what_threads_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path / "absent")
+    )  # as a full one: nothing is written there
     kennel = Kennel(tmp_path, step=7)
     kennel.look(20)
     (line,) = kennel.said

@@ -50,14 +50,13 @@ from outsize.checkpoint.files.checkpoint_files import Beside
 from outsize.checkpoint.files.checkpoint_format import FileSum, Moved, write_file
 from outsize.checkpoint.files.checkpoint_map import Chunk, write_plane
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
-from outsize.errors import CheckpointError, StorageError
+from outsize.errors import CheckpointError, StorageError, explain
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import MASTER, WEIGHTS
 from outsize.optim.split_masters import PIECE_ELEMENTS, split_low
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.checkpoint_ops import UnitAtRest
 from outsize.session.job.prepare import Job
-from outsize.storage.prealloc import explain
 
 
 class _CancelledError(Exception):

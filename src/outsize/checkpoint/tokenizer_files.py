@@ -19,9 +19,8 @@ from typing import Any
 
 from outsize import files
 from outsize.checkpoint.files.checkpoint_files import NAMED_TEMPLATES
-from outsize.errors import StorageError
+from outsize.errors import StorageError, explain
 from outsize.storage.directory import directory_of_process
-from outsize.storage.prealloc import explain
 
 # Linked and not copied: weights, and what is too large to belong to a tokenizer.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

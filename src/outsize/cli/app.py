@@ -32,7 +32,8 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         _write_any_text()
-        from outsize.storage.prealloc import explain, storage_errors
+        from outsize.errors import explain
+        from outsize.storage.prealloc import storage_errors
 
         given = [str(part) for part in ctx.args]
         try:

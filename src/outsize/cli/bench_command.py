@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize.cli.text.console import Output
-from outsize.errors import ConfigError, OutsizeError, StorageError
+from outsize.cli.text.console import Output, write_output
+from outsize.errors import ConfigError, OutsizeError
 from outsize.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
@@ -52,12 +52,7 @@ def bench(
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
         row = _row(device, device_memory, steps, Path(directory), output)
         if output_file is not None:
-            try:
-                output_file.write_text(json.dumps(row) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise StorageError(
-                    f"--output {output_file}: {error.strerror}; choose another file"
-                ) from error
+            write_output(output_file, json.dumps(row) + "\n")
         output.emit(row)
     if not row["equal"]:
         raise typer.Exit(1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outsize import files
-from outsize.cli.text.console import Output, columns
+from outsize.cli.text.console import Output, columns, write_output
 from outsize.cli.text.options import JsonOption, with_options
 from outsize.errors import ConfigError, ExecutionError
 from outsize.units import format_bytes, format_rate, format_seconds, parse_bytes
@@ -101,7 +101,7 @@ def probe(options: ProbeOptions, output: Output) -> None:
         effort = FULL if options.full else QUICK
         probed = run_probe(effort, options.directories or [Path()], announce=announce, wishes=wishes)
     if options.output_file is not None:
-        _write(options.output_file, probed.to_json())
+        write_output(options.output_file, probed.to_json())
     changes = compare(old, probed) if old else ()
     compared = {"compared": [asdict(change) for change in changes]} if old else {}
     output.emit({**probed.model_dump(mode="json"), **compared})
@@ -127,13 +127,6 @@ def _check(options: ProbeOptions) -> None:
         raise ConfigError(f"--tokenizer {tokenizer}: no such file; name a tokenizer.json or its directory")
     if tensors is not None and not tensors.is_file():
         raise ConfigError(f"--tensors {tensors}: no such file; name a safetensors file")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror}; choose another file") from error
 
 
 def _spec(model: str) -> "ModelSpec":
@@ -299,10 +292,7 @@ def _write_rates(path: Path, rates: "AllReduceRates") -> None:
     fields = files.read_json(path, ConfigError, "choose another --output") if path.is_file() else {}
     if "schema_version" in fields:
         text = json.dumps({**fields, "all_reduce": rates.model_dump(mode="json")}, indent=1) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--output {path}: {error}; choose another file") from error
+    write_output(path, text)
 
 
 def _table(rates: "AllReduceRates") -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.cli.text.console import Output, columns
+from outsize.cli.text.console import Output, columns, write_output
 from outsize.cli.text.options import ConfigArgument, JsonOption, SetOption, with_run_options
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_seconds
@@ -187,10 +187,7 @@ def sweep(
         output.print_result(_sweep_table(rows, best))
         if output_file is not None:
             text = dump_config(short_runs.with_size(config, best.tokens_per_step))
-            try:
-                output_file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--output {output_file}: {error.strerror}; choose another file") from error
+            write_output(output_file, text)
 
 
 def _sweep_table(rows: "list[ShortRun]", best: "ShortRun") -> str:

@@ -181,8 +181,8 @@ class TrainConfig(Section):
         default=None,
         ge=0,
         description="Minutes between checkpoints, besides those of save_every; 0 does not look at the clock. "
-        "null is 30 where the state is in host memory or a trainer of TRL trains, the first after 5, and 0 where its "
-        "home commits every step.",
+        "null is 30 where the state is in host memory, memory.commits is none or a trainer of TRL trains, the first "
+        "after 5, and 0 where its home commits every step.",
     )
     save_total_limit: Annotated[
         int | None,

@@ -34,7 +34,7 @@ from outsize.data.encode import Encoded
 from outsize.data.reading.corpus_files import Sources
 from outsize.data.survey import EXAMPLE_TOKENS, Detected
 from outsize.data.tokens import ArrayFile, ArrayReader, TokenStore, token_readers
-from outsize.errors import DataError, StorageError
+from outsize.errors import DataError, StorageError, explain
 from outsize.files import open_binary, system
 from outsize.units import format_bytes
 
@@ -216,9 +216,7 @@ def new_entry(entry: Path) -> Iterator[Path]:
         files.sync(temporary)  # an entry that has its name has all of its files, after a loss of power too
         _rename(temporary, entry)
     except OSError as error:
-        raise StorageError(
-            f"cannot write tokenised data to {entry.parent}: {error}; choose another cache_dir"
-        ) from error
+        raise explain(error, f"write tokenised data to {entry.parent}", "choose another cache_dir") from error
     finally:
         files.system().remove_tree(temporary)
         _being_written.discard(temporary)

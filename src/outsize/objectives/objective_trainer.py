@@ -23,10 +23,9 @@ from outsize.checkpoint.checkpoint_state import make_durable, set_best, set_late
 from outsize.checkpoint.saver import DEFAULT_MINUTES, FIRST_MINUTES
 from outsize.compat.transformers_private import TrainerSteps
 from outsize.config import Config
-from outsize.errors import NonFiniteError, StorageError
+from outsize.errors import NonFiniteError, StorageError, explain
 from outsize.objectives.objective_models import streamed
 from outsize.session.steps import schedule_of
-from outsize.storage.prealloc import explain
 from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Interrupt
 from outsize.training.loop import Progress

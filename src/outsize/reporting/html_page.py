@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize import __version__, files
-from outsize.errors import StorageError
+from outsize.errors import explain
 from outsize.planner.program.program import lane_named
 from outsize.planner.simulate.simulator import Timeline
 from outsize.units import without_nan
@@ -65,9 +65,7 @@ def write_page(path: Path, page: str) -> int:
     try:
         files.write_whole(path, page, shared=True)
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; name another place with --output"
-        ) from error
+        raise explain(error, f"write {path}", "name another place with --output") from error
     return path.stat().st_size
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Self
 
 from outsize import files
-from outsize.errors import StorageError
-from outsize.storage.prealloc import explain, sync_directory
+from outsize.errors import StorageError, explain
+from outsize.storage.prealloc import sync_directory
 from outsize.units import format_bytes
 
 _TEMPORARY = "outsize-tmp-"

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from outsize import files
-from outsize.errors import StorageError
+from outsize.errors import StorageError, explain
 from outsize.storage.ledger import Ledger
-from outsize.storage.prealloc import IOPool, enable_direct, explain, open_again, preallocate
+from outsize.storage.prealloc import IOPool, enable_direct, open_again, preallocate
 from outsize.units import align_up
 
 SECTOR_BYTES = 4096

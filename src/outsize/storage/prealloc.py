@@ -20,26 +20,8 @@ from pathlib import Path
 from typing import Self
 
 from outsize import files
-from outsize.errors import OutsizeError, StorageError
+from outsize.errors import FREE_SPACE, OutsizeError, StorageError, explain
 from outsize.units import format_bytes
-
-_SPACE = "free some space or choose another directory"
-_RIGHTS = "choose a directory that you may write to"
-_REMEDY = {
-    errno.ENOSPC: _SPACE,
-    errno.EDQUOT: _SPACE,
-    errno.EFBIG: "raise the file size limit (ulimit -f) or choose another file system",
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
-    errno.ENOENT: "create the directory first",
-    errno.EEXIST: "choose a path that is not a file",
-    errno.ENOTDIR: "choose a directory",
-    errno.EISDIR: "choose a path that is not a directory",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EIO: "the device reports a fault; look at the kernel log (dmesg) and use another disk",
-}
-
 
 # What says that a disk, a file system or a share fails, and not that a file is another than was thought.
 _OF_DISKS = frozenset(
@@ -62,12 +44,6 @@ _OF_DISKS = frozenset(
 # How libraries write the number of an error of the system into the text of one of their own: Rust, Arrow.
 _NUMBER = re.compile(r"(?:os error|[Ee]rrno:?) (\d+)")
 _MOST_SAID = 200
-
-
-def explain(error: OSError, action: str) -> StorageError:
-    """Return the `StorageError` for ``error``; ``action`` is what failed, e.g. ``"create x"``."""
-    remedy = _REMEDY.get(error.errno or 0)
-    return StorageError(f"cannot {action}: {error.strerror or error}" + (f"; {remedy}" if remedy else ""))
 
 
 @contextlib.contextmanager
@@ -186,7 +162,7 @@ def _check_free_space(path: Path, num_bytes: int) -> None:
     if free.total and free.free + held < num_bytes:
         raise StorageError(
             f"cannot allocate {format_bytes(num_bytes)} for {path}:"
-            f" {format_bytes(free.free)} are free; {_SPACE}"
+            f" {format_bytes(free.free)} are free; {FREE_SPACE}"
         )
 
 

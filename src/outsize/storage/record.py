@@ -23,11 +23,10 @@ import numpy.typing as npt
 import xxhash
 
 from outsize import files
-from outsize.errors import StorageError
+from outsize.errors import StorageError, explain
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS
 from outsize.storage.disk_file import Inspect
 from outsize.storage.home_layout import PlaneExtent
-from outsize.storage.prealloc import explain
 
 VERSION = 1
 NUM_SLOTS = 2

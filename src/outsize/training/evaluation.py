@@ -19,11 +19,10 @@ from outsize.checkpoint.run_checkpoint import position_of
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.packed_dataset import PackedDataset
-from outsize.errors import ConfigError, OutsizeError
+from outsize.errors import ConfigError, OutsizeError, explain
 from outsize.session.job.prepare import Job
 from outsize.session.steps import Measure
 from outsize.session.stream import StreamedTrainer
-from outsize.storage.prealloc import explain
 from outsize.training.records import Telling
 
 EVALUATIONS = "evaluations.jsonl"

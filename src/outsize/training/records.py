@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize import files
-from outsize.errors import StorageError
-from outsize.storage.prealloc import explain
+from outsize.errors import StorageError, explain
 from outsize.telemetry.run_reading import SCHEMA_VERSION
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from outsize import files
 from outsize.checkpoint.checkpoint_state import CHECKPOINTS, LATEST, check_outside
 from outsize.config import Config, MemoryConfig, load_config
-from outsize.errors import ConfigError, StorageError
+from outsize.errors import ConfigError, StorageError, explain
 from outsize.session.job.job_options import products_open
 from outsize.session.job.machine import home_file
 from outsize.storage.directory import needed_directory
-from outsize.storage.prealloc import explain
 from outsize.storage.record import has_commit
 from outsize.training.records import HEARTBEAT
 

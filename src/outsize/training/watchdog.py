@@ -24,7 +24,6 @@ import faulthandler
 import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -283,7 +282,8 @@ def _listed(lanes: Sequence[str]) -> str:
 
 def _stacks() -> str:
     """What every thread is doing, by its name."""
-    with tempfile.TemporaryFile("w+") as file:
+    # In memory: the temporary directory may be full, or be the disk that does not answer.
+    with os.fdopen(os.memfd_create("stacks"), "w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()

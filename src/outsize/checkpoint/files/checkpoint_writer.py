@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from outsize import files
 from outsize.checkpoint.files.checkpoint_files import Beside, read_beside
 from outsize.checkpoint.files.checkpoint_shards import CheckpointWriter
-from outsize.errors import StorageError
+from outsize.errors import StorageError, explain
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.units import format_bytes
 
@@ -93,9 +93,9 @@ def new_directory(
             there already.
     """
     if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise StorageError(f"{final} exists already; choose another directory or remove it")
+        raise _in_the_way(final)
     # What a link leads to is what is meant, and the link stays.
-    with _storage_errors(final):
+    with _storage_errors(final, overwrite):
         if num_bytes > (free := files.free_bytes(final)):
             raise StorageError(
                 f"{final} will take {format_bytes(num_bytes)}, and {format_bytes(free)} are free there; free some, or "
@@ -103,13 +103,17 @@ def new_directory(
             )
         if ready is not None:
             ready()
-        with _becoming(Path(os.path.realpath(final)) if final.is_symlink() else final) as partial:
+        place = Path(os.path.realpath(final)) if final.is_symlink() else final
+        with _becoming(place, overwrite) as partial:
             yield partial
 
 
 @contextlib.contextmanager
-def _becoming(final: Path) -> Iterator[Path]:
-    """Give out a hidden directory beside ``final``; at the end it takes that place, or it is removed."""
+def _becoming(final: Path, overwrite: bool) -> Iterator[Path]:
+    """Give out a hidden directory beside ``final``; at the end it takes that place, or it is removed.
+
+    The system refuses to rename to a directory that holds something: one that came meanwhile stays.
+    """
     files.make_directories(final.parent)
     _remove_abandoned(final)
     token = uuid.uuid4().hex[:8]
@@ -122,7 +126,7 @@ def _becoming(final: Path) -> Iterator[Path]:
             held.enter_context(_locked(partial))
             yield partial
             files.sync(partial)
-            if final.exists():
+            if overwrite and final.exists():
                 files.system().rename(final, previous)
             files.system().rename(partial, final)
             files.sync(final.parent)
@@ -158,16 +162,22 @@ def _locked(directory: Path) -> Iterator[bool]:
         files.system().close(descriptor)
 
 
+def _in_the_way(final: Path) -> StorageError:
+    return StorageError(f"{final} exists already; choose another directory or remove it")
+
+
 @contextlib.contextmanager
-def _storage_errors(final: Path) -> Iterator[None]:
+def _storage_errors(final: Path, overwrite: bool) -> Iterator[None]:
     """Say what a failing file system means."""
     try:
         yield
     except OSError as error:
+        if not overwrite and error.errno in (errno.ENOTEMPTY, errno.EEXIST) and final.is_dir():
+            raise _in_the_way(final) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = format_bytes(shutil.disk_usage(final.parent).free)
             raise StorageError(
                 f"{final}: the disk is full ({free} free once the partial copy was removed); "
                 "free some space or choose another place"
             ) from error
-        raise StorageError(f"{final} cannot be written: {error}; choose a place you can write to") from error
+        raise explain(error, f"write {final}", "choose a place you can write to") from error

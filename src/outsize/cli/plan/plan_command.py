@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.cli.text.console import Output
+from outsize.cli.text.console import Output, write_output
 from outsize.cli.text.options import with_options
 
 if TYPE_CHECKING:
@@ -137,15 +137,5 @@ def _files(request: "Asked", prediction: "Prediction", options: PlanFlags) -> di
 
 
 def _write(texts: Mapping[Path, str]) -> None:
-    """Write files.
-
-    Raises:
-        StorageError: one cannot be written.
-    """
-    from outsize.errors import StorageError
-
     for path, text in texts.items():
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}; choose another file") from error
+        write_output(path, text)

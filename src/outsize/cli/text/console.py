@@ -28,8 +28,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from outsize import files
 from outsize.detail import Detail
-from outsize.errors import InfeasiblePlanError, OutsizeError
+from outsize.errors import InfeasiblePlanError, OutsizeError, explain
 from outsize.units import format_rate, format_seconds, without_nan
 
 if TYPE_CHECKING:
@@ -343,3 +344,18 @@ def waited(record: "StepRecord", followed: "StepRecord") -> str:
         return share
     at = "" if followed.step == record.step else f" (step {followed.step})"
     return f"{share}, mostly for {WAITS.get(most, most)}{at}"
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write the file that an option names, whole or not at all; a device or a pipe takes the text as it comes.
+
+    Raises:
+        StorageError: it cannot be written; what was there before still is.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            files.write_whole(Path(os.path.realpath(path)), text, shared=True)
+    except OSError as error:
+        raise explain(error, f"write {path}", "choose another file") from error
