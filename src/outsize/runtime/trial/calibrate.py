@@ -80,8 +80,8 @@ def calibrate(
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         ambient: makes what the model's forward runs in, on the device: an autocast, say.
-        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host, and
-            so is what another machine's devices are to compute.
+        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host,
+            and so is what devices of another machine are to compute.
         rows: what passes have noted before; what they note now is added.
         announce: called with a line where the device has no room for its trial.
 
@@ -91,6 +91,8 @@ def calibrate(
     rows = KnownRows() if rows is None else rows
     trial_on = partial(_Trial, split, forwards, make_inputs, chunk_tokens, ambient, rows)
     size = num_sequences, seq_len
+    if not devices.is_here:
+        announce(f"trial: {devices.each[0]} is not in this machine; what a microbatch takes is measured on the CPU")
     on_device = devices.accelerated and devices.is_here and not any(map(is_compiled, forwards))
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
