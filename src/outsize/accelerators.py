@@ -215,11 +215,6 @@ class Devices:
         return tuple(module_of(self.kind).get_device_name(index) for index in self._seen)
 
     @property
-    def is_here(self) -> bool:
-        """Whether torch sees the first one, where it is an accelerator: a plan may be for another machine."""
-        return not self.accelerated or self.index in self._seen
-
-    @property
     def multiply_bf16(self) -> bool:
         """Whether all of those that torch sees are accelerators that multiply bf16 by themselves."""
         import torch

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import CPU as HOST
-from outsize.accelerators import Devices, module_of
+from outsize.accelerators import Devices, count_of, module_of
 from outsize.compat.torch_private import (
     fake_tensors,
     form_grouped_product,
@@ -91,9 +91,12 @@ def calibrate(
     rows = KnownRows() if rows is None else rows
     trial_on = partial(_Trial, split, forwards, make_inputs, chunk_tokens, ambient, rows)
     size = num_sequences, seq_len
-    if not devices.is_here:
-        announce(f"trial: {devices.each[0]} is not in this machine; what a microbatch takes is measured on the CPU")
-    on_device = devices.accelerated and devices.is_here and not any(map(is_compiled, forwards))
+    on_device = devices.accelerated and not any(map(is_compiled, forwards))
+    if on_device and devices.index >= count_of(devices.kind):
+        announce(
+            f"trial: {devices.each[0]} is not in this machine; what a microbatch takes is measured on the CPU"
+        )
+        on_device = False
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
         if on_device and (measured := thread.submit(_on_device, trial_on, devices, size, announce).result()):
