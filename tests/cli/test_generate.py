@@ -169,7 +169,10 @@ def test_many_prompts_go_to_a_file_and_a_run_goes_on(model: Path, tmp_path: Path
     assert run(model, *asked) == 0  # nothing is left to do
     assert out.read_text() == whole
     assert run(model, *asked, "--seed", 4) == 2
-    assert "was made with other settings" in capsys.readouterr().err
+    assert "was made with other settings (seed)" in capsys.readouterr().err
+    data.write_text(data.read_text().replace("number 6", "letter g"))
+    assert run(model, *asked) == 2
+    assert "was made with other settings (prompts_digest)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

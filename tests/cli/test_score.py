@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,32 @@ def test_completions_are_scored_and_a_run_goes_on(model: Path, tmp_path: Path, c
     assert [one["logprob"] for one in again] == pytest.approx([one["logprob"] for one in lines], abs=1e-5)
     assert json.loads(capsys.readouterr().out)["num_texts"] == 3
     assert run(model, "--data", data, "--out", out, "--want", "embeddings", *ROOM) == 2
-    assert "was made with other settings" in capsys.readouterr().err
+    assert "was made with other settings (want)" in capsys.readouterr().err
+
+
+def test_results_of_other_data_or_other_weights_do_not_come_behind_those_that_are_there(
+    model: Path, tmp_path: Path, capsys: Any
+):
+    """Data of the same size, weights of the same name, and notes of a version that noted neither."""
+    data, out, copy = tmp_path / "data.jsonl", tmp_path / "out.jsonl", tmp_path / "model"
+    shutil.copytree(model, copy)
+    data.write_text(json.dumps({"text": "a text"}))
+    asked = (copy, "--data", data, "--out", out, *ROOM)
+    assert run(*asked) == 0
+    data.write_text(json.dumps({"text": "b text"}))
+    assert run(*asked) == 2
+    assert "was made with other settings (data_digest)" in capsys.readouterr().err
+    data.write_text(json.dumps({"text": "a text"}))
+    assert run(*asked) == 0  # nothing is left to do
+    os.utime(copy / "model.safetensors", (1, 1))
+    assert run(*asked) == 2
+    assert "was made with other settings (model_files)" in capsys.readouterr().err
+    note = tmp_path / "out.jsonl.made-with.json"
+    noted = json.loads(note.read_text())
+    former = {key: value for key, value in noted.items() if key not in ("data_digest", "model_files")}
+    note.write_text(json.dumps(former | {"data_bytes": "18"}))
+    assert run(*asked) == 2
+    assert "did not note data_digest and model_files" in capsys.readouterr().err
 
 
 def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_path: Path, capsys: Any):

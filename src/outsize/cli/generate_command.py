@@ -4,22 +4,24 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outsize import user_cache
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.records_text import ResumedLines, now_and_then, results_at, size_of
-from outsize.cli.text_writer import ModelOptions, TextWriter
+from outsize.cli.text.records_text import ResumedLines, now_and_then, results_at
+from outsize.cli.text_writer import ModelOptions, TextWriter, state_of_model
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from outsize.cli.text.prompts import Prompt
     from outsize.training.run_data import Conversation
     from outsize.wrapped.writing.text import Figures, Written
 
@@ -104,6 +106,7 @@ _DRAWING: Mapping[str, tuple[float, float]] = {
 @with_options(GenerateOptions)
 def generate(options: GenerateOptions, output: Output) -> None:
     """Write text with a model that may be larger than the device, its weights streamed once per token batch."""
+    from outsize.checkpoint.begun_adapters import servable
     from outsize.cli.text.prompts import conversation, read_prompts
     from outsize.wrapped.writing.text import check_question
 
@@ -111,10 +114,10 @@ def generate(options: GenerateOptions, output: Output) -> None:
     prompts = read_prompts(options.prompt or [], options.prompts, chat=options.chat, system=options.system)
     talks = options.chat and not (prompts or output.as_json or options.json_lines or options.out)
     check_question(len(prompts) + talks, options.max_new_tokens, options.batch_size)
-    how = _how(options)
+    options, how = replace(options, model=servable(options.model)), _how(options)
     with contextlib.ExitStack() as stack:
         if options.out is not None:
-            stack.enter_context(results_at(options.out, _settings(options)))
+            stack.enter_context(results_at(options.out, _settings(options, prompts)))
         writer = stack.enter_context(TextWriter(options))
         if talks:
             turns = count()
@@ -169,14 +172,16 @@ def _shown(
     return show
 
 
-def _settings(options: GenerateOptions) -> dict[str, str]:
-    """Return what the lines of ``--out`` are made with."""
+def _settings(options: GenerateOptions, prompts: "Sequence[Prompt]") -> dict[str, str]:
+    """Return what the lines of ``--out`` are made with: options, and digests of prompts and of the model's files."""
     settled = (
         *("model", "base", "dtype", "prompt", "prompts", "chat", "system", "max_new_tokens", "batch_size"),
         *("stop", "sample", *_DRAWING, "seed"),
     )
     settings = {name: str(getattr(options, name)) for name in settled}
-    return {**settings, "prompts_bytes": size_of(options.prompts)}
+    words = [each if isinstance(each, str) else [each.messages, each.tools, each.options] for each in prompts]
+    settings |= {"prompts_digest": user_cache.digest_of(words)}
+    return settings | {"model_files": state_of_model(options.model, options.base)}
 
 
 def _lines_of_a_user() -> Iterator[str]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize import files
+from outsize import files, user_cache
 from outsize.choices import Scored
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.records_text import ResumedLines, now_and_then, results_at, size_of
-from outsize.cli.text_writer import ModelOptions, TextWriter
+from outsize.cli.text.records_text import ResumedLines, digest_of_data, now_and_then, results_at
+from outsize.cli.text_writer import ModelOptions, TextWriter, state_of_model
 from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_seconds
 
@@ -56,10 +56,12 @@ class ScoreOptions(ModelOptions):
 @with_options(ScoreOptions)
 def score(options: ScoreOptions, output: Output) -> None:
     """Score texts with a model that may be larger than the device; run again, it goes on where it ended."""
+    from outsize.checkpoint.begun_adapters import servable
     from outsize.wrapped.writing.scoring import ScoringFigures
 
     if options.top_k is not None and options.want != "logits":
         raise ConfigError("--top-k is of --want logits; leave it out")
+    options = replace(options, model=servable(options.model))  # a run may save a newer checkpoint meanwhile
     figures, tell = ScoringFigures(), now_and_then(output.say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results_at(options.out, _settings(options), in_files=options.in_files))
@@ -101,7 +103,7 @@ def _sequences(
     options: ScoreOptions, stack: contextlib.ExitStack, output: Output
 ) -> "tuple[Any, ScoreOptions]":
     """Return the sequences of the run that ``--data`` describes, or None, and the options with its dtype."""
-    if options.data.suffix not in (".yaml", ".yml"):
+    if not _is_run(options):
         return None, options
     from outsize.config import load_config
     from outsize.objectives.objective_data import ScoredSequences
@@ -148,9 +150,30 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
 
 
 def _settings(options: ScoreOptions) -> dict[str, str]:
-    """Return what results are made with."""
+    """Return what results are made with: the options, and digests of the data and of the files of the model."""
     names = ("model", "base", "dtype", "data", "want", "context", "top_k")
-    return {name: str(getattr(options, name)) for name in names} | {"data_bytes": size_of(options.data)}
+    settings = {name: str(getattr(options, name)) for name in names}
+    settings |= {"data_digest": digest_of_data(options.data)}
+    if _is_run(options):
+        settings["data_files"] = _state_of_data(options.data)
+    return settings | {"model_files": state_of_model(options.model, options.base)}
+
+
+def _is_run(options: ScoreOptions) -> bool:
+    """Whether the sequences of a run are scored, and no texts."""
+    return options.data.suffix in (".yaml", ".yml")
+
+
+def _state_of_data(run: Path) -> str:
+    """Return a digest of the files that the sequences of a run are made of, those of its tokenizer among them."""
+    from outsize.config import load_config
+    from outsize.session.data_files import list_files
+
+    config = load_config(run)
+    sources = [(str(each.path), each.glob) for each in (config.data, *config.data.more)]
+    if config.eval.data is not None:
+        sources.append((str(config.eval.data), config.data.glob))
+    return user_cache.digest_of([list_files(sources), state_of_model(str(config.model.path))])
 
 
 class _Results:

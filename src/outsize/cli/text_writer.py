@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outsize import files
+from outsize import files, user_cache
 from outsize.choices import Dtype, Home, Scored
 from outsize.errors import ConfigError, StorageError
 
@@ -41,6 +41,25 @@ class ModelOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
     ] = False
+
+
+def state_of_model(model: str, base: str | None = None) -> str:
+    """Return a digest of where a model lies, and of its files as they are now; of adapters also of their base.
+
+    Args:
+        model: a directory or hub id, as `servable` returns it.
+        base: the model that adapters are of, where it is not the one that they name.
+
+    Raises:
+        OutsizeError: there is no such model.
+    """
+    from outsize.checkpoint.files.checkpoint_files import locate_checkpoint, state_of_files
+    from outsize.model.stored_adapters import find_adapters
+
+    adapters = find_adapters(model, base)
+    places = [model] if adapters is None else [adapters.directory, adapters.base]
+    directories = [locate_checkpoint(place).resolve() for place in places]
+    return user_cache.digest_of([[str(each), state_of_files(each)] for each in directories])
 
 
 class TextWriter:

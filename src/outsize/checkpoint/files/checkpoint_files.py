@@ -220,6 +220,14 @@ def read_beside(
     return read
 
 
+def state_of_files(directory: Path) -> list[list[str | int]]:
+    """Return name, size in bytes and time of change in nanoseconds of each file that a model is read from."""
+    patterns = ("*.safetensors", "adapter_model.bin", INDEX, "*config.json", _CODE, *_OF_TOKENIZER)
+    places = {p for pattern in (*patterns, f"{NAMED_TEMPLATES}/*.jinja") for p in directory.glob(pattern)}
+    states = ((path.relative_to(directory).as_posix(), path.stat()) for path in places if path.is_file())
+    return sorted([name, state.st_size, state.st_mtime_ns] for name, state in states)
+
+
 def write_beside(directory: Path, beside: Beside) -> None:
     """Write what `read_beside` has returned into ``directory``; raises `OSError` as the system says."""
     for name, content in beside.items():

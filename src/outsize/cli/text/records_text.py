@@ -1,9 +1,11 @@
 """Print records in words: the plan of a dry run, findings of the doctor, results of a command that goes on."""
 
 import contextlib
+import hashlib
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,16 +142,33 @@ def results_at(out: Path, settings: Mapping[str, str], *, in_files: bool = False
         begun = any(out.iterdir()) if in_files else os.fstat(descriptor).st_size > 0
         if not (begun and note.exists()):
             files.write_whole(note, json.dumps(settings))
-        elif files.read_json(note, ConfigError, "choose another --out") != settings:
-            raise ConfigError(f"{out} was made with other settings, see {note}; choose another --out")
+        else:
+            _check_alike(out, note, settings)
         yield
     finally:
         files.system().close(descriptor)
 
 
-def size_of(data: Path | None) -> str:
-    """Return the bytes of a file, as settings note them; 0 where there is none."""
-    return str(data.stat().st_size) if data is not None and data.exists() else "0"
+def _check_alike(out: Path, note: Path, settings: Mapping[str, str]) -> None:
+    """Check that results were made with ``settings``, as the note beside them says."""
+    former = files.read_json(note, ConfigError, "choose another --out")
+    if unknown := sorted(settings.keys() - former.keys()):
+        raise ConfigError(
+            f"{out} was made by a version that did not note {' and '.join(unknown)}, so results of other data or "
+            "weights might come behind it; choose another --out"
+        )
+    if changed := sorted(name for name in former if former[name] != settings.get(name)):
+        raise ConfigError(
+            f"{out} was made with other settings ({', '.join(changed)}), see {note}; choose another --out"
+        )
+
+
+def digest_of_data(data: Path) -> str:
+    """Return a digest of a file; what can be read but once, such as a pipe, or not at all, is like no other."""
+    if data.is_file():
+        with contextlib.suppress(OSError), files.open_binary(data, "r") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return uuid.uuid4().hex
 
 
 class ResumedLines:
