@@ -1,15 +1,21 @@
 """What is measured before a run is what the run does."""
 
 import json
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from outsize import user_cache
 from outsize.runtime.trial.trial_pass import TrialPass
+from outsize.session.job.known_models import has_unversioned_code
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from support import make_run
@@ -81,8 +87,60 @@ def test_other_code_of_a_model_is_tried_anew(
     measured(tmp_path)
     count, of_class = len(passes), LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: of_class(self, x).clone())
-    measured(tmp_path)
-    assert len(passes) == 2 * count
+    for times in (2, 3):  # what such code calls may have changed since
+        measured(tmp_path)
+        assert len(passes) == times * count
+
+
+class Scaled(torch.nn.Linear):
+    """A class of a program's own."""
+
+
+def own_function(*inputs: Any, **options: Any) -> Any:
+    """Stand for a hook, attention, or what a forward calls."""
+    return inputs[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_no_version_tells_is_seen_wherever_it_stands(monkeypatch: pytest.MonkeyPatch):
+    def model() -> Any:
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+            )
+        )
+
+    with torch.device("meta"):
+        assert not has_unversioned_code(model())
+        assert not has_unversioned_code(get_peft_model(model(), LoraConfig(target_modules=["q_proj"])))
+        one = model()
+        one.model.layers[0].mlp.up_proj = Scaled(8, 8)
+        hooked, called_back, bound = model(), model(), model()
+        plain = model()
+    hooked.model.layers[0].register_forward_hook(own_function)
+    called_back.model.norm.register_full_backward_pre_hook(partial(own_function))
+    bound.model.norm.act = own_function
+    assert all(map(has_unversioned_code, (one, hooked, called_back, bound)))
+    handle = torch.nn.modules.module.register_module_forward_hook(own_function)
+    assert has_unversioned_code(plain)
+    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "own", own_function)
+        assert has_unversioned_code(plain)
+    for place, name in (
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (modeling_llama.LlamaAttention, "helper"),
+        (modeling_llama, "repeat_kv"),
+    ):
+        with monkeypatch.context() as patch:
+            function = (
+                wraps(modeling_llama.repeat_kv)(lambda *inputs: inputs)
+                if name == "repeat_kv"
+                else own_function
+            )
+            patch.setattr(place, name, function, raising=False)
+            assert has_unversioned_code(plain)
+    assert not has_unversioned_code(plain)
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "other", "units"])

@@ -23,6 +23,14 @@ def attention_of(model: nn.Module) -> str:
     return str(config._attn_implementation)
 
 
+def attention_functions() -> list[Any]:
+    """Return what attention is registered, and what makes masks for it: transformers' own, and a program's."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return [*ALL_ATTENTION_FUNCTIONS.values(), *ALL_MASK_ATTENTION_FUNCTIONS.values()]
+
+
 def initialize(model: nn.Module, module: nn.Module) -> None:
     """Draw the parameters of ``module``, a part of ``model``, as a new model draws them."""
     untyped: Any = model

@@ -8,9 +8,12 @@ needs no torch. What a trial notes depends on the machine as well.
 import inspect
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -24,6 +27,15 @@ from outsize.runtime.trial.measured import KnownRows, Row, trial_lengths
 _KIND, _TRIALS = "counts", "trials"
 # Folders of what decides a count.
 _ROOMS = ("compat", "checkpoint/files", "codecs", "config", "model", "optim", "runtime", "session/job")
+
+# Packages whose versions are part of an entry's name.
+_PACKAGES = (
+    *("torch", "transformers", "peft", "diffusers", "accelerate"),
+    *("liger-kernel", "kernels", "flash-attn", "torchao"),
+)
+# Modules of code that these and our source vouch for; the last compute nothing.
+_VERSIONED = {name.replace("-", "_") for name in _PACKAGES} | {"outsize"} | sys.stdlib_module_names
+_VERSIONED |= {"huggingface_hub", "safetensors", "tqdm", "typing_extensions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,34 @@ class KnownTrials(KnownRows):
         return user_cache.digest_of(["trial", name, self._model, _here()])
 
 
+def has_unversioned_code(model: Any) -> bool:
+    """Whether any code of ``model``, of its hooks and of attention comes from packages whose versions name no entry.
+
+    That is a program's own, and remote code. It may change without a sign, by what it calls, so that notes of it say
+    nothing later. Looked at are classes and their methods, what stands in their files under a name, hooks, and
+    functions among a module's attributes.
+    """
+    from outsize.compat.torch_private import has_hooks_of_all, hooks_of  # which takes seconds to import
+    from outsize.compat.transformers_private import attention_functions
+
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    namespaces: list[Mapping[str, Any]] = [vars(each) for each in classes]
+    namespaces += [vars(sys.modules[each.__module__]) for each in classes if each.__module__ in sys.modules]
+    namespaces += [vars(module) for module in model.modules()]
+    named = (value for names in namespaces for value in list(names.values()))
+    functions = (value for value in named if isinstance(value, FunctionType | MethodType | partial))
+    hooks = (hook for module in model.modules() for each in hooks_of(module) for hook in each.values())
+    code = chain(classes, attention_functions(), hooks, functions)
+    return has_hooks_of_all() or any(_is_unversioned(each) for each in code)
+
+
+def _is_unversioned(code: Any) -> bool:
+    while isinstance(code, partial):
+        code = code.func
+    names = getattr(code, "__globals__", {}).get("__name__", ""), getattr(code, "__module__", None) or ""
+    return not all(name.partition(".")[0] in _VERSIONED for name in names if name) or not any(names)
+
+
 @cache
 def _rows() -> TypeAdapter[list[Row]]:
     return TypeAdapter(list[Row])
@@ -139,10 +179,7 @@ def _rows() -> TypeAdapter[list[Row]]:
 
 @cache
 def _here() -> list[Any]:
-    packages = user_cache.versions_of(
-        "torch", "transformers", "peft", "diffusers", "liger-kernel", "kernels", "flash-attn", "torchao"
-    )
-    return [dict(packages), user_cache.source_digest(*_ROOMS)]
+    return [dict(user_cache.versions_of(*_PACKAGES)), user_cache.source_digest(*_ROOMS)]
 
 
 # Models of diffusers: the tokens that their pipelines make of an image or a video and a text.

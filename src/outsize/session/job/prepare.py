@@ -41,7 +41,7 @@ from outsize.runtime.trial.trial_pass import in_turn
 from outsize.runtime.trial.unit_clock import compile_units
 from outsize.session.job.demand import DemandTrial, RunDemand, Trials
 from outsize.session.job.job_options import named_transport
-from outsize.session.job.known_models import KnownTrials
+from outsize.session.job.known_models import KnownTrials, has_unversioned_code
 from outsize.session.job.machine import (
     check_directory,
     check_transport,
@@ -312,7 +312,8 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
     """Return what trials have noted of a model before; nothing of one whose code or adapters are the user's own."""
     config = run.config
     named = config.model.trust_remote_code or config.train.loss_function or config.model.kernels == "hub"
-    if named or adapters_from or config.lora.begins_with or config.model.compile == "blocks":
+    begun = adapters_from or config.lora.begins_with or config.model.compile == "blocks"
+    if named or begun or has_unversioned_code(parts.model):
         return KnownRows()
     described = {name: value for name, value in hf_config.to_dict().items() if name != "_name_or_path"}
     classes = {type(module) for module in parts.model.modules()}
