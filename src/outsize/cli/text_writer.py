@@ -57,7 +57,7 @@ def state_of_model(model: str, base: str | None = None) -> str:
     from outsize.model.stored_adapters import find_adapters
 
     adapters = find_adapters(model, base)
-    places = [model] if adapters is None else [adapters.directory, adapters.base]
+    places: list[str | Path] = [model] if adapters is None else [adapters.directory, adapters.base]
     directories = [locate_checkpoint(place).resolve() for place in places]
     return user_cache.digest_of([[str(each), state_of_files(each)] for each in directories])
 

@@ -109,6 +109,7 @@ def _counted(number: int) -> str:
 
 
 SAY_S = 10.0  # between two lines of progress
+_PART_BYTES = 2**20
 
 
 @contextlib.contextmanager
@@ -167,7 +168,10 @@ def digest_of_data(data: Path) -> str:
     """Return a digest of a file; what can be read but once, such as a pipe, or not at all, is like no other."""
     if data.is_file():
         with contextlib.suppress(OSError), files.open_binary(data, "r") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.sha256()
+            while part := file.read(_PART_BYTES):
+                digest.update(part)
+            return digest.hexdigest()
     return uuid.uuid4().hex
 
 
