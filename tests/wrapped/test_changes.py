@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import outsize
 import zoo
-from outsize.errors import OutsizeError
+from outsize.errors import ConfigError, OutsizeError
 from outsize.planner.memory.step_bytes import encoded_bytes
 from outsize.planner.search import upgrades
 from outsize.planner.search.sizing import Knobs, Sizing
@@ -178,6 +178,21 @@ def test_what_a_program_holds_outlives_the_wrapping_or_is_refused(home: str):
     for name in gone:
         with pytest.raises(OutsizeError, match=r"keep tensor.clone\(\)"):
             held[name].sum()
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_weights_assigned_and_changed_before_the_backward_are_refused_as_any_others(home: str):
+    """Values that are no numbers are like themselves, and no change."""
+    with wrapped(zoo.small_llama(), **HOMES[home]) as model:
+        given = torch.full(model.lm_head.weight.shape, 0.01)
+        model.lm_head.weight.data = given
+        loss = model(**BATCH).loss
+        given.mul_(2)
+        with pytest.raises(ConfigError, match="weights have changed between this forward and its backward"):
+            loss.backward()
+        given[3] = torch.nan
+        model(**BATCH).loss.backward()
+        assert model.lm_head.weight.grad.isnan().any()
 
 
 @pytest.mark.parametrize("home", HOMES)

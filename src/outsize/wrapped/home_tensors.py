@@ -205,7 +205,7 @@ class HomeTensors:
         """
         for key in list(self.links):
             value = self.links[key]
-            if not torch.equal(self._at_home(*key).to(value.dtype), value):
+            if not torch.equal(_bits(self._at_home(*key).to(value.dtype)), _bits(value)):
                 self.write(self._where[key[0]][0], {key[0]: value.clone()}, key[1])
             if not self._is_linked(*key):
                 self.unlink(*key)
@@ -291,6 +291,11 @@ class HomeTensors:
         decoded = self._plane(arena, unit, plane)
         self._read(unit, plane, decoded, arena)
         self.errors |= errors_of(part, exact, decoded)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the bytes of a tensor, of which NaN has the same as before."""
+    return values.detach().reshape(-1).view(torch.uint8)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

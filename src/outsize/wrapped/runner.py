@@ -248,6 +248,7 @@ class Runner(Inferring):
         mark, weights_then = engine.num_submitted, self._weights_now()
 
         def backward(roots: Roots) -> None:
+            self.parameters.bring_links()  # what was changed in tensors that were assigned
             if self._weights_now() != weights_then:
                 raise ConfigError(
                     "weights have changed between this forward and its backward; run the forward again"
