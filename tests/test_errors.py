@@ -1,3 +1,4 @@
+import errno
 import inspect
 import pickle
 
@@ -53,3 +54,49 @@ def test_an_error_of_a_model_is_of_the_class_that_its_code_raised_but_for_what_e
     assert str(raised) == "the model raised"
     assert type(pickle.loads(pickle.dumps(raised))) is errors.ModelError
     assert type(errors.model_raised("the model raised", StopIteration())) is errors.ModelError
+
+
+class OwnError(LookupError):
+    """An error that is made of two things, and keeps one in a slot."""
+
+    __slots__ = ("slot",)
+
+    def __new__(cls, value, slot):
+        return super().__new__(cls, value)
+
+    def __init__(self, value, slot):
+        super().__init__(value)
+        self.value, self.slot = value, slot
+
+    @property
+    def twice(self):
+        return 2 * self.value
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (
+            OSError(errno.ENOENT, "No such file", "a", None, "b"),
+            ("errno", "strerror", "filename", "filename2"),
+        ),
+        (PermissionError(errno.EACCES, "not you"), ("errno", "strerror", "filename")),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), ("encoding", "object", "start", "end", "reason")),
+        (SyntaxError("bad", ("file.py", 3, 4, "text")), ("msg", "filename", "lineno", "offset", "text")),
+        (ImportError("no module", name="x", path="y"), ("msg", "name", "path")),
+        (AttributeError("none", name="x", obj=[1]), ("name", "obj")),
+        (ExceptionGroup("some", [ValueError("one")]), ("message", "exceptions")),
+        (KeyError("key"), ()),
+        (OwnError(3, slot="here"), ("value", "slot", "twice")),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_error_of_a_model_has_the_attributes_of_what_its_code_raised(error, names):
+    error.add_note("a note")
+    raised = errors.model_raised("the model raised", error)
+    assert isinstance(raised, type(error))
+    assert str(raised) == "the model raised"
+    for name in ("args", "__notes__", *names):
+        assert getattr(raised, name) == getattr(error, name)
+    arrived = pickle.loads(pickle.dumps(raised))
+    assert (type(arrived), str(arrived)) == (errors.ModelError, "the model raised")

@@ -23,6 +23,8 @@ its traceback. In a library call, ``except outsize.OutsizeError`` catches what a
 
 import errno
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import BuiltinMethodType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from outsize.units import format_bytes
@@ -45,19 +47,33 @@ class ModelError(OutsizeError):
 
 
 def model_raised(message: str, error: Exception) -> ModelError:
-    """Return an error of a model's own code, which is caught as what the code raised as well: ``except ValueError``."""
+    """Return an error of a model's own code, which is caught as what the code raised as well: ``except ValueError``.
+
+    It has the attributes of ``error`` too, such as an ``errno``; in another process it is a plain `ModelError`.
+    """
     more = {
-        "__str__": Exception.__str__,
-        "__reduce__": lambda self: (ModelError, self.args),
+        "__str__": lambda self: message,
+        "__reduce__": lambda self: (ModelError, (message,)),
         "__module__": __name__,
     }
     if isinstance(error, StopIteration | StopAsyncIteration):  # would end whatever iterates over results
         return ModelError(message)
     try:
         kind: Any = type("ModelError", (ModelError, type(error)), more)
-        raised: ModelError = kind.__new__(kind, message)
-    except TypeError:  # classes that let no other stand beside them
+        # Python's own: a class may ask for what is not known here.
+        makers = (vars(each).get("__new__") for each in kind.__mro__)
+        make: Any = next(maker for maker in makers if isinstance(maker, BuiltinMethodType))
+        raised: ModelError = make(kind, *error.args)
+    except (TypeError, ValueError):  # classes that let no other stand beside them
         return ModelError(message)
+    vars(raised).update(vars(error))
+    for each in type(error).__mro__:
+        for name, attribute in vars(each).items():
+            if isinstance(attribute, MemberDescriptorType | GetSetDescriptorType) and not name.startswith(
+                "__"
+            ):
+                with suppress(AttributeError, TypeError):  # it has none, or cannot be set
+                    attribute.__set__(raised, attribute.__get__(error))
     return raised
 
 
