@@ -1,16 +1,17 @@
 """Calls to the file system, all in one place, over a seam under which a test can put faults.
 
 Whatever a run keeps goes through here: the home, scratch files, checkpoints, tokens, the heartbeat. A `System` makes
-the calls themselves; a test puts another one in its place that counts them, records them and lets
-them fail. The functions below are made of those calls and say nothing of their own: what they raise is the `OSError`
-of the system, for the caller to explain.
+the calls themselves; a test puts another one in its place that counts them, records them and lets them fail. What the
+functions below raise is the `OSError` of the system, for the caller to explain.
 """
 
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import json
+import logging
 import os
 import shutil
 import stat
@@ -34,6 +35,8 @@ _PIPES = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 _LAST_STREAM = 2
 # What a disk or a share says that fails; others say that there is no such file, or that it is something else.
 _FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN, errno.ENOTCONN)
+# What a file system without locks says of them.
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 _MODES = {
     "r": os.O_RDONLY,
     "w": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
@@ -354,15 +357,25 @@ def sync(path: Path) -> None:
 def lock(descriptor: int, *, without_locks: bool = True) -> bool:
     """Lock an open file or directory until it is closed; return False where another process has locked it.
 
-    On a file system without locks nobody is kept out, and ``without_locks`` is returned.
+    On a file system without locks nobody is kept out, which is told once, and ``without_locks`` is returned; other
+    errors are raised as the system says.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _naming(descriptor):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _tell_of_no_locks(os.fstat(descriptor).st_dev, error.strerror)
         return without_locks
     return True
+
+
+@functools.cache
+def _tell_of_no_locks(_device: int, error: str) -> None:
+    logging.getLogger(__name__).warning("no locks on this file system (%s): have one writer", error)
 
 
 def free_bytes(path: Path) -> int:

@@ -25,7 +25,9 @@ from outsize.checkpoint.export import Hub, _is_on_the_hub, export
 from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.errors import CheckpointError, ConfigError, StorageError
+from outsize.storage.prealloc import preallocate
 from outsize.training.run import train
+from outsize.training.run_dir import claimed
 from outsize.wrapped.module import runner_of
 from support import make_run
 
@@ -112,17 +114,96 @@ def test_what_a_killed_export_has_left_goes_with_the_next_and_what_another_write
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-writing"}
 
 
-def test_an_export_on_a_file_system_without_locks_removes_nothing_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_an_export_on_a_file_system_without_locks_removes_nothing_of_others_and_tells_so_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     (tmp_path / ".out.partial-writing").mkdir()
-    with new_directory(tmp_path / "out", 0):
-        pass
+    files._tell_of_no_locks.cache_clear()
+    for _ in range(2):
+        with new_directory(tmp_path / "out", 0, overwrite=True):
+            pass
     assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.partial-writing"}
+    assert caplog.text.count("no locks on this file system") == 1
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize("has_new", [False, True])
+def test_what_a_killed_export_has_set_aside_comes_back_unless_the_new_one_was_there(
+    kind: str, has_new: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    out, former = tmp_path / "out", tmp_path / ".out.former-0123"
+    if kind == "directory":
+        former.mkdir()
+    (former / "weights" if kind == "directory" else former).write_text("former")
+    (tmp_path / ".out.partial-0123").mkdir()
+    if has_new:
+        (tmp_path / ".out.partial-0123").rename(out)
+        (out / "weights").write_text("new")
+    with pytest.raises(StorageError, match="exists already"), new_directory(out, 0):
+        pass
+    assert not former.exists()
+    assert (out / "weights" if out.is_dir() else out).read_text() == ("new" if has_new else "former")
+    assert ("a process was killed while it replaced it" in caplog.text) == (not has_new)
+    with new_directory(out, 0, overwrite=True):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_another_export_has_set_aside_stays_with_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    former, partial = tmp_path / ".out.former-0123", tmp_path / ".out.partial-0123"
+    former.mkdir()
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with new_directory(tmp_path / "out", 0):
+            pass
+    finally:
+        os.close(descriptor)
+    assert former.exists()
+    assert "rename it to have it back" in caplog.text
+
+
+def test_a_directory_that_another_export_takes_for_abandoned_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain, seen = fcntl.flock, []
+
+    def flock(descriptor: int, how: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append(place)
+        if len(seen) == 1:  # the other one has removed it
+            place.rmdir()
+        if len(seen) == 2:  # the other one is about to
+            raise BlockingIOError(errno.EWOULDBLOCK, "locked")
+        plain(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with new_directory(tmp_path / "out", 0) as partial:
+        assert partial == seen[2]
+        assert partial.is_dir()
+    assert len(set(seen[:3])) == 3
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EBADF])
+def test_a_lock_that_fails_is_an_error_and_none_of_another_process(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageError, match=os.strerror(number)), new_directory(tmp_path / "out", 0):
+        pass
+    with pytest.raises(StorageError, match=os.strerror(number)), claimed(tmp_path / "run"):
+        pass
+    with pytest.raises(StorageError, match=os.strerror(number)):
+        preallocate(tmp_path / "home", 4096)
 
 
 def test_an_export_whose_directory_others_take_away_leaves_what_was_there(tmp_path: Path):

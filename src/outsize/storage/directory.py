@@ -8,7 +8,6 @@ Attributes and their meaning: Documentation/admin-guide/blockdev/zram.rst of Lin
 """
 
 import atexit
-import fcntl
 import os
 import re
 import shutil
@@ -109,14 +108,12 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock), path.stat()):
+                if files.lock(lock) and os.path.samestat(os.fstat(lock), path.stat()):
                     return path, lock
-            except (BlockingIOError, FileNotFoundError):
-                pass  # removed by the other, or about to be: tried again under another name
-            except OSError:  # a file system without locks
-                return path, lock
-            os.close(lock)
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)  # removed by the other, or about to be: tried again under another name
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -125,8 +122,8 @@ def _remove_abandoned(parent: Path) -> None:
         with suppress(OSError):  # another user's, gone by now, in use, or on a file system without locks
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                if files.lock(lock, without_locks=False):
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
 

@@ -167,7 +167,11 @@ def _check_free_space(path: Path, num_bytes: int) -> None:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    if not files.lock(descriptor):
+    try:
+        is_ours = files.lock(descriptor)
+    except OSError as error:
+        raise explain(error, f"lock {path}") from error
+    if not is_ours:
         raise StorageError(f"{path} is in use by another run; give this one another directory")
 
 

@@ -160,7 +160,11 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
         except OSError as error:
             raise explain(error, f"open {run_dir} ({key})") from error
         try:
-            if not files.lock(descriptor):
+            try:
+                is_ours = files.lock(descriptor)
+            except OSError as error:
+                raise explain(error, f"lock {run_dir} ({key})") from error
+            if not is_ours:
                 raise StorageError(
                     f"{run_dir} is in use by another run; wait for it, or choose another {key}"
                 )

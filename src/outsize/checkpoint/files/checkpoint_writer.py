@@ -9,6 +9,7 @@ checkpoint. So there is a whole checkpoint or none, whatever goes wrong.
 import contextlib
 import errno
 import glob
+import logging
 import os
 import shutil
 import uuid
@@ -27,6 +28,8 @@ from outsize.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 
 def write_checkpoint(
@@ -92,9 +95,11 @@ def new_directory(
         StorageError: the disk is full or has no room for ``num_bytes``, the place is not writable, or something is
             there already.
     """
+    # What a link leads to is what is meant, and the link stays.
+    place = Path(os.path.realpath(final)) if final.is_symlink() else final
+    _bring_back_former(place)
     if not overwrite and final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise _in_the_way(final)
-    # What a link leads to is what is meant, and the link stays.
     with _storage_errors(final, overwrite):
         if num_bytes > (free := files.free_bytes(final)):
             raise StorageError(
@@ -103,7 +108,6 @@ def new_directory(
             )
         if ready is not None:
             ready()
-        place = Path(os.path.realpath(final)) if final.is_symlink() else final
         with _becoming(place, overwrite) as partial:
             yield partial
 
@@ -116,14 +120,11 @@ def _becoming(final: Path, overwrite: bool) -> Iterator[Path]:
     """
     files.make_directories(final.parent)
     _remove_abandoned(final)
-    token = uuid.uuid4().hex[:8]
-    partial = final.parent / f".{final.name}.partial-{token}"
-    previous = final.parent / f".{final.name}.former-{token}"
-    files.system().mkdir(partial)
-    identity = os.stat(partial)
     with contextlib.ExitStack() as held:
+        partial = _new_locked(final, held)
+        previous = _former_of(partial)
+        identity = os.stat(partial)
         try:
-            held.enter_context(_locked(partial))
             yield partial
             files.sync(partial)
             if overwrite and final.exists():
@@ -138,10 +139,66 @@ def _becoming(final: Path, overwrite: bool) -> Iterator[Path]:
             if previous.exists() and not final.exists():
                 files.system().rename(previous, final)
             raise
-    if previous.is_dir():
-        files.system().remove_tree(previous)
-    elif previous.exists():
-        files.system().unlink(previous)
+        _remove(previous)
+
+
+def _new_locked(final: Path, held: contextlib.ExitStack) -> Path:
+    """Make a hidden directory beside ``final``, locked as long as ``held`` is open.
+
+    Until it is locked another process may take it for abandoned, and remove it: then there is another one.
+    """
+    while True:
+        partial = final.parent / f".{final.name}.partial-{uuid.uuid4().hex[:8]}"
+        files.system().mkdir(partial)
+        with contextlib.ExitStack() as opened, contextlib.suppress(FileNotFoundError):
+            descriptor = files.system().open(partial, os.O_RDONLY | os.O_DIRECTORY)
+            opened.callback(files.system().close, descriptor)
+            if files.lock(descriptor) and os.path.samestat(os.fstat(descriptor), os.stat(partial)):
+                held.enter_context(opened.pop_all())
+                return partial
+
+
+def _former_of(partial: Path) -> Path:
+    """Return where what was there before is kept until ``partial`` is in its place."""
+    before, _, token = partial.name.rpartition(".partial-")
+    return partial.with_name(f"{before}.former-{token}")
+
+
+def _bring_back_former(final: Path) -> None:
+    """Bring back what stood at ``final`` before a process that was killed just before it put another in its place."""
+    for former in final.parent.glob(f".{glob.escape(final.name)}.former-*"):
+        before, _, token = former.name.rpartition(".former-")
+        partial = former.with_name(f"{before}.partial-{token}")
+        try:
+            if _is_in_use(partial) or _is_in_use(final):
+                if not final.exists():
+                    says = "%s is what was at %s; unless another process is writing that now, rename it to have it back"
+                    _log.warning(says, former, final)
+                continue
+            if final.exists():
+                _remove(former)
+                continue
+            files.system().rename(former, final)
+        except OSError as error:
+            _log.warning("%s is what was at %s, and cannot be brought back: %s", former, final, error)
+        else:
+            _log.warning("%s is what it was before: a process was killed while it replaced it", final)
+
+
+def _is_in_use(directory: Path) -> bool:
+    """Whether a process may have locked a directory."""
+    if not directory.is_dir():
+        return False
+    with _locked(directory) as is_ours:
+        return not is_ours
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, or a file, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        files.system().remove_tree(path)
+    elif path.exists() or path.is_symlink():
+        files.system().unlink(path)
 
 
 def _remove_abandoned(final: Path) -> None:

@@ -136,7 +136,11 @@ def results_at(out: Path, settings: Mapping[str, str], *, in_files: bool = False
     flags = os.O_RDONLY | os.O_DIRECTORY if in_files else os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
     descriptor = files.system().open(out, flags)
     try:
-        if not files.lock(descriptor):
+        try:
+            is_ours = files.lock(descriptor)
+        except OSError as error:
+            raise StorageError(f"{out} cannot be locked: {error}; choose another --out") from error
+        if not is_ours:
             raise StorageError(
                 f"{out} is written by another process now; wait for it, or choose another --out"
             )
