@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize import user_cache
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.records_text import ResumedLines, now_and_then, results_at
+from outsize.cli.text.records_text import ResumedLines, digest_of, now_and_then, results_at
 from outsize.cli.text_writer import ModelOptions, TextWriter, state_of_model
 from outsize.errors import ConfigError
 from outsize.units import format_bytes, format_rate, format_seconds
@@ -180,7 +179,7 @@ def _settings(options: GenerateOptions, prompts: "Sequence[Prompt]") -> dict[str
     )
     settings = {name: str(getattr(options, name)) for name in settled}
     words = [each if isinstance(each, str) else [each.messages, each.tools, each.options] for each in prompts]
-    settings |= {"prompts_digest": user_cache.digest_of(words)}
+    settings |= {"prompts_digest": digest_of(words)}
     return settings | {"model_files": state_of_model(options.model, options.base)}
 
 

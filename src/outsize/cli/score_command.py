@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outsize import files, user_cache
+from outsize import files
 from outsize.choices import Scored
 from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
-from outsize.cli.text.records_text import ResumedLines, digest_of_data, now_and_then, results_at
+from outsize.cli.text.records_text import ResumedLines, digest_of, digest_of_data, now_and_then, results_at
 from outsize.cli.text_writer import ModelOptions, TextWriter, state_of_model
 from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_seconds
@@ -173,7 +173,7 @@ def _state_of_data(run: Path) -> str:
     sources = [(str(each.path), each.glob) for each in (config.data, *config.data.more)]
     if config.eval.data is not None:
         sources.append((str(config.eval.data), config.data.glob))
-    return user_cache.digest_of([list_files(sources), state_of_model(str(config.model.path))])
+    return digest_of([list_files(sources), state_of_model(str(config.model.path))])
 
 
 class _Results:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outsize import files, user_cache
+from outsize import files
 from outsize.choices import Dtype, Home, Scored
+from outsize.cli.text.records_text import digest_of
 from outsize.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def state_of_model(model: str, base: str | None = None) -> str:
     adapters = find_adapters(model, base)
     places: list[str | Path] = [model] if adapters is None else [adapters.directory, adapters.base]
     directories = [locate_checkpoint(place).resolve() for place in places]
-    return user_cache.digest_of([[str(each), state_of_files(each)] for each in directories])
+    return digest_of([[str(each), state_of_files(each)] for each in directories])
 
 
 class TextWriter:

@@ -168,6 +168,11 @@ def _check_alike(out: Path, note: Path, settings: Mapping[str, str]) -> None:
         )
 
 
+def digest_of(content: object) -> str:
+    """Return a digest of what JSON knows."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def digest_of_data(data: Path) -> str:
     """Return a digest of a file; what can be read but once, such as a pipe, or not at all, is like no other."""
     if data.is_file():
