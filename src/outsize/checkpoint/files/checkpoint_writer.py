@@ -166,21 +166,21 @@ def _former_of(partial: Path) -> Path:
 
 def _bring_back_former(final: Path) -> None:
     """Bring back what stood at ``final`` before a process that was killed just before it put another in its place."""
-    for former in final.parent.glob(f".{glob.escape(final.name)}.former-*"):
-        before, _, token = former.name.rpartition(".former-")
-        partial = former.with_name(f"{before}.partial-{token}")
+    for aside in final.parent.glob(f".{glob.escape(final.name)}.former-*"):
+        before, _, token = aside.name.rpartition(".former-")
+        partial = aside.with_name(f"{before}.partial-{token}")
         try:
             if _is_in_use(partial) or _is_in_use(final):
                 if not final.exists():
                     says = "%s is what was at %s; unless another process is writing that now, rename it to have it back"
-                    _log.warning(says, former, final)
+                    _log.warning(says, aside, final)
                 continue
             if final.exists():
-                _remove(former)
+                _remove(aside)
                 continue
-            files.system().rename(former, final)
+            files.system().rename(aside, final)
         except OSError as error:
-            _log.warning("%s is what was at %s, and cannot be brought back: %s", former, final, error)
+            _log.warning("%s is what was at %s, and cannot be brought back: %s", aside, final, error)
         else:
             _log.warning("%s is what it was before: a process was killed while it replaced it", final)
 

@@ -156,13 +156,13 @@ def results_at(out: Path, settings: Mapping[str, str], *, in_files: bool = False
 
 def _check_alike(out: Path, note: Path, settings: Mapping[str, str]) -> None:
     """Check that results were made with ``settings``, as the note beside them says."""
-    former = files.read_json(note, ConfigError, "choose another --out")
-    if unknown := sorted(settings.keys() - former.keys()):
+    notes = files.read_json(note, ConfigError, "choose another --out")
+    if unknown := sorted(settings.keys() - notes.keys()):
         raise ConfigError(
             f"{out} was made by a version that did not note {' and '.join(unknown)}, so results of other data or "
             "weights might come behind it; choose another --out"
         )
-    if changed := sorted(name for name in former if former[name] != settings.get(name)):
+    if changed := sorted(name for name in notes if notes[name] != settings.get(name)):
         raise ConfigError(
             f"{out} was made with other settings ({', '.join(changed)}), see {note}; choose another --out"
         )
