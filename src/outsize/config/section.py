@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from outsize.accelerators import check_device_name
-from outsize.choices import OF_TEXTS, WITH_MIN_LR
+from outsize.choices import OBJECTIVES_OF, WITH_MIN_LR
 from outsize.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -168,7 +168,10 @@ NO_RECORDS: Final[Row] = (
 )
 TRAINERS: Final[Row] = (("a trainer of another library trains", Case.by_trainer),)
 FIELDS: Final[Row] = (
-    ("records have fields of their own", lambda case: case.by_trainer() and not case.learns(*OF_TEXTS)),
+    (
+        "records have fields of their own",
+        lambda case: case.by_trainer() and not case.learns(*OBJECTIVES_OF["teacher"]),
+    ),
 )
 NO_WRITERS: Final[Row] = (("telemetry.writers is empty", lambda case: not case.config.telemetry.writers),)
 
