@@ -56,7 +56,7 @@ def read(key: str, text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) 
     file.write_text(f"{section}:\n  {name}: {text}\n", encoding="utf-8")
     trees: list[dict[str, Any]] = []
     with monkeypatch.context() as patched:
-        patched.setattr(load, "parse_config", lambda tree, origins: trees.append(tree))
+        patched.setattr(load, "parse_config", lambda tree, *_: trees.append(tree))
         load_config(file, environ={})
         load_config(None, [f"{key}={text}"], environ={})
         load_config(None, environ={f"OUTSIZE_{section.upper()}__{name.upper()}": text})
