@@ -181,6 +181,8 @@ def test_gpus_without_figures_are_taken_for_usual_ones(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_name", lambda index: ["NVIDIA H100 80GB HBM3", "GPU of 2030"][index]
     )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert assumed_machine(Devices.parse("cuda:0,1")).gpus == parse_gpus("2xh100").gpus
     assert (
         assumed_machine(Devices.parse("cuda:1,0"))
