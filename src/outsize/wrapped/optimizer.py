@@ -18,7 +18,7 @@ from outsize.storage.ledger import Arena
 from outsize.wrapped.at_home.at_rest import AtRest
 from outsize.wrapped.at_home.home_parameter import parameter_of_now, plainly
 from outsize.wrapped.module import iterate_parameters, runner_of
-from outsize.wrapped.optimizer_state import StateAtHome
+from outsize.wrapped.optimizer_state import EXACT, StateAtHome, before_rounding, pack
 from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -86,8 +86,11 @@ class AdamW(torch.optim.Optimizer):
     def state(self, values: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         if values is self._state or not hasattr(self, "param_groups"):  # torch's constructor begins with none
             return
-        self._state.clear()
-        self._state.update(values)  # type: ignore[arg-type]
+        # One after the other: they may be what rests at home, which beginning all of it anew would take from them.
+        for parameter, state in values.items():
+            self._state[parameter] = state
+        for parameter in [each for each in self._state if each not in values]:
+            del self._state[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer.add_param_group`."""
@@ -127,7 +130,8 @@ class AdamW(torch.optim.Optimizer):
         """Step what another optimizer has by now: its groups, and a state that it was given since."""
         self.param_groups = other.param_groups
         if other.state is not self._state:
-            self.state = dict(other.state)
+            parameters = [p for group in other.param_groups for p in group["params"]]
+            self.state = before_rounding(other.state, parameters)
             other.state = self._state  # type: ignore[assignment]
 
     def settle(self) -> None:
@@ -168,11 +172,13 @@ class AdamW(torch.optim.Optimizer):
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         if len(saved) != len(parameters):
             raise ValueError(f"the state is of {len(saved)} parameters, this optimizer has {len(parameters)}")
-        values = {p: state_dict["state"].get(n, {}) for n, p in zip(saved, parameters, strict=True)}
+        states = state_dict["state"]
+        numbered = {p: states[n] for n, p in zip(saved, parameters, strict=True) if n in states}
+        values = before_rounding({**numbered, EXACT: states.get(EXACT, {})}, parameters)
         super().load_state_dict({**state_dict, "state": {}})
         self._begin(frozenset(self._named()))
-        for parameter, state in values.items():
-            self._state[parameter] = state
+        for parameter in parameters:
+            self._state[parameter] = values.get(parameter, {})
         self._tell()
 
     def __getstate__(self) -> NoReturn:
@@ -321,9 +327,7 @@ def _check_stand_in(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
 def _standing_in(runner: Runner, optimizer: torch.optim.Optimizer) -> AdamW:
     """Return what steps a disk home in the place of an AdamW of torch."""
     _log.info("torch.optim.AdamW steps what rests on disk as outsize.AdamW does: as with fused=True")
-    optimizer.register_state_dict_post_hook(
-        lambda _, packed: {**packed, "state": {key: dict(values) for key, values in packed["state"].items()}}
-    )
+    optimizer.register_state_dict_post_hook(pack)
     return AdamW(runner.model, groups=optimizer.param_groups)
 
 

@@ -1,5 +1,6 @@
 """The state of an optimizer of a wrapped model, and the forms of its moments."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from outsize.optim.optimizer_spec import (
 from outsize.optim.split_masters import EXP_AVG_FORM, EXP_AVG_SQ_FORM, from_codes, to_codes
 from outsize.wrapped.runner import Runner
 
+_log = logging.getLogger(__name__)
 _KEPT = {
     EXP_AVG: (EXP_AVG_SCALES, EXP_AVG_FORM),
     EXP_AVG_SQ: (EXP_AVG_SQ_SCALES, EXP_AVG_SQ_FORM),
@@ -62,6 +64,58 @@ def as_kept(values: Mapping[str, Tensor], moments: Moments) -> dict[str, Tensor]
 
 
 STEP = "step"
+# Beside the numbers of the parameters in a ``state_dict``: what torch's ``load_state_dict`` leaves as it is.
+EXACT = "outsize"
+
+
+def pack(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``state_dict`` from which torch's ``load_state_dict`` loses nothing.
+
+    It rounds the state of a parameter to the dtype of that, masters as well. What it would change stands under `EXACT`
+    as well, by number and key; files hold a tensor once.
+
+    Args:
+        optimizer: any.
+        packed: what torch's ``state_dict`` made of it.
+    """
+    if EXACT in packed["state"]:  # loaded, and not stepped since
+        return packed
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: dict(values) for number, values in packed["state"].items()}
+    exact = {
+        f"{number}.{key}": value
+        for number, values in state.items()
+        for key, value in values.items()
+        if key != STEP and value.dtype != parameters[number].dtype
+    }
+    return {**packed, "state": {**state, EXACT: exact} if exact else state}
+
+
+def before_rounding(
+    state: Mapping[Any, Any], parameters: Iterable[Tensor]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of each parameter that has one, as `pack` packed it where it is that, rounded.
+
+    Args:
+        state: of an optimizer, perhaps as torch's ``load_state_dict`` left it.
+        parameters: of the optimizer, in order.
+    """
+    exact, found = state.get(EXACT, {}), {}
+    for number, parameter in enumerate(parameters):
+        if parameter in state:
+            found[parameter] = values = dict(state[parameter])
+            for key, value in values.items():
+                whole = exact.get(f"{number}.{key}")
+                if whole is not None and torch.equal(whole.to(value), value):
+                    values[key] = whole
+    rounded = [v[MASTER].dtype for v in found.values() if MASTER in v and v[MASTER].dtype != torch.float32]
+    if rounded:
+        _log.warning(
+            "masters and moments that were loaded are in %s, as torch.optim.AdamW.load_state_dict rounds them: this "
+            "run goes on from those, and not bit for bit; go on from what outsize.AdamW saved with outsize.AdamW",
+            str(rounded[0]).removeprefix("torch."),
+        )
+    return found
 
 
 class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
