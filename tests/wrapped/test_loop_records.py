@@ -80,6 +80,33 @@ def test_steps_of_an_optimizer_of_torch_and_of_several_backwards(tmp_path: Path)
     ] * 2
 
 
+def test_a_loss_of_the_caller_s_own_is_not_called_the_model_s(tmp_path: Path):
+    """Neither alone nor added to it, nor in one of several backwards; scaled it is still the model's."""
+    with wrapped(zoo.build("llama"), run_dir=tmp_path / "run") as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(*ways: str) -> float:
+            for way in ways:
+                output = model(**BATCHES[0])
+                own = output.logits.square().mean()
+                losses = {
+                    "model": output.loss,
+                    "own": own,
+                    "both": output.loss + own,
+                    "scaled": output.loss / 2,
+                }
+                losses[way].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(output.loss.detach())
+
+        means = [step(*ways) for ways in (["own"], ["both"], ["model", "own"], ["scaled"])]
+    steps = lines(tmp_path / "run")
+    assert [step["loss"] for step in steps] == [None, None, None, means[3]]
+    targets = num_targets(BATCHES[0], True)
+    assert [step["tokens"] for step in steps] == [targets, targets, 2 * targets, targets]
+
+
 def test_a_directory_that_holds_a_run_is_refused_and_the_model_is_as_it_was(tmp_path: Path):
     (tmp_path / "heartbeat.jsonl").write_text("{}\n")
     model = zoo.build("llama")

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from outsize.compat.torch_private import wants_gradient, will_run
 from outsize.errors import ConfigError
 from outsize.wrapped.batching import InputGradients
-from outsize.wrapped.outputs import Joined, Roots
+from outsize.wrapped.outputs import Joined, Roots, loss_of
 
-Backward = Callable[[Roots], None]
+Backward = Callable[[Roots, Tensor | None], None]
 
 
 class AutogradBridge:
@@ -26,7 +26,8 @@ class AutogradBridge:
 
     Args:
         joined: the output.
-        backward: runs the backward from roots and their gradients.
+        backward: runs the backward from roots and their gradients, and is given the model's loss where nothing else of
+            the output has one.
         abandon: called when no backward will follow.
         parameters: that train.
         inputs: tensors whose gradients the caller wants as well.
@@ -45,6 +46,7 @@ class AutogradBridge:
         self._joined = joined
         self._inputs = inputs
         self._shown: list[weakref.ref[Tensor]] = []
+        self._losses: list[Tensor | None] = []  # the model's loss among the outputs, without history
         self._parameters = parameters
         self._backward = backward
         self._abandon = abandon
@@ -65,6 +67,8 @@ class AutogradBridge:
         self._inputs.let_go()
         self._shown = [weakref.ref(tensor) for tensor in made]
         output = self._joined.build(dict(zip(positions, made, strict=True)))
+        loss = loss_of(output)
+        self._losses = [loss.detach() if loss is tensor else None for tensor in made]
         self._joined.forget_values()
         return output
 
@@ -87,7 +91,8 @@ class AutogradBridge:
                     "model itself took the loss: call it without labels, and take the loss of that output"
                 )
         backward, self._backward = self._backward, None
-        backward(self._joined.roots(gradients))
+        used = [loss for loss, gradient in zip(self._losses, gradients, strict=True) if gradient is not None]
+        backward(self._joined.roots(gradients), used[0] if len(used) == 1 else None)
         return self._inputs.gradients()
 
     def __del__(self) -> None:

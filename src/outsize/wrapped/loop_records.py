@@ -126,7 +126,7 @@ class LoopRecords:
         self._moved: list[Mapping[tuple[str, str], Moved]] = []
         self._loss: tuple[Tensor, int] | None = None
         self._loss_sum = 0.0
-        self._scored = 0
+        self._scored = self._others = 0  # targets that the model has scored, and backwards from another loss
         self._tokens = 0
         self._norm: Tensor | None = None
         self._events: list[Event] = []
@@ -209,13 +209,14 @@ class LoopRecords:
         """Book what the ops of ``context`` move on the step under way."""
         self._moved.append(context.moved)
 
-    def scored(self, output: Any, tokens: int) -> None:
-        """Take what the model returned for a batch that it is trained on, of so many targets."""
+    def scored(self, loss: Tensor | None, tokens: int) -> None:
+        """Take the loss of a batch of so many targets, where its backward began there, else None."""
         self._tokens += tokens
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.numel() == 1 and tokens:
-            self._book_loss()  # of a pass before, whose work is done
-            self._loss = loss.detach(), tokens
+        self._book_loss()  # of a pass before, whose work is done
+        if loss is None:
+            self._others += 1
+        else:
+            self._loss = loss, tokens
 
     def clipped(self, norm: Tensor) -> None:
         """Take the norm of all gradients."""
@@ -260,7 +261,7 @@ class LoopRecords:
         self._book_loss()
         return StepOutcome(
             number=self._number,
-            loss=self._loss_sum / self._scored if self._scored else float("nan"),
+            loss=self._loss_sum / self._scored if self._scored and not self._others else float("nan"),
             gradient_norm=float("nan") if self._norm is None else float(self._norm),
             learning_rate=lr,
             tokens=self._tokens,
@@ -276,7 +277,7 @@ class LoopRecords:
         """Begin to count anew, for the next step."""
         self._asked_s, self._norm, self._tokens = None, None, 0
         self._moved, self._events = [], []
-        self._loss_sum, self._scored = 0.0, 0
+        self._loss_sum, self._scored, self._others = 0.0, 0, 0
 
     def _book_loss(self) -> None:
         if self._loss is not None:

@@ -215,6 +215,12 @@ class Roots:
         return [edge for (edge, _), _ in found], [part.to(device) for (_, device), part in found]
 
 
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss that a model has returned; None where there is none, or not one number."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
 def _flat(output: Any) -> tuple[list[Any], Any]:
     """Return the leaves of what a model returned, and how they hang together."""
     return torch_private.flatten(vars(output) if _is_namespace(output) else output)

@@ -62,7 +62,7 @@ class Runner(Inferring):
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
         self._caller = Caller(*(each.torch_device for each in self.session.machine.devices.each))
-        self._num_steps = self._num_forwards = self._num_targets = 0  # targets of the last forward that keeps
+        self._num_steps = self._num_forwards = 0
         self._uncut: set[frozenset[str]] = set()  # names of inputs that cannot be cut into microbatches
         self._leaves_nothing: int | None = None  # hooks and mode in which layers left none, see `watching`
         self._leaves_state = False  # whether batches go whole, since a forward leaves state on the model
@@ -78,10 +78,7 @@ class Runner(Inferring):
         model = self._check()
         with without_cache(model, inputs):
             alone = self.microbatches == 1 or self._leaves_state
-            output = self._forward(model, inputs) if alone else self._forward_alike(model, inputs)
-        if self.records is not None and self._num_targets:
-            self.records.scored(output, self._num_targets)
-        return output
+            return self._forward(model, inputs) if alone else self._forward_alike(model, inputs)
 
     def _forward_alike(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Run the model forward in microbatches; where these leave state on it, undo that, and have the batch go whole.
@@ -128,7 +125,6 @@ class Runner(Inferring):
         )
 
     def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        self._num_targets = 0
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
         cached = inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
@@ -173,12 +169,12 @@ class Runner(Inferring):
                 self._abandoned.append(context.number)
             return joined.build({})
         abandoned = self._abandoned if leaves else []
-        passage = self._passage(engine, context, joined, abandoned, arriving, lean=lean)
+        tokens = batching.num_targets(parts, sizes, self._measured.shifted)
+        passage = self._passage(engine, context, joined, abandoned, arriving, lean=lean, tokens=tokens)
         if saves:
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
             self._keeping = weakref.ref(passage)
-        self._num_targets = batching.num_targets(parts, sizes, self._measured.shifted)
         return passage.output()
 
     def _ready_for(
@@ -243,11 +239,12 @@ class Runner(Inferring):
         inputs: InputGradients,
         *,
         lean: bool,
+        tokens: int,
     ) -> AutogradBridge:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
 
-        def backward(roots: Roots) -> None:
+        def backward(roots: Roots, loss: Tensor | None) -> None:
             self.parameters.bring_links()  # what was changed in tensors that were assigned
             if self._weights_now() != weights_then:
                 raise ConfigError(
@@ -256,6 +253,8 @@ class Runner(Inferring):
             with self.parameters.hooks_run():
                 self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
             self.parameters.show_links(GRADIENT)
+            if self.records is not None and tokens:
+                self.records.scored(loss, tokens)
 
         number = context.number
         # Autograd would run hooks on gradients that it does not see.
