@@ -68,7 +68,7 @@ def test_other_ways_to_train_are_set_beside_it(model_dir, capsys):
     better = fastest["name"] if fastest["tokens_per_s"] >= 1.05 * found["tokens_per_s"] else "outsize"
     assert found["choice"].startswith(f"so: {better}, since ")
     assert found["choice"] in " ".join(text.split())
-    assert run(*arguments, "--nodes", 2, "--net", "25Gb") == 2
+    assert run(model_dir, "--gpus", "4090", *arguments[3:], "--nodes", 2, "--net", "25Gb") == 2
     assert "--compare is of one machine" in capsys.readouterr().err
 
 

@@ -182,11 +182,12 @@ def test_nodes_agree_on_a_norm_that_nothing_is_clipped_to(options, asked, tmp_pa
     assert {"CLIP", "AGREE"} <= names
 
 
-def test_nodes_of_several_gpus_step_their_share_of_a_home_on_disk(asked, capsys):
+def test_nodes_of_several_gpus_are_refused_with_what_to_ask(asked, capsys):
+    """A process of a run has one GPU."""
     model, _, _, *others = asked
-    found = answer(capsys, model, "--gpus", "2x4090", *others, "--home", "disk", *NODES)
-    assert (found["verdict"], found["nodes"]) == ("fits", 2)
-    assert found["memory_bytes"]["host"]["network buffers"] > 0
+    assert run(model, "--gpus", "4x4090", *others, *NODES) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ask about nodes of one GPU, --gpus 4090 --nodes 8, each with its share" in said
 
 
 def test_adafactor_takes_four_bytes_and_room_for_the_largest_unit(asked, capsys):

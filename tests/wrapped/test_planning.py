@@ -1,19 +1,24 @@
 """What a plan of a wrapped model has room for."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import outsize
 import zoo
+from outsize.errors import BudgetExceededError, ConfigError
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.predict import question
 from outsize.planner.program.stages import Choice
 from outsize.runtime.device.allocator import ResidentLimit
 from outsize.session import session
-from outsize.session.job import demand
+from outsize.session.job import demand, machine
 from outsize.wrapped.batching import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of
-from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, wrapped
+from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
 
 BATCH = zoo.batch("llama", num_sequences=4)
 
@@ -96,3 +101,29 @@ def test_free_memory_goes_back_where_a_cpu_is_over_its_budget(monkeypatch: pytes
     with wrapped(zoo.build("llama"), device="emulated:1") as model:
         streamed_backward(model, BATCH)
     assert len(limits) == 1
+
+
+def test_a_home_that_does_not_fit_says_what_would():
+    model = zoo.build("llama")
+    with pytest.raises(
+        BudgetExceededError, match=r'rest at home: wrap with home="disk", or a larger host_memory'
+    ):
+        outsize.wrap(model, **{**ROOM, "host_memory": 2**14}, home="host")
+    with pytest.raises(BudgetExceededError, match=r"wrap with a larger disk_memory"):
+        outsize.wrap(model, **{**ROOM, "disk_memory": 2**14}, home="disk")
+
+
+def test_a_store_in_no_directory_is_refused_and_one_in_memory_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ConfigError, match=r"store_dir=.*there is no directory .*/typo; make it"):
+        outsize.wrap(zoo.build("llama"), **ROOM, home="disk", store_dir=tmp_path / "typo" / "store")
+    assert not (tmp_path / "typo").exists()
+    kinds = iter(["tmpfs", "ext4"])
+    seen = SimpleNamespace(file_system=SimpleNamespace(value=None))
+    monkeypatch.setattr(machine, "read_disk", lambda *given: seen)
+    for seen.file_system.value in kinds:
+        with wrapped(zoo.build("llama"), home="disk", store_dir=tmp_path / "store"):
+            pass
+    assert caplog.text.count("/store is tmpfs, whose files take RAM") == 1
+    assert len(caplog.records) == 1

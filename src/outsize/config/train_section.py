@@ -106,7 +106,7 @@ class TrainConfig(Section):
             (
                 "a step has no more microbatches",
                 lambda case: (
-                    (case.config.train.round_microbatches or 1) >= (case.config.train.microbatches or 2**63)
+                    (case.config.train.round_microbatches or 0) > (case.config.train.microbatches or 2**63)
                 ),
             ),
             *TRAINERS,

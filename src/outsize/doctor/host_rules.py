@@ -13,7 +13,7 @@ from outsize.doctor.run_record import (
     text,
 )
 from outsize.doctor.run_rules import WORTH
-from outsize.hardware.host_memory import pin_limits
+from outsize.hardware.host_memory import IN_MEMORY, pin_limits
 from outsize.hardware.machine_file import DiskRates
 from outsize.units import format_bytes, format_rate
 
@@ -269,7 +269,6 @@ def not_quiet(facts: Facts) -> Seen | None:
 
 # A drive whose writes without a pause fall by more than this is no noise.
 _SAG = 0.3
-_IN_MEMORY = ("tmpfs", "ramfs", "zram")
 # No disk that turns reads 0.35 GB/s in order; a plain NVMe drive reads 2.
 _TURNING_BYTES_PER_S, _NVME_BYTES_PER_S = 0.35e9, 2e9
 
@@ -280,7 +279,7 @@ def poor_disk(facts: Facts) -> Seen | None:
     That a drive turns is what virtual ones say too, so its rate must agree.
     """
     for place in facts.machine.inventory.disks:
-        if place.file_system.value in _IN_MEMORY:
+        if place.file_system.value in IN_MEMORY:
             return Seen(
                 evidence=f"{place.directory} is {place.file_system.value}: what is written there takes RAM",
                 expected="a local NVMe",

@@ -24,6 +24,9 @@ from outsize.hardware.cgroup import Fact, Record
 from outsize.native.library import available, level, reason
 from outsize.units import format_bytes
 
+# File systems whose files take RAM.
+IN_MEMORY = ("tmpfs", "ramfs", "zram")
+
 
 class DiskPlace(Record):
     """A directory that could hold a home, and what lies under it.

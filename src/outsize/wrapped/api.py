@@ -31,7 +31,14 @@ from outsize.session.job.model_setup import change_blocks
 from outsize.spin import late_warning
 from outsize.storage.prealloc import storage_errors
 from outsize.streamed.spec import BlockSettings, choose_dtype
-from outsize.wrapped.arguments import Head, WrapSettings, check_one_process, memory_of, transport_of
+from outsize.wrapped.arguments import (
+    Head,
+    WrapSettings,
+    check_one_process,
+    memory_of,
+    store_dir_of,
+    transport_of,
+)
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
 from outsize.wrapped.generating import say_without_cache, take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
@@ -73,7 +80,7 @@ def wrap(
         device_memory: budget of each device, e.g. ``"20GiB"``; None is what is free, less a margin.
         home: where weights, gradients and optimizer state rest; ``auto`` is host memory if they fit.
         microbatches: most parts that each batch is cut into; weights cross to the device once per pass all the same.
-        store_dir: directory of a disk home, best on a local NVMe; None makes a temporary one.
+        store_dir: directory of a disk home, best on a local NVMe, made if absent; None makes a temporary one.
         head: ``resident`` keeps it on the device throughout a pass, for a forward that uses its weight itself, as those
             of TRL's trainers do; ``auto`` does so from the first such forward on; ``streamed`` refuses it.
         base_codec: how frozen matrices of blocks rest and travel: raw, ``nf4``, ``nf4-double``, ``int8`` or ``fp8``.
@@ -95,7 +102,7 @@ def wrap(
     settings = WrapSettings(
         memory=memory_of(wrap, device, device_memory, home, memory),
         microbatches=microbatches,
-        store_dir=store_dir,
+        store_dir=store_dir_of(store_dir),
         codecs=(base_codec, table_codec),
         head=head,
         transport=transport_of(transport),
@@ -152,7 +159,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     settings = WrapSettings(
         memory=memory_of(load, device, device_memory, home, memory),
         microbatches=microbatches,
-        store_dir=store_dir,
+        store_dir=store_dir_of(store_dir),
         codecs=(base_codec, table_codec),
         head="auto" if head == "none" else head,
         transport=transport_of(transport),

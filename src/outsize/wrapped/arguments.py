@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from inspect import signature
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
@@ -71,6 +72,20 @@ class WrapSettings:
     def with_head(self) -> bool | None:
         """Whether the head is a unit, see `split`; None until a forward takes its weight by itself."""
         return _WITH_HEAD[self.head]
+
+
+def store_dir_of(store_dir: str | PathLike[str] | None) -> str | PathLike[str] | None:
+    """Return the directory of a disk home; it may be absent, to be made and taken away, but not what it lies in.
+
+    Raises:
+        ConfigError: that is no directory.
+    """
+    parent = None if store_dir is None else Path(store_dir).absolute().parent
+    if parent is not None and not parent.is_dir():
+        raise ConfigError(
+            f"store_dir={str(store_dir)!r}: there is no directory {parent}; make it, or name another"
+        )
+    return store_dir
 
 
 def memory_of(

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from outsize.compat.torch_private import parameters_of
-from outsize.errors import ConfigError, ModelError
+from outsize.errors import BudgetExceededError, ConfigError, ModelError
 from outsize.inference.kv_cache import ordinary
 from outsize.model.compiled import dtype_and_parts
 from outsize.model.shared_memory import check_memory
@@ -29,9 +29,10 @@ from outsize.planner.search.sizing import PlanOptions
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.fill import summary
-from outsize.session.job.machine import check_transport, describe_machine
+from outsize.session.job.machine import check_transport, describe_machine, say_in_memory
 from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
+from outsize.units import format_bytes
 from outsize.wrapped.arguments import WrapSettings, check_one_process
 from outsize.wrapped.at_home.home_parameter import plainly, weakly
 from outsize.wrapped.moving import Moving
@@ -136,7 +137,16 @@ class ModelAtHome(ABC):
             keeps_gradients=True,
             setting="store_dir",
         )
-        return Session(parts, machine, memory, store)
+        on_disk = machine.home == "disk"
+        if on_disk and not hasattr(self, "session"):
+            say_in_memory(store_dir, _log.warning)
+        try:
+            return Session(parts, machine, memory, store)
+        except BudgetExceededError as error:
+            instead = "a larger disk_memory" if on_disk else 'home="disk", or a larger host_memory'
+            raise BudgetExceededError(
+                f"{format_bytes(state_bytes)} rest at home: wrap with {instead}; {error}"
+            ) from error
 
     def _move_in(self, model: nn.Module, fill: Fill, moving: Moving | None = None) -> None:
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""

@@ -255,12 +255,19 @@ def _rate(option: str, text: str) -> float:
 _RATE_FACTORS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def check_nodes(options: PlanFlags) -> None:
-    """Refuse what several nodes cannot do together.
+def check_nodes(options: PlanFlags, num_gpus: int) -> None:
+    """Refuse what several nodes of so many GPUs cannot do together.
 
     Raises:
-        ConfigError: each unit is clipped by itself.
+        ConfigError: each has several GPUs, or each unit is clipped by itself.
     """
+    if options.nodes > 1 and num_gpus > 1:
+        one = "" if options.gpus is None else f" --gpus {split_count(options.gpus)[1]}"
+        raise ConfigError(
+            f"--nodes {options.nodes}: each process of such a run has one GPU, and this machine has {num_gpus}: ask "
+            f"about nodes of one GPU,{one} --nodes {options.nodes * num_gpus}, each with its share of its machine's "
+            "--ram, --cpu-cores and --net (docs/nodes.md); or about one machine, without --nodes"
+        )
     if options.nodes > 1 and options.clip == "unit":
         raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
 

@@ -189,8 +189,8 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or none that can be counted.
     """
-    check_nodes(options)
     machine = machine_from(options)
+    check_nodes(options, len(machine.gpus))
     model = model or asked_model(options)
     model, seq_len = model.with_samples(options)
     config = _config(options, model, seq_len, adapted_modules(options.lora_modules))

@@ -80,7 +80,7 @@ def render_short(
         _headline(request),
         f"fits, its training state {home}{_resident(prediction, ' but for ')}: {', '.join(tiers)}",
         f"{speed}{_between(prediction)}, {step_s} for a step of {question.tokens_per_step:,} tokens in "
-        f"{prediction.microbatches} microbatches; MFU {prediction.mfu:.0%}",
+        f"{_counted(prediction.microbatches)}; MFU {prediction.mfu:.0%}",
         f"what ends a step is {prediction.ends_it}",
     ]
     if request.tokens is not None and request.steps is not None:
@@ -204,13 +204,17 @@ def _notes(request: Asked) -> tuple[str, ...]:
     return (*request.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(request)))
 
 
+def _counted(count: int) -> str:
+    return "1 microbatch" if count == 1 else f"{count} microbatches"
+
+
 def _small_rounds(prediction: Prediction) -> Iterator[str]:
     """Yield a note where a round has fewer microbatches than there are GPUs to compute them."""
     layout = prediction.plan.layout
     if layout.round_size < layout.num_workers:
         more = "more tokens per step" if layout.num_rounds == 1 else "more device memory, or --mlp-parts,"
         yield (
-            f"a round has {layout.round_size} microbatches for {layout.num_workers} GPUs, which wait for each other: "
+            f"a round has {_counted(layout.round_size)} for {layout.num_workers} GPUs, which wait for each other: "
             f"{more} may help"
         )
 

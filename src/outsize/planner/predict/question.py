@@ -24,9 +24,6 @@ NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
     "whole, each node steps its share of the unit, and the weights are gathered; both overlap with what else goes on",
 )
-NODES_OF_SEVERAL = (
-    "several nodes of several GPUs: `outsize train` gives each process one GPU, and is told of all of them as nodes",
-)
 # Looking at each operation of a unit costs Python tens of microseconds for each: less than this is not worth it.
 LEAST_SELECTED_S = 0.002
 
@@ -272,6 +269,4 @@ def exchange_of(question: Question) -> Exchange:
 
 def node_assumptions(question: Question) -> tuple[str, ...]:
     """Return what is taken for granted of several nodes, for people."""
-    if question.nodes == 1:
-        return ()
-    return NODES if len(question.machine.gpus) == 1 else (*NODES, *NODES_OF_SEVERAL)
+    return () if question.nodes == 1 else NODES

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from outsize.codecs.transport import Transport, Wire
 from outsize.config import MemoryConfig, ParallelConfig
 from outsize.errors import ConfigError
 from outsize.hardware.cards import find_card, known_card, parse_gpus
-from outsize.hardware.host_memory import HostMemory, read_host_memory
+from outsize.hardware.host_memory import IN_MEMORY, HostMemory, read_disk, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Gpu, Machine, Peer
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.memory_table import Tier
@@ -120,6 +121,17 @@ def check_directory(store_dir: Path) -> None:
     """
     check_not_a_device(store_dir)
     check_not_a_device(store_dir.parent)
+
+
+def say_in_memory(store_dir: Path, warn: Callable[..., object]) -> None:
+    """Warn where a disk home in ``store_dir`` would lie in memory."""
+    kind = read_disk(existing(store_dir), Path("/")).file_system.value
+    if kind in IN_MEMORY:
+        warn(
+            "store_dir: %s is %s, whose files take RAM that host_memory does not count; name a directory on a disk",
+            store_dir,
+            kind,
+        )
 
 
 def _budgets(memory: MemoryConfig, devices: Devices, available: int, is_shared: bool) -> tuple[int, int]:
