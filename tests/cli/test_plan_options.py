@@ -7,9 +7,10 @@ import pytest
 
 from cli.command_line import LLAMA
 from cli.test_plan import answer, run
-from outsize.cli.plan import plan_model
+from outsize.cli.plan import plan_compare, plan_model
 from outsize.cli.plan.plan_compare import last_that_fits
 from outsize.cli.plan.plan_model import read_config
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import in_options
 from outsize.config import load_config
 from outsize.errors import ModelError
@@ -312,3 +313,13 @@ def test_a_frozen_model_in_four_bits_takes_less_and_full_training_freezes_none(m
     assert four < 0.8 * plain  # embedding and head stay as they are
     assert run(*options) == 2
     assert "add --method lora" in capsys.readouterr().err
+
+
+def test_what_a_sweep_varies_comes_before_what_a_machine_in_words_says(model_dir, tmp_path, monkeypatch):
+    (box := tmp_path / "box.yaml").write_text("gpus: 4090\nram: 1024GiB")
+    asked = []
+    monkeypatch.setattr(plan_compare, "_point", lambda value, request: asked.append(request) or value)
+    options = PlanFlags(model=str(model_dir), machine=box, seq_len=128, named=frozenset(("machine", "seq_len")))
+    plan_compare.sweep(options, "ram")
+    memory = [request.question.machine.host.memory_bytes for request in asked]
+    assert memory == [gib * 2**30 for gib in plan_compare.RAM_GIB]

@@ -251,6 +251,8 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
     points = []
     for value, changed in _changes(options, model, kind):
         try:
+            # What is varied comes before what a file of the machine says of it, as on the command line.
+            changed = replace(changed, named=options.named | {kind.replace("-", "_")})
             request = ask(changed, model, figures)
             figures = None if kind == "seq-len" else request.figures
             points.append(_point(value, request))
