@@ -319,7 +319,9 @@ def test_what_a_sweep_varies_comes_before_what_a_machine_in_words_says(model_dir
     (box := tmp_path / "box.yaml").write_text("gpus: 4090\nram: 1024GiB")
     asked = []
     monkeypatch.setattr(plan_compare, "_point", lambda value, request: asked.append(request) or value)
-    options = PlanFlags(model=str(model_dir), machine=box, seq_len=128, named=frozenset(("machine", "seq_len")))
+    options = PlanFlags(
+        model=str(model_dir), machine=box, seq_len=128, named=frozenset(("machine", "seq_len"))
+    )
     plan_compare.sweep(options, "ram")
     memory = [request.question.machine.host.memory_bytes for request in asked]
     assert memory == [gib * 2**30 for gib in plan_compare.RAM_GIB]

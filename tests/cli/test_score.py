@@ -111,3 +111,27 @@ def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_p
     assert "of a conversation, put the reply to be scored there" in capsys.readouterr().err
     # Nothing was written, so other settings may.
     assert run(model, "--data", data, "--out", tmp_path / "x", "--context", 16, *ROOM) == 0
+
+
+def test_a_completion_is_scored_whole_or_refused(model: Path, tmp_path: Path, capsys: Any):
+    merging = shutil.copytree(model, tmp_path / "merging")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["import"])
+    tokenizer.save_pretrained(merging)
+
+    def status(name: str, *records: dict[str, str]) -> int:
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("\n".join(map(json.dumps, records)))
+        return run(merging, "--data", data, "--out", tmp_path / f"{name}.out", *ROOM)
+
+    assert status("merged", {"prompt": "x imp", "completion": "ort"}) == 0
+    (line,) = map(json.loads, (tmp_path / "merged.out").read_text().splitlines())
+    assert (len(line["token_logprobs"]), line["is_greedy"]) == (1, False)
+    capsys.readouterr()
+    good = {"prompt": "a", "completion": " b"}
+    assert status("none", good, {"prompt": "a", "completion": ""}) == 2
+    assert "none.jsonl:2: the completion has no token to score" in capsys.readouterr().err
+    assert status("alone", {"prompt": "imp", "completion": "ort"}) == 2
+    assert "alone.jsonl:1: no token stands before the completion" in " ".join(capsys.readouterr().err.split())
+    assert status("empty", {"text": ""}) == 2
+    assert "empty.jsonl:1: the text is empty" in " ".join(capsys.readouterr().err.split())

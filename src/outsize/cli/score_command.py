@@ -130,14 +130,21 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
         for start in range(
             0, max(len(ids) - 1, 1), options.context - 1
         ):  # every token but the first counts once
-            yield ScoredText(ids[start : start + options.context])
+            yield _with_tokens(ScoredText(ids[start : start + options.context]), str(options.data))
         return
     for record, where in read_records(options.data):
         completion = record.get("completion")
         if completion is None and isinstance(record.get("text"), str):
-            yield writer.scored_text(record["text"], None)
+            yield _with_tokens(writer.scored_text(record["text"], None), where)
         elif isinstance(completion, str):
-            yield writer.scored_text(read_prompt(record, where), completion)
+            text = writer.scored_text(read_prompt(record, where), completion)
+            if options.want in ("logprobs", "logits") and (not completion or text.start == len(text.ids)):
+                raise DataError(f"{where}: the completion has no token to score; leave the record out")
+            if options.want in ("logprobs", "logits") and not text.start:
+                raise DataError(
+                    f"{where}: no token stands before the completion, by which it could be scored; lengthen the prompt"
+                )
+            yield _with_tokens(text, where)
         elif options.want == "logprobs":
             spoken = (
                 "" if "messages" not in record else "; of a conversation, put the reply to be scored there"
@@ -146,7 +153,13 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
                 f"{where}: a record needs 'text', or 'completion' beside 'prompt' or 'messages'{spoken}"
             )
         else:
-            yield writer.scored_text(read_prompt(record, where), None)
+            yield _with_tokens(writer.scored_text(read_prompt(record, where), None), where)
+
+
+def _with_tokens(text: "ScoredText", where: str) -> "ScoredText":
+    if not text.ids:
+        raise DataError(f"{where}: the text is empty, which has no token to score; leave it out")
+    return text
 
 
 def _settings(options: ScoreOptions) -> dict[str, str]:

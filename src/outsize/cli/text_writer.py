@@ -1,6 +1,7 @@
 """A model and its tokenizer, open for writing: what the commands that write text have in common."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -182,7 +183,8 @@ class TextWriter:
     def scored_text(self, prompt: "str | Conversation", completion: str | None) -> "ScoredText":
         """Return the tokens of a completion behind its prompt, or of a text, all of which but the first count.
 
-        Space between the two counts to the completion, as lm-evaluation-harness has it.
+        Space between the two counts to the completion, as lm-evaluation-harness has it, and so does a token that holds
+        the end of the prompt and the beginning of the completion: all of the completion is scored.
         """
         from outsize.wrapped.writing.scoring import ScoredText
         from outsize.wrapped.writing.text import check_text
@@ -193,11 +195,14 @@ class TextWriter:
         )
         text = text_prompt.text + (completion or "")
         check_text(text, "the text")
-        ids = self._tokenizer(text, add_special_tokens=not text_prompt.is_templated)["input_ids"]
-        if completion is None:
-            return ScoredText(ids)
-        return ScoredText(
-            ids, len(self._tokenizer(before, add_special_tokens=not text_prompt.is_templated)["input_ids"])
+        ids, prompt_ids = (
+            self._tokenizer(words, add_special_tokens=not text_prompt.is_templated)["input_ids"]
+            for words in (text, before)
+        )
+        return (
+            ScoredText(ids)
+            if completion is None
+            else ScoredText(ids, len(os.path.commonprefix([ids, prompt_ids])))
         )
 
     def score(self, texts: "Iterable[ScoredText]", want: Scored, **choice: Any) -> Iterator[Any]:
