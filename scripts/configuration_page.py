@@ -42,6 +42,9 @@ A value is looked for in this order; the first place that has it wins:
 4. the file;
 5. the default.
 
+Of `train.steps` and `train.epochs`, which say one thing in two ways, the one that comes first ends the other, and so it
+is with `train.tokens_per_step` and `train.batch_size`: `--steps 5` trains 5 steps, whatever `epochs` the file has.
+
 A key that does not exist is an error, and so is a value of another type than the table says: `"8"` is not a
 number. Values are read as in YAML 1.2: only `true` and `false` are truths, and a key that takes text takes `off`,
 `2024` or `1e5` as they are written. A setting that has no effect on the run is reported as a note. `outsize train

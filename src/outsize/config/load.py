@@ -23,6 +23,8 @@ _PREFIX = "OUTSIZE_"
 # A value that is no list, mapping or quoted text of YAML; and names with commas between, which are no pattern.
 _BARE = re.compile(r"(?![\[{\"'!&#])\S")
 _NAMES = re.compile(r"[\w.-]+(?:,[\w.-]+)+")
+# Keys that say one thing in two ways: one that is given ends the other of a place that comes behind.
+_RIVALS = (("train", "steps", "epochs"), ("train", "tokens_per_step", "batch_size"))
 _SIZE_KEYS = ("device_memory", "host_memory", "disk_memory")
 
 Tree = dict[str, Any]
@@ -50,11 +52,14 @@ def load_config(
     origins: dict[str, str] = {}
     if path is not None:
         _lay_over(tree, origins, _read_file(Path(path)), str(path))
-    for name, branch in _from_environment(os.environ if environ is None else environ):
-        _lay_over(tree, origins, branch, name)
-    for override in overrides:
-        _lay_over(tree, origins, _from_override(override), f"--set {override}")
-    _lay_over(tree, origins, _unflatten(given.items()), "the command line")
+    for place in (
+        [(branch, name) for name, branch in _from_environment(os.environ if environ is None else environ)],
+        [(_from_override(override), f"--set {override}") for override in overrides],
+        [(_unflatten(given.items()), "the command line")],
+    ):
+        _end_rivals(tree, [layer for layer, _ in place])
+        for layer, source in place:
+            _lay_over(tree, origins, layer, source)
     return parse_config(tree, origins, str(path or "a config file"))
 
 
@@ -210,6 +215,16 @@ def _unflatten(items: Iterable[tuple[str, Any]]) -> Tree:
         else:
             tree[section] = value
     return tree
+
+
+def _end_rivals(tree: Tree, layers: Sequence[Tree]) -> None:
+    """Take from ``tree`` what ``layers``, which come before it, say in another way."""
+    for section, *keys in _RIVALS:
+        branches = [layer[section] for layer in layers if isinstance(layer.get(section), dict)]
+        given = [key for key in keys if any(branch.get(key) is not None for branch in branches)]
+        if given and isinstance(tree.get(section), dict):
+            for key in set(keys).difference(given):
+                tree[section].pop(key, None)
 
 
 def _lay_over(tree: Tree, origins: dict[str, str], layer: Tree, source: str) -> None:
