@@ -235,6 +235,7 @@ def test_the_host_is_said_by_options(model_dir, capsys):
     [
         (("--gpus", "4090", "--ram", "64"), "64 without a unit is 64 bytes; write 64GB"),
         (("--gpus", "4090", "--device-memory", "20"), "write 20GB"),
+        (("--gpus", "4090", "--lora-r", "32"), "--lora-r: full training has no adapters; add --method lora"),
         (("--gpus", "4090", "--ram", "much"), "not a size"),
         (("--gpu-spec", "memory=24GB"), "lacks tflops and gbps"),
         (("--gpu-spec", "memory=24GB,tflop=1"), "did you mean tflops"),

@@ -268,6 +268,15 @@ def _config(
         raise ConfigError(
             "--base-codec is how a frozen model is held, and full training freezes none; add --method lora"
         )
+    adapters = [
+        f"--{name.replace('_', '-')}"
+        for name in ("lora_r", "lora_modules", "lora_parameters")
+        if name in options.named
+    ]
+    if adapters and options.method != "lora":
+        raise ConfigError(
+            f"{', '.join(adapters)}: full training has no adapters; add --method lora, or leave it out"
+        )
     if options.method == "lora":
         flags |= {"lora.r": options.lora_r, "lora.base_codec": options.base_codec}
         if options.lora_parameters is not None:
