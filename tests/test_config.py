@@ -184,6 +184,7 @@ def test_a_key_like_no_other_points_to_the_documentation():
         ("memory.device=emulated:0", "memory.device: not a device: 'emulated:0'"),
         ("memory.device_memory=lots", "memory.device_memory: not a size: 'lots'; write a number and a unit"),
         ("memory.device_memory=true", "memory.device_memory: not a size; write a number and a unit"),
+        ("memory.device_memory='160'", "memory.device_memory: 160 without a unit is 160 bytes; write 160MiB"),
         ("memory.host_memory=0", "memory.host_memory: a size must be above zero"),
         ("memory.tile_elements=3000", "memory.tile_elements: must be a multiple of 2048, not 3000"),
         (

@@ -215,6 +215,8 @@ def _size(value: Any) -> Any:
     num_bytes = parse_bytes(value)
     if num_bytes <= 0:
         raise ValueError("a size must be above zero")
+    if isinstance(value, str) and num_bytes < 2**20 and value.strip().isdigit():
+        raise ValueError(f"{value} without a unit is {value} bytes; write {value}MiB or {value}GiB")
     return num_bytes
 
 
