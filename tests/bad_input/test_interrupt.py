@@ -70,7 +70,7 @@ def test_the_first_signal_finishes_the_step_and_saves(
     told = r"was heard: the run ends after step 2, in about .*, and saves\. A second one stops it at once: "
     assert re.search(told, " ".join(outcome.err.split()))
     assert "interrupted after step 2; saving" in outcome.err
-    assert "interrupted and saved; --resume auto --run-dir" in outcome.err
+    assert "interrupted and saved; outsize train " in outcome.err
     again = world.command(world.config(train=SIX), "--resume", "auto")
     assert (again.status, again.result["steps"]) == (0, 6)
     run_well(world, "through", train=SIX)

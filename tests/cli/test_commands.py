@@ -270,7 +270,7 @@ def test_a_run_that_ends_early_says_how_to_go_on(backend, capsys):
     assert status_of("train", *PATHS, "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["steps"] == 3
-    assert "--resume auto --run-dir runs/x goes on from here" in err
+    assert "outsize train runs/x/config.yaml --resume auto --run-dir runs/x goes on from here" in err
 
 
 def test_a_bug_keeps_its_traceback(backend):

@@ -7,6 +7,7 @@
 ``outsize sweep``: which tokens per step are the fastest on this machine, measured.
 """
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,7 +60,10 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     output.emit(result.to_dict())
     output.print_result(_summary(result, verbose=verbose))
     if result.steps < result.num_steps and not result.stopped_early:
-        output.say(f"interrupted and saved; --resume auto --run-dir {result.run_dir} goes on from here")
+        again = shlex.join(("outsize", "train", f"{result.run_dir}/config.yaml", "--resume", "auto"))
+        output.say(
+            f"interrupted and saved; {again} --run-dir {shlex.quote(result.run_dir)} goes on from here"
+        )
 
 
 def _summary(result: "TrainResult", *, verbose: bool) -> str:
