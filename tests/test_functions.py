@@ -82,6 +82,8 @@ def test_a_machine_with_a_switch_and_a_program_of_ones_own_are_predicted(tmp_pat
         ("gpus: 4090\ncpu_cores: many", "cpu_cores is a number, not 'many'"),
         ("gpus: 4090\nswitches: {plx: {uplink: fast, gpus: [0]}}", "not a rate: 'fast'"),
         ("gpus: [", "cannot read"),
+        ("gpus: 4090\nswitches: [0, 1]", "switches is [0, 1]; write each by its name"),
+        ("ram: 64GB", "box.yaml: it names no GPUs"),
     ],
 )
 def test_a_machine_in_words_that_is_none_is_refused(text, says, tmp_path, model_json):
@@ -110,6 +112,24 @@ def test_what_is_given_comes_before_what_a_file_says(tmp_path, model_json):
 def test_what_only_prints_is_refused(model_json):
     with pytest.raises(outsize.ConfigError, match="compare, sweep: what outsize plan prints"):
         outsize.predict(model_json, gpus="4090", sweep="ram", compare=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"machine": {"gpus": "4090"}}, "machine: a file or an outsize Machine, not {'gpus': '4090'}"),
+        ({"gpus": 4090}, "gpus=4090: it should be a valid string, as --gpus"),
+        ({"gpus": "4090", "seq_len": "x"}, "seq_len='x': it should be a valid integer, as --seq-len"),
+        ({"gpus": "4090", "ram": 64}, "ram=64: it should be"),
+        (
+            {"gpus": "4090", "kernels": "fast"},
+            "kernels='fast': it should be 'eager', 'fused', 'liger' or 'hub'",
+        ),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_name(model_json, options, says):
+    with pytest.raises(outsize.ConfigError, match=re.escape(says)):
+        outsize.predict(model_json, **options)
 
 
 def test_an_option_that_there_is_not_is_refused(model_json):

@@ -92,6 +92,12 @@ def _in_words(path: Path, options: PlanFlags) -> Machine:
         named = sorted(map(str, unknown)) if isinstance(fields, dict) else "no keys"
         raise ConfigError(f"{path}: {named}; a machine in words has {', '.join(keys)} and switches")
     switches = fields.pop("switches", None) or {}
+    if not isinstance(switches, dict):
+        raise ConfigError(
+            f"{path}: switches is {switches!r}; write each by its name: plx: {{uplink: 25GB, gpus: [0, 1]}}"
+        )
+    if not fields.keys() & {"gpus", "gpu_spec"} and not options.named & {"gpus", "gpu_spec"}:
+        raise ConfigError(f"{path}: it names no GPUs; write for example gpus: 4x4090, or gpu_spec")
     if not isinstance(fields.get("cpu_cores", 1), int):
         raise ConfigError(f"{path}: cpu_cores is a number, not {fields['cpu_cores']!r}")
     words = {

@@ -1,8 +1,9 @@
 """What can be asked of ``outsize plan``, option by option."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -17,6 +18,7 @@ from outsize.choices import (
     NewtonSchulz,
 )
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients, WireWeights
+from outsize.errors import ConfigError
 
 Sweep = Literal["tokens-per-step", "seq-len", "gpus", "ram"]
 
@@ -219,3 +221,22 @@ class PlanFlags:
     output_file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write a train.yaml for `outsize train`.")
     ] = None
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuse a value that the command line could not have given to the option.
+
+    Raises:
+        ConfigError: names it.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    kinds = get_type_hints(PlanFlags)
+    for name, value in given.items():
+        try:
+            TypeAdapter(kinds[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            should = error.errors()[0]["msg"].removeprefix("Input ")
+            raise ConfigError(
+                f"{name}={value!r}: it {should}, as --{name.replace('_', '-')} of outsize plan takes it"
+            ) from None

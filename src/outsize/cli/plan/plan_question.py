@@ -22,7 +22,7 @@ from outsize.cli.plan.plan_model import (
     read_run,
     with_run,
 )
-from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags, check_kinds
 from outsize.config import Config, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
@@ -121,8 +121,13 @@ def predict(
     given: dict[str, Any] = {"gpus": gpus, "tokens_per_step": tokens_per_step, "home": home, **options}
     if given.get("resident") is not None:
         given["resident"] = str(given["resident"])
+    check_kinds(given)
     named = frozenset(name for name, value in given.items() if value not in (None, "auto"))
     described = Path(machine) if isinstance(machine, str) else machine
+    if not isinstance(described, Machine | Path | None):
+        raise ConfigError(
+            f"machine: a file or an outsize Machine, not {machine!r}; write a machine in words into a file"
+        )
     flags = PlanFlags(model=str(model), machine=cast(Any, described), named=named, **given)
     return fastest(ask_what_fits(with_run(flags)).question)
 
