@@ -287,6 +287,7 @@ def _packed(
         num_rows += len(measured)
     teacher = None if logits_in is None else TeacherLogits(logits_in, num_rows)
     if teacher is not None:
+        teacher.check(rows, *([] if measured is None else [measured]))
         announce(teacher.describe())
     return Prepared(tokenizer=tokenizer, rows=rows, measured=measured, collate=_stacked, teacher=teacher)
 

@@ -9,14 +9,13 @@ targets, Hinton et al., arXiv:1503.02531.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, normalize
 from transformers import Trainer
@@ -277,6 +276,23 @@ class TeacherLogits:
             "(docs/objectives.md)"
         )
 
+    def check(self, *datasets: Any) -> None:
+        """Hold the tokens and targets of every file against the sequences of datasets; of logits no byte is read.
+
+        Raises:
+            DataError: one is of another sequence, or cannot be read.
+        """
+        for number, row in enumerate(dataset[n] for dataset in datasets for n in range(len(dataset))):
+            inputs = {name: value for name, value in row.items() if name != ROW}
+            self._check(number, self._read(number, ("logits", "indices", "mass")), inputs)
+
+    def _check(self, number: int, part: Mapping[str, Tensor], row: Mapping[str, Tensor]) -> None:
+        if not _is_of(part, row):
+            raise DataError(
+                f"train.teacher: {logits_file(self._directory, number)} is of another sequence than the run's of that "
+                f"number; the data, how they are cut or what of them is trained has changed. {self._remedy}"
+            )
+
     def of(self, rows: Any, inputs: Mapping[str, Tensor], vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """Return the logits [N, V] of the targets of sequences, or the largest of them [N, k] with their tokens.
 
@@ -291,12 +307,7 @@ class TeacherLogits:
         parts = []
         for index, number in enumerate(rows.tolist()):
             part = self._read(number)
-            if not _is_of(part, {name: value[index].cpu() for name, value in inputs.items()}):
-                raise DataError(
-                    f"train.teacher: {logits_file(self._directory, number)} is of another sequence than the run's of "
-                    "that number; the data, how they are cut or what of them is trained has changed. "
-                    f"{self._remedy}"
-                )
+            self._check(number, part, {name: value[index].cpu() for name, value in inputs.items()})
             if int(part["vocab_size"]) != vocab_size:
                 raise ConfigError(
                     f"train.teacher: {self._directory} has logits of {int(part['vocab_size']):,} tokens, and the "
@@ -313,13 +324,15 @@ class TeacherLogits:
     def _remedy(self) -> str:
         return f"make them: outsize score TEACHER --data RUN.yaml --want logits --out {self._directory}"
 
-    def _read(self, number: int) -> dict[str, Tensor]:
+    def _read(self, number: int, leave_out: Collection[str] = ()) -> dict[str, Tensor]:
         path = logits_file(self._directory, number)
         try:
-            part: dict[str, Tensor] = load_file(path)
+            with safe_open(path, "pt") as file:
+                names = set(file.keys())
+                part = {name: file.get_tensor(name) for name in names.difference(leave_out)}
         except (OSError, SafetensorError) as error:
             raise DataError(f"train.teacher: {path} cannot be read: {error}; {self._remedy}") from error
-        lacks = {"input_ids", "counts", "vocab_size", "logits"} - part.keys()
+        lacks = {"input_ids", "counts", "vocab_size", "logits"} - names
         if lacks:
             raise DataError(f"train.teacher: {path} has no {', '.join(sorted(lacks))}; {self._remedy}")
         return part
