@@ -1,9 +1,10 @@
 """A model and its tokenizer, open for writing: what the commands that write text have in common."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -202,7 +203,7 @@ class TextWriter:
         return (
             ScoredText(ids)
             if completion is None
-            else ScoredText(ids, len(os.path.commonprefix([ids, prompt_ids])))
+            else ScoredText(ids, sum(takewhile(bool, map(eq, ids, prompt_ids))))
         )
 
     def score(self, texts: "Iterable[ScoredText]", want: Scored, **choice: Any) -> Iterator[Any]:

@@ -249,10 +249,10 @@ def sweep(options: PlanFlags, kind: Sweep) -> tuple[Point, ...]:
     model = asked_model(options)
     figures: ModelFigures | None = None
     points = []
+    # What is varied comes before what a file of the machine says of it, as on the command line.
+    options = replace(options, named=options.named | {kind.replace("-", "_")})
     for value, changed in _changes(options, model, kind):
         try:
-            # What is varied comes before what a file of the machine says of it, as on the command line.
-            changed = replace(changed, named=options.named | {kind.replace("-", "_")})
             request = ask(changed, model, figures)
             figures = None if kind == "seq-len" else request.figures
             points.append(_point(value, request))
