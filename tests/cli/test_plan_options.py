@@ -326,3 +326,22 @@ def test_what_a_sweep_varies_comes_before_what_a_machine_in_words_says(model_dir
     plan_compare.sweep(options, "ram")
     memory = [request.question.machine.host.memory_bytes for request in asked]
     assert memory == [gib * 2**30 for gib in plan_compare.RAM_GIB]
+
+
+def test_the_plan_of_a_run_reads_its_data_as_the_run_does_and_says_what_that_chooses(
+    model_dir, tmp_path, capsys
+):
+    (data := tmp_path / "chats.jsonl").write_text('{"text": "a word"}\n{"text": 3}\n' * 20)
+    text = (
+        f"model: {{path: {model_dir}}}\ndata: {{path: {data}, max_bad_records: 20}}\ntrain: {{epochs: 1}}\n"
+    )
+    (file := tmp_path / "run.yaml").write_text(text)
+    options = (file, "--gpus", "4090", "--no-advice")
+    found = answer(capsys, *options, "--data", data)
+    assert found["tokens"] > 0
+    assert any("sequences of 512 tokens, for" in note for note in found["assumptions"])
+    named = answer(capsys, *options, "--seq-len", 128)["assumptions"]
+    assert not any("has no data.seq_len" in note for note in named)
+    file.write_text(text.replace("max_bad_records: 20", "max_bad_records: 1"))
+    assert run(*options, "--data", data) == 2
+    assert "data.max_bad_records" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.config import Config, load_config
+from outsize.config import Config, DataConfig, SourceConfig, load_config
 from outsize.errors import CheckpointError, ConfigError, DataError, ModelError
 from outsize.model.sizes.model_spec import ModelSpec, Workload, check_sizes
 from outsize.runtime.trial.counts import Counts
@@ -108,8 +108,13 @@ class DataTokens:
     note: str
 
 
-def count_data(path: Path, model_path: Path) -> DataTokens:
+def count_data(path: Path, model_path: Path, data: DataConfig | None = None) -> DataTokens:
     """Count the tokens of data: in all of a few megabytes, and by their density in more.
+
+    Args:
+        path: of the data.
+        model_path: of the model, beside which its tokenizer lies.
+        data: how a run reads them; None for as they are.
 
     Raises:
         DataError: it cannot be read.
@@ -119,10 +124,11 @@ def count_data(path: Path, model_path: Path) -> DataTokens:
     from outsize.data.reading.corpus_files import Corpus, find_sources
     from outsize.data.reading.documents import DocumentReader
 
-    sources = find_sources(path)
+    reads: dict[str, Any] = {} if data is None else {n: getattr(data, n) for n in SourceConfig.model_fields}
+    sources = find_sources(path, reads.get("glob"))
     if sources.container == "tokens":
         return DataTokens(sum(_num_tokens(file.path) for file in sources.files), "as they are")
-    reader = DocumentReader(sources, None, Corpus(path=path))
+    reader = DocumentReader(sources, None, Corpus(**reads | {"path": path}))
     place = (model_path if model_path.is_dir() else model_path.parent) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(place)) if place.is_file() else None
     tokens = num_bytes = 0.0
@@ -189,11 +195,15 @@ class AskedModel:
         path: where it lies, as a configuration names it.
         hf_config: of the model.
         run: YAML file of the run that trains it, where that was named.
+        notes: what of that run was taken for granted, for people.
     """
 
-    def __init__(self, path: str, hf_config: Mapping[str, Any], run: str | None = None) -> None:
+    def __init__(
+        self, path: str, hf_config: Mapping[str, Any], run: str | None = None, notes: tuple[str, ...] = ()
+    ) -> None:
         self.path = path
         self.run = run
+        self._notes = notes
         self._hf_config = hf_config
 
     @cached_property
@@ -239,7 +249,14 @@ class AskedModel:
         """
         kind, part = self._described.kind, self._described.part
         counts = counted(self._hf_config, config)
-        notes = () if part is None else (f"of this model its text part alone, {part}, is planned",)
+        notes = (
+            self._notes
+            if part is None
+            else (
+                *self._notes,
+                f"of this model its text part alone, {part}, is planned",
+            )
+        )
         if self._described.has_more:
             notes = (*notes, "it is planned whole, and its batches as text alone: images and sound take more")
         if stored := self._described.stored:

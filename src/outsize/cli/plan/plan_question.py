@@ -23,7 +23,7 @@ from outsize.cli.plan.plan_model import (
     with_run,
 )
 from outsize.cli.plan.plan_options import PlanFlags, check_kinds
-from outsize.config import Config, dump_config, load_config
+from outsize.config import Config, DataConfig, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
     CUBLAS_BYTES,
@@ -172,7 +172,13 @@ def asked_model(options: PlanFlags) -> AskedModel:
     """
     if not is_run(options.model):
         return AskedModel(*read_config(options.model))
-    return AskedModel(*read_config(read_run(options.model).model.path), run=options.model)
+    run, notes = read_run(options.model), ()
+    if not {"seq_len"} & (options.named | run.data.model_fields_set):
+        notes = (
+            f"sequences of {run.data.seq_len} tokens, for {options.model} has no data.seq_len: of chats and prompts a run "
+            f"chooses it by the data (outsize train {options.model} --dry-run); name it with --seq-len",
+        )
+    return AskedModel(*read_config(run.model.path), run=options.model, notes=notes)
 
 
 def _fits(request: Asked, home: Home) -> bool:
@@ -202,7 +208,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     figures = figures or model.figures(config)
     spec = figures.spec
     share_of(config.sequences_per_step, options.nodes)
-    tokens, note = _tokens(options, model.path)
+    tokens, note = _tokens(options, model.path, None if model.run is None else config.data)
     own_processor = not all(gpu.is_host for gpu in machine.gpus)
     question = question_for(
         config,
@@ -333,7 +339,7 @@ def _whole_mib(num_bytes: float) -> int:
     return int(num_bytes) // _MIB * _MIB
 
 
-def _tokens(options: PlanFlags, model_path: str) -> tuple[float | None, str]:
+def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> tuple[float | None, str]:
     """Return the tokens to train on, named or those of the data, and what their number rests on.
 
     Raises:
@@ -346,7 +352,7 @@ def _tokens(options: PlanFlags, model_path: str) -> tuple[float | None, str]:
     if options.epochs is not None and not data.exists():
         raise ConfigError(f"--epochs: no data at {data}; name them with --data")
     if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
-        counted, epochs = count_data(data, Path(model_path)), options.epochs or 1
+        counted, epochs = count_data(data, Path(model_path), read_by), options.epochs or 1
         times = f", {epochs} times" if epochs > 1 else ""
         return epochs * counted.tokens, f"{data.name}{times}: {counted.note}"
     if text is None:
