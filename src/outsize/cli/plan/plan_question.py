@@ -172,13 +172,13 @@ def asked_model(options: PlanFlags) -> AskedModel:
     """
     if not is_run(options.model):
         return AskedModel(*read_config(options.model))
-    run, notes = read_run(options.model), ()
-    if not {"seq_len"} & (options.named | run.data.model_fields_set):
-        notes = (
-            f"sequences of {run.data.seq_len} tokens, for {options.model} has no data.seq_len: of chats and prompts a run "
-            f"chooses it by the data (outsize train {options.model} --dry-run); name it with --seq-len",
-        )
-    return AskedModel(*read_config(run.model.path), run=options.model, notes=notes)
+    run = read_run(options.model)
+    is_named = "seq_len" in options.named | run.data.model_fields_set
+    notes = (
+        f"sequences of {run.data.seq_len} tokens, for {options.model} has no data.seq_len: of chats and prompts a "
+        f"run chooses it by the data (outsize train {options.model} --dry-run); name it with --seq-len",
+    )
+    return AskedModel(*read_config(run.model.path), run=options.model, notes=() if is_named else notes)
 
 
 def _fits(request: Asked, home: Home) -> bool:
