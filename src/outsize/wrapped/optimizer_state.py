@@ -100,22 +100,22 @@ def before_rounding(
         state: of an optimizer, perhaps as torch's ``load_state_dict`` left it.
         parameters: of the optimizer, in order.
     """
-    exact, found = state.get(EXACT, {}), {}
+    exact, loaded = state.get(EXACT, {}), {}
     for number, parameter in enumerate(parameters):
         if parameter in state:
-            found[parameter] = values = dict(state[parameter])
+            loaded[parameter] = values = dict(state[parameter])
             for key, value in values.items():
-                whole = exact.get(f"{number}.{key}")
-                if whole is not None and torch.equal(whole.to(value), value):
-                    values[key] = whole
-    rounded = [v[MASTER].dtype for v in found.values() if MASTER in v and v[MASTER].dtype != torch.float32]
+                unrounded = exact.get(f"{number}.{key}")
+                if unrounded is not None and torch.equal(unrounded.to(value), value):
+                    values[key] = unrounded
+    rounded = [v[MASTER].dtype for v in loaded.values() if MASTER in v and v[MASTER].dtype != torch.float32]
     if rounded:
         _log.warning(
             "masters and moments that were loaded are in %s, as torch.optim.AdamW.load_state_dict rounds them: this "
             "run goes on from those, and not bit for bit; go on from what outsize.AdamW saved with outsize.AdamW",
             str(rounded[0]).removeprefix("torch."),
         )
-    return found
+    return loaded
 
 
 class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
