@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
         "64",
         [(["train.loss=model"], ONE), ([], Surroundings(chunks_loss=False)), ([DPO], ONE)],
     ),
-    "train.round_microbatches": ("4", [(["train.microbatches=4"], ONE), ([DPO], ONE)]),
+    "train.round_microbatches": ("4", [(["train.microbatches=3"], ONE), ([DPO], ONE)]),
     "train.save_every": ("100", [([], ONE)]),
     "train.save_total_limit": (
         "5",

@@ -101,9 +101,7 @@ def test_export_to_where_it_cannot_be_written(
         if below == "full":
             patched.setattr(files, "copy", no_space)
         names = names_below(world.root)
-        with pytest.raises(
-            StorageError, match=r"out cannot be written: .*File exists|full: the disk is full"
-        ):
+        with pytest.raises(StorageError, match=r"cannot write .*out: File exists|full: the disk is full"):
             export(world.root / "run", world.root / below)
         assert names_below(world.root) == names
     assert not half_written(world.root)

@@ -188,7 +188,10 @@ def result_of(at: Path, words: str, files: Sequence[Path]) -> Mapping[str, str]:
     written = sorted(
         path
         for path in at.rglob("*")
-        if path.is_file() and not path.is_symlink() and path not in before and path.suffix != ".html"
+        if path.is_file()
+        and not path.is_symlink()
+        and path not in before
+        and not path.name.endswith((".html", ".made-with.json"))
     )
     digests = {str(path.relative_to(at)): hashlib.sha256(path.read_bytes()).hexdigest() for path in written}
     return {**digests, "words": _VARYING.sub("", words)}

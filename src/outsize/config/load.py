@@ -54,8 +54,10 @@ def load_config(
         _lay_over(tree, origins, _read_file(Path(path)), str(path))
     for place in (
         [(branch, name) for name, branch in _from_environment(os.environ if environ is None else environ)],
-        [(_from_override(override), f"--set {override}") for override in overrides],
-        [(_unflatten(given.items()), "the command line")],
+        [
+            *((_from_override(override), f"--set {override}") for override in overrides),
+            (_unflatten(given.items()), "the command line"),
+        ],
     ):
         _end_rivals(tree, [layer for layer, _ in place])
         for layer, source in place:
