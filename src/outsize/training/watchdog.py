@@ -24,6 +24,7 @@ import faulthandler
 import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -281,9 +282,10 @@ def _listed(lanes: Sequence[str]) -> str:
 
 
 def _stacks() -> str:
-    """What every thread is doing, by its name."""
-    # In memory: the temporary directory may be full, or be the disk that does not answer.
-    with os.fdopen(os.memfd_create("stacks"), "w+") as file:
+    """Return what every thread is doing, by its name."""
+    # In memory, where the system has such files: the temporary directory may be full, or be the disk that hangs.
+    in_memory = sys.platform == "linux"
+    with os.fdopen(os.memfd_create("stacks"), "w+") if in_memory else tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()

@@ -373,8 +373,7 @@ def made_up_sample(model: Any, hf_config: Mapping[str, Any], sample: Sample) -> 
     if config.get("use_rotary_positional_embeddings"):
         inputs["image_rotary_emb"] = (torch.ones(sample.image, config.attention_head_dim),) * 2
     if hf_config[CLASS] == "PixArtTransformer2DModel":
-        sizes = bool(getattr(model, "use_additional_conditions", False))
         given = {"resolution": zeros(1, 2), "aspect_ratio": zeros(1, 1)}
-        inputs["added_cond_kwargs"] = given if sizes else dict.fromkeys(given)
+        inputs["added_cond_kwargs"] = given if model.use_additional_conditions else dict.fromkeys(given)
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}

@@ -3,15 +3,12 @@
 `demand_of_run` builds, splits and measures the model; `decision_for` plans it; `planned` makes a job of the two.
 """
 
-import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -322,8 +319,8 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
     model = [
         json.dumps(described, sort_keys=True, default=str),
         [attention_of(parts.model), str(parts.spec), str(run.blocks), run.dtype],
-        sorted(f"{each.__module__}.{each.__qualname__} {_code_of(each.forward)}" for each in classes),
-        [f"{name} {_code_of(forward)}" for name, forward in replaced if forward is not None],
+        sorted(f"{each.__module__}.{each.__qualname__} {_name_of(each.forward)}" for each in classes),
+        [f"{name} {_name_of(forward)}" for name, forward in replaced if forward is not None],
         [
             config.data.pack,
             config.train.head_chunk_tokens,
@@ -343,22 +340,10 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
     return KnownTrials(model, parts.spec.num_streamed)
 
 
-def _code_of(function: Any) -> str:
-    """Return a digest of a function's code, as somebody else may have put another one in its place."""
+def _name_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return "" if code is None else hashlib.sha256("".join(_said_in(code)).encode()).hexdigest()[:16]
-
-
-def _said_in(code: CodeType) -> Iterator[str]:
-    """Yield what code does, that of functions inside it as well, in the same words in every process."""
-    yield f"{code.co_code.hex()} {code.co_names}"
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _said_in(constant)
-        else:
-            yield repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _measure(
