@@ -343,7 +343,7 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
 def _name_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
-    return f"{function.__module__}.{function.__qualname__}"
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _measure(
