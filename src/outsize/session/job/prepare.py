@@ -323,6 +323,7 @@ def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path 
         [f"{name} {_name_of(forward)}" for name, forward in replaced if forward is not None],
         [
             config.data.pack,
+            config.model.kernels,
             config.train.head_chunk_tokens,
             config.train.loss,
             config.train.neftune_noise_alpha,
