@@ -42,6 +42,15 @@ def test_text_gets_what_the_tokenizer_adds_and_eos(make):
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_a_text_begins_or_ends_with_already_is_not_put_there_again(make, masked):
+    tokenizer = make(bos=True)
+    for text in ("<s>hello fox<|endoftext|>", "hello fox<|endoftext|>", "<s>hello fox", "hello fox"):
+        encoded = encode_one(tokenizer, Document("f:1", text), masked=masked)
+        assert tokenizer.decode(encoded.ids) == "<s>hello fox<|endoftext|>"
+    assert tokenizer.decode(encode_one(tokenizer, Document("f:1", "<s>")).ids) == "<s><|endoftext|>"
+
+
 def test_pieces_get_special_tokens_at_the_ends_of_the_document_only(make):
     tokenizer = make(bos=True)
     pieces = [

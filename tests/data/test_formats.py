@@ -97,8 +97,8 @@ def test_columns_are_read_under_our_names():
     [
         ("text", {"messages": CHAT}, "a record of format 'text' needs 'text', found 'messages'"),
         ("text", {"text": 3}, "field 'text' must be a string, found int"),
-        ("messages", {"messages": []}, "must be a list of at least one object"),
-        ("messages", {"messages": [{"content": "a"}]}, "a message needs a string 'role'"),
+        ("messages", {"messages": []}, "must be a list of messages, at least one"),
+        ("messages", {"messages": [{"content": "a"}]}, "a message has 'role' and 'content'"),
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

@@ -44,6 +44,10 @@ WAYS = {
         "prompt": messages(t[:1], m),
         "completion": messages(t[1:], m),
     },
+    "prompt and completion as JSON text": lambda t, m=None: {
+        "prompt": json.dumps(messages(t[:1], m)),
+        "completion": json.dumps(messages(t[1:], m)),
+    },
     "a prompt of text and a completion of messages": lambda t, m=None: {
         "prompt": t[0][1],
         "completion": messages(t[1:], m),
@@ -337,18 +341,34 @@ def test_contents_may_be_text_or_parts_of_it_whoever_speaks(read, role, content)
     ("record", "words"),
     [
         ({"query": "q", "response": "a"}, "{prompt: query, completion: response}"),
+        ({"inputs": "q", "targets": "a"}, "{prompt: inputs, completion: targets}"),
         ({"input": "q", "output": "a"}, "{prompt: input, completion: output}"),
         ({"prompt": "q", "response": "a"}, "{prompt: prompt, completion: response}"),
-        ({"instruction": "q", "context": "c", "response": "a"}, "{output: response}"),
+        ({"instruction": "q", "context": "c", "response": "a"}, "{output: response, input: context}"),
+        ({"instruction": "q", "response": "a"}, "{output: response}"),
+        ({"ext": "py", "content": "a"}, "{text: content}"),
+        (
+            {"toxic": False, "conversation": messages([*ASKED[:1], ("assistant", "a")])},
+            "{messages: conversation}",
+        ),
+        ({"id": 1, "dialogue": sharegpt([*ASKED[:1], ("assistant", "a")])}, "{messages: dialogue}"),
+        (
+            {"conversations": ["q", "a"], "source": "x"},
+            "a list of messages, at least one, each an object with its role",
+        ),
+        (
+            {"messages": [{"input": "q", "output": "a"}]},
+            "has 'role' and 'content', .*found 'input', 'output'",
+        ),
         ({"role": "user", "content": "a"}, "a record is a conversation.*not one message"),
     ],
 )
 def test_records_under_other_names_are_refused_with_what_to_write(read, record, words):
     with pytest.raises(DataError, match=words):
         read(record)
-    if "columns" not in words and "conversation" not in words:
+    if words.startswith("{"):
         columns = dict(pair.split(": ") for pair in words.strip("{}").split(", "))
-        assert read(record, columns=columns)[1] == "a"
+        assert read(record, columns=columns)[1].rstrip(".") == "a"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ SHAPES = {
         "chosen": [said("good")],
         "rejected": [said("bad")],
     },
+    "cells of JSON text": {
+        "prompt": json.dumps([user("q")]),
+        "chosen": json.dumps([said("good")]),
+        "rejected": json.dumps([said("bad")]),
+    },
     "no prompt": {"chosen": [user("q"), said("good")], "rejected": [user("q"), said("bad")]},
     "the prompt once more": {
         **PAIR,
@@ -272,6 +277,10 @@ def test_fields_that_nothing_reads_are_told_with_their_count(read, objective: st
         (
             {"system": "s", "question": "q", "chosen": "a", "rejected": "b"},
             r"'question' would be left out.*\{prompt: question\}",
+        ),
+        (
+            {"trajectory": [{"from": "user", "value": "q"}], "chosen": "a", "rejected": "b"},
+            r"'trajectory' would be left out.*\{prompt: trajectory\}",
         ),
         (
             {"messages": [user("q"), said("a")], "chosen": [said("a")], "rejected": [said("b")]},

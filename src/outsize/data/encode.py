@@ -89,7 +89,8 @@ class Encoder:
     """Tokenises documents of one data set.
 
     A document begins with what the tokenizer itself puts in front of a text (often a BOS token, often
-    nothing). It ends with what the tokenizer puts behind, or else, if ``eos``, with the EOS token.
+    nothing). It ends with what the tokenizer puts behind, or else, if ``eos``, with the EOS token. Neither is put
+    where the text has it already.
     Conversations get both from their template; an EOS token is added where the template closes without one.
 
     Args:
@@ -201,8 +202,9 @@ class Encoder:
         if document.messages is not None:
             assert trained is not None
             return self._close_chat(document, ids, trained)
-        before = self._prefix if document.opens else []
-        after = self._suffix if document.closes else []
+        # A text may hold them already, as one does that a chat template has written.
+        before = self._prefix if document.opens and ids[: len(self._prefix)] != self._prefix else []
+        after = self._suffix if document.closes and ids[-len(self._suffix) :] != self._suffix else []
         array = np.array([*before, *ids, *after], np.int32)
         if trained is not None:
             trained = np.concatenate(

@@ -23,6 +23,8 @@ from outsize.data.reading.conversations import (
     Message,
     Roles,
     as_messages,
+    holds_messages,
+    is_conversation,
     listed,
     pop_trained,
     read_messages,
@@ -198,7 +200,7 @@ _OTHER_PROMPTS = ("question", "query", "input", "problem", "context")
 
 def has_messages(record: Record, answers: Sequence[str]) -> bool:
     """Return whether a prompt or an answer of a record is messages, and not a text."""
-    return any(isinstance(record.get(name), list | dict) for name in ("prompt", *answers)) or any(
+    return any(holds_messages(record.get(name)) for name in ("prompt", *answers)) or any(
         record.get(name) for name in CONVERSATIONS
     )
 
@@ -233,7 +235,9 @@ def _check_prompt_is_read(record: Record, answers: Sequence[str], where: str) ->
     """Refuse texts that are answers to nothing, since their prompt has a name that nothing reads."""
     if record.get("prompt") is not None or not all(isinstance(record.get(name), str) for name in answers):
         return
-    other = next((name for name in _OTHER_PROMPTS if record.get(name)), None)
+    other = next((name for name in _OTHER_PROMPTS if record.get(name)), None) or next(
+        (name for name, value in record.items() if name not in answers and is_conversation(value)), None
+    )
     if other is not None:
         raise DataError(
             f"{where}: {listed(answers)} are texts without a prompt, and field {other!r} would be left out; set "

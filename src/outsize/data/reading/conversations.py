@@ -48,7 +48,9 @@ def read_messages(record: Record, field: str, where: str, roles: Roles) -> list[
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         is_of_lists = isinstance(turns, list) and turns and all(isinstance(turn, list) for turn in turns)
         hint = "; each conversation of this list of lists is a record of its own" if is_of_lists else ""
-        raise DataError(f"{where}: field {field!r} must be a list of at least one object{hint}")
+        raise DataError(
+            f"{where}: field {field!r} must be a list of messages, at least one, each an object with its role{hint}"
+        )
     return [_message(turn, where, roles) for turn in turns]
 
 
@@ -59,11 +61,33 @@ def as_messages(record: Record, field: str, role: str, where: str, roles: Roles)
         DataError: see `read_messages`.
     """
     value = record[field]
+    if isinstance(value, str) and not holds_messages(value):
+        return [{"role": role, "content": value}]
+    return read_messages(record, field, where, roles)
+
+
+def holds_messages(value: Any) -> bool:
+    """Return whether a prompt or an answer is messages, perhaps as the JSON text of a cell, and not a text."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and value.rstrip().endswith("}]"):
+        try:
+            return is_conversation(json.loads(value))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(value, list | dict)
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
     return (
-        [{"role": role, "content": value}]
-        if isinstance(value, str)
-        else read_messages(record, field, where, roles)
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and is_message(turn) for turn in value)
     )
+
+
+def is_message(turn: Message) -> bool:
+    """Return whether an object has the fields of a message."""
+    return {"role", "content"} <= set(turn) or {"from", "value"} <= set(turn)
 
 
 def with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
@@ -182,6 +206,10 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
         rest["tool_calls"] = _calls(rest.pop("function_call"), where)
     if calls := _listed_calls(rest.pop("tool_calls", None), where):
         rest["tool_calls"] = calls
+    if speaker not in turn:
+        raise DataError(
+            f"{where}: a message has 'role' and 'content', or 'from' and 'value'; found {listed(turn)}"
+        )
     role = _role(name, speaker, where, roles)
     if content_key == "value" and not isinstance(value, str):
         raise DataError(f"{where}: a turn needs a string 'value', found {type(value).__name__}")

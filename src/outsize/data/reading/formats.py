@@ -10,7 +10,10 @@ from outsize.data.reading.conversations import (
     Message,
     as_messages,
     from_json_text,
+    holds_messages,
     is_blank,
+    is_conversation,
+    is_message,
     listed,
     pop_trained,
     read_messages,
@@ -100,19 +103,26 @@ def _expected() -> str:
 
 def _mapping(record: Record) -> str:
     """Return the value of data.columns that is likely meant."""
+    turns = [name for name, value in record.items() if is_conversation(value)]
+    if turns:
+        return f"{{messages: {turns[0]}}}"
     answer = next((name for name in _ANSWERS if name in record), None)
     if answer is not None and "instruction" in record:
-        return f"{{output: {answer}}}"
+        return f"{{output: {answer}{', input: context' if 'context' in record else ''}}}"
     question = next((name for name in _QUESTIONS if name in record and name != answer), None)
     if question is None or answer is None:
-        return "{prompt: question, completion: answer}"
+        text = next((name for name in _TEXTS if name in record), None)
+        return "{prompt: question, completion: answer}" if text is None else f"{{text: {text}}}"
     return f"{{prompt: {question}, completion: {answer}}}"
 
 
 def _bare(record: Record) -> str:
     """Return a hint where a line holds one message, and not a conversation."""
-    is_bare = {"role", "content"} <= set(record) or {"from", "value"} <= set(record)
-    return '; a record is a conversation, {"messages": [...]}, and not one message of it' if is_bare else ""
+    return (
+        '; a record is a conversation, {"messages": [...]}, and not one message of it'
+        if is_message(record)
+        else ""
+    )
 
 
 def renamed(record: Record, columns: Mapping[str, str], where: str) -> Record:
@@ -177,7 +187,7 @@ def _text(record: Record, where: str, corpus: Corpus) -> Document:
 def _prompt_completion(record: Record, where: str, corpus: Corpus) -> Document:
     """Return a prompt and its completion: two texts, or the two parts of a conversation."""
     parts = [record["prompt"], record["completion"]]
-    if any(isinstance(part, list | dict) for part in parts):
+    if any(map(holds_messages, parts)):
         prompt = with_system(as_messages(record, "prompt", "user", where, corpus.roles), record, where)
         given = as_messages(record, "completion", "assistant", where, corpus.roles)
         return _conversation([*prompt, *given], record, where, corpus.train_on, first=len(prompt))
@@ -315,8 +325,19 @@ FORMATS: Mapping[DataFormat, Format] = {
 # Fields that are a conversation; the first that a record has counts.
 CONVERSATIONS = tuple(field for row in FORMATS.values() if row.conversation for field in row.fields)
 # What data sets call a prompt and its completion, for hints.
-_QUESTIONS = ("prompt", "question", "query", "input", "problem", "user", "human", "instruction")
-_ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "target", "reply")
+_QUESTIONS = ("prompt", "question", "query", "input", "inputs", "problem", "user", "human", "instruction")
+_ANSWERS = (
+    "completion",
+    "response",
+    "answer",
+    "output",
+    "solution",
+    "assistant",
+    "target",
+    "targets",
+    "reply",
+)
+_TEXTS = ("content", "raw_content", "code", "document", "body", "article", "contents")
 # Fields that are about a record, whatever it is for: nobody is told that they are not trained on.
 # fmt: off
 _ABOUT_RECORDS = {
