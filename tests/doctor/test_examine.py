@@ -1,5 +1,7 @@
 """The fault that costs most comes first, among whatever else there is to say."""
 
+import re
+
 import pytest
 
 from doctor.records import (
@@ -220,3 +222,32 @@ def test_a_file_of_an_older_probe_is_read(tmp_path):
     report = examine(Facts(probed=parse(MachineFile.model_validate(told).to_json())))
     assert report.findings == ()
     assert "gpu-throttled" in {entry.id for entry in report.not_judged}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stall_s": {"up:w0": 0.6}},
+        {"stall_s": {"host": 0.6}},
+        {"stall_s": {"read": 0.6}, "busy_s": {"read": 1.0}, "plan": {"home": "disk"}},
+        {"data_s": 0.9, "seconds": 2.0, "stall_s": {}},
+        {"stall_s": {"dispatch": 0.6}},
+        {"mfu": 0.02, "stall_s": {}},
+        {"mfu": 0.02, "stall_s": {}, "about": {"tokens_per_microbatch": 4}},
+        {"waits_s": {"compute:w0": {"checkpoint": {"store": 0.8}, "python": {"none": 0.02}}}},
+    ],
+    ids=["link", "optimizer", "disk", "loader", "python", "compute", "tiny", "checkpoint"],
+)
+def test_a_loop_of_the_users_own_is_advised_what_it_has(tmp_path, changes):
+    """It has no configuration: arguments of `outsize.wrap`, a loader and a trainer of its own."""
+    about = {"wrapped": True, **changes.pop("about", {})}
+    report = examine(Facts(recorded=run(tmp_path, about=about, config={}, **changes)))
+    assert report.bottleneck is not None
+    for finding in report.findings:
+        advice = " ".join((finding.evidence, *finding.causes, finding.fix))
+        assert not re.search(
+            r"\b(data|train|memory|model|transport|eval|optimizer)\.[a-z_]+",
+            advice.replace("optimizer.step()", ""),
+        )
+        assert not re.search(r"--set|outsize train|its batch", advice)
+        assert not finding.remedies

@@ -205,6 +205,15 @@ SHOWN = {
         "busy: compute:w0 1.4 s, compute:w1 1.9 s",
         lambda d: run(d, stall_s={"compute:w1": 0.6}, busy_s={"compute:w1": 1.9}),
     ),
+    "rank-bound": (
+        "warning",
+        "40% of a step of 2.0 s compute waits for the other 1 of 2 ranks",
+        lambda d: run(
+            d,
+            about={"num_ranks": 2},
+            waits_s={"compute:w0": {"ranks": {"net:reduce": 0.8}, "python": {"none": 0.02}}},
+        ),
+    ),
     "checkpoint-bound": (
         "warning",
         "40% of a step of 2.0 s compute waits for a checkpoint",

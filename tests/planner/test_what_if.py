@@ -189,7 +189,7 @@ def test_an_answer_simulates_few_steps(monkeypatch):
         outcome(question, base, change, near=True)
     assert alone["simulate"] <= 8
     assert alone["cycle_peak"] <= 800
-    assert counts["simulate"] <= 16
+    assert counts["simulate"] <= 18  # with host memory for the whole home another plan is searched
     assert not counts["count_traffic"]
 
 

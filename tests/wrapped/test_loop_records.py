@@ -109,10 +109,23 @@ def test_a_loss_of_the_caller_s_own_is_not_called_the_model_s(tmp_path: Path):
 
 def test_a_directory_that_holds_a_run_is_refused_and_the_model_is_as_it_was(tmp_path: Path):
     (tmp_path / "heartbeat.jsonl").write_text("{}\n")
+    (tmp_path / "config.yaml").touch()
     model = zoo.build("llama")
-    with pytest.raises(ConfigError, match="choose another run_dir"):
+    with pytest.raises(ConfigError, match="holds a run of outsize train; choose another run_dir"):
         outsize.wrap(model, **ROOM, run_dir=tmp_path)
     model(**BATCHES[0]).loss.backward()
+
+
+def test_a_job_that_is_queued_again_puts_the_records_of_the_one_before_aside(tmp_path: Path):
+    for _ in range(3):
+        with wrapped(zoo.build("llama"), run_dir=tmp_path) as model:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(**BATCHES[0]).loss.backward()
+            optimizer.step()
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    for number in (1, 2):
+        assert [line["step"] for line in lines(tmp_path / f"earlier-{number}")] == [1]
+    assert not (tmp_path / "earlier-3").exists()
 
 
 def test_a_directory_that_another_loop_writes_is_refused_by_the_argument_s_name(tmp_path: Path):
@@ -126,6 +139,7 @@ def test_a_checkpoint_whose_loop_has_no_directory_is_not_read_into_memory(
 ):
     zoo.build("llama").save_pretrained(tmp_path / "model")
     (tmp_path / "heartbeat.jsonl").write_text("{}\n")
+    (tmp_path / "config.yaml").touch()
     read: list[Any] = []
     monkeypatch.setattr(HomeParameters, "read", lambda *given: read.append(given) or {})
     with pytest.raises(ConfigError, match="choose another run_dir"):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outsize.doctor.finding import SEVERITIES, Finding, Remedy, Rule, Seen
+from outsize.doctor.finding import SEVERITIES, Finding, Remedy, Rule, Seen, in_words_of, is_wrapped
 from outsize.doctor.rules import RULES
 from outsize.doctor.run_record import Facts, LackingError
 from outsize.telemetry.run_reading import as_a_run
@@ -138,9 +138,9 @@ def _finding(rule: Rule, observation: Seen, facts: Facts) -> Finding:
         severity=observation.severity,
         evidence=observation.evidence,
         expected=observation.expected,
-        causes=rule.causes,
-        fix="; ".join(step if isinstance(step, str) else step.words for step in steps),
-        remedies=tuple(step for step in steps if isinstance(step, Remedy)),
+        causes=tuple(in_words_of(facts, cause) for cause in rule.causes),
+        fix=in_words_of(facts, "; ".join(step if isinstance(step, str) else step.words for step in steps)),
+        remedies=() if is_wrapped(facts) else tuple(step for step in steps if isinstance(step, Remedy)),
         gain=words,
         gain_share=gain,
         verify=rule.verify,

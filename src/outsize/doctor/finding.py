@@ -6,6 +6,7 @@ impossible is not given. A rule with such a step has another one that is always 
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -58,7 +59,7 @@ def more_loaders(facts: Facts) -> Remedy | None:
     """As many threads that make batches as hide behind the rest of a step, by what both took in this run."""
     run = facts.recorded
     waited = 0.0 if run is None else run.waits().get("data", 0.0)
-    if run is None or not waited:
+    if run is None or not waited or is_wrapped(facts):
         return None
     workers, ahead = _of(facts, "data", "workers") or 1, _of(facts, "data", "prefetch") or 2
     workers = min(workers, ahead)
@@ -80,7 +81,7 @@ def lossless_weights(facts: Facts) -> Remedy | None:
     if run is None or is_on_cpu_alone(facts) or run.plan.get("home") != "host":
         return None
     sent = (run.plan.get("transport", {}).get("weights"), _of(facts, "transport", "weights"))
-    if sent != ("raw", "raw") or int(run.about.get("num_ranks", 1)) > 1:
+    if sent != ("raw", "raw") or num_ranks(facts) > 1:
         return None
     words = "transport.weights: auto sends weights in fewer bytes, bit for bit the same, where that shortens a step"
     return Remedy(words, "transport.weights=auto")
@@ -178,6 +179,52 @@ def native_kernels(facts: Facts) -> str:
         return "unset OUTSIZE_NATIVE"
     return (
         "a C compiler (apt install gcc), then in outsize's source: pip install --force-reinstall --no-deps ."
+    )
+
+
+def compressed_exchange(facts: Facts) -> str | None:
+    """Gradients between ranks in 8 bits, where they travel whole."""
+    sent = _of(facts, "parallel", "gradients") or "fp32"
+    words = "parallel.gradients: int8-ef, a quarter of the bytes, with what rounding loses fed back"
+    return words if sent == "fp32" else None
+
+
+def num_ranks(facts: Facts) -> int:
+    """Return the processes that share a step."""
+    return 1 if facts.recorded is None else int(facts.recorded.about.get("num_ranks", 1))
+
+
+def is_wrapped(facts: Facts) -> bool:
+    """Whether the run is a loop of the user's own over `outsize.wrap`, which has arguments and no configuration."""
+    return facts.recorded is not None and bool(facts.recorded.about.get("wrapped"))
+
+
+# What a loop of the user's own has in place of a key of the configuration.
+_IN_A_LOOP: Final = {
+    "data.path: tokens made beforehand, on a local disk": "batches made beforehand, in workers of the DataLoader; "
+    "rarer saves and evaluations",
+    "a slow disk or network under data.path": "a slow DataLoader, or one without workers",
+    "train.save_every": "your trainer's save_steps",
+    "train.run_dir": "the directory of its checkpoints",
+    "train.tokens_per_step": "tokens per step (a larger batch, or more backwards before optimizer.step())",
+    "data.seq_len": "sequences",
+    "model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits": "a model "
+    "loaded in torch.float32",
+    "outsize train --profile 3 shows": "torch.profiler around a step shows",
+    "transport.weights: auto sends": 'transport={"weights": "lossless4"} sends',
+}
+
+
+def in_words_of(facts: Facts, words: str) -> str:
+    """Return an advice with keys of a configuration as arguments of `outsize.wrap`, where the run has those."""
+    if not is_wrapped(facts):
+        return words
+    for key, instead in _IN_A_LOOP.items():
+        words = words.replace(key, instead)
+    return re.sub(
+        r"\b(?:memory|train)\.(microbatches|[a-z]+_memory|home|store_dir|prefetch|numa)\b",
+        r"\1 of outsize.wrap",
+        words,
     )
 
 

@@ -1,6 +1,6 @@
 """Rows of the rule table for hosts: processors, memory, quotas and disks, and runs that are short of them."""
 
-from outsize.doctor.finding import Seen, worst
+from outsize.doctor.finding import Seen, num_ranks, worst
 from outsize.doctor.run_record import (
     Facts,
     LackingError,
@@ -48,8 +48,9 @@ def cores_taken(facts: Facts) -> Seen | None:
         lost = (
             lost if granted is None else min(lost, max(0.0, 1 - own_cores / granted))
         )  # more was never to be had
+        beside = "other processes and ranks" if num_ranks(facts) > 1 else "other processes"
         evidence = (
-            f"{had}, other processes {others:.2g}, the hypervisor {stolen:.2g}; its threads were ready and had none "
+            f"{had}, {beside} {others:.2g}, the hypervisor {stolen:.2g}; its threads were ready and had none "
             f"for {queued:.2g} s per second{began}"
         )
     else:
@@ -99,7 +100,7 @@ def _share_of_processors(facts: Facts) -> float:
     """
     run, waits = facts.run, facts.run.waits()
     python = max(0.0, waits.get("python", 0.0) - run.mean("between_s") / run.mean("seconds"))
-    share = python + waits.get("host", 0.0) + waits.get("workers", 0.0)
+    share = python + sum(waits.get(cause, 0.0) for cause in ("host", "workers", "ranks"))
     if is_on_cpu(facts):
         share += run.compute_share + waits.get("link", 0.0)
     return min(1.0, share)

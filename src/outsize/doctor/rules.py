@@ -181,7 +181,7 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=(
             "few tokens per step: each step pays the whole optimizer",
             "slow host memory, or few cores",
-            "Muon's products on the host: with optimizer.ns_on=device a GPU multiplies",
+            "Muon's products on the host: with ns_on=device of the optimizer a GPU multiplies",
         ),
         fix=(finding.more_tokens,),
         verify=STALL_SHARE,
@@ -223,6 +223,19 @@ RULES: Final[tuple[Rule, ...]] = (
         fix=("train.tokens_per_step larger, in as many more microbatches", finding.fewer_workers),
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
         limits="other workers",
+    ),
+    Rule(
+        id="rank-bound",
+        part="run",
+        look=waits_for("ranks"),
+        causes=(
+            "a network that is slower than compute",
+            "a rank that is slower than the others, or several that share processors",
+            "few tokens per step: each step exchanges all gradients and weights",
+        ),
+        fix=(finding.more_tokens, finding.compressed_exchange, "a faster network between the ranks"),
+        verify="busy_s of the lanes net:reduce and net:gather in heartbeat.jsonl",
+        limits="other ranks",
     ),
     Rule(
         id="checkpoint-bound",

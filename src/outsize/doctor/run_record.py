@@ -45,7 +45,7 @@ _CAUSES = {
     "checkpoint": "checkpoint",
     "optimizer": "host",
     "workers": "workers",
-    "ranks": "workers",
+    "ranks": "ranks",
     "loader": "data",
     "between steps": "python",
     "python": "python",
@@ -59,6 +59,7 @@ _KINDS = {
     "store": "disk",
     "commit": "disk",
     "compute": "workers",
+    "net": "ranks",
 }
 
 
@@ -129,8 +130,8 @@ class RunRecord:
     def waits(self) -> dict[str, float]:
         """Return shares of a step, 0 to 1, that compute of the first worker waited, by cause, the longest first.
 
-        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``workers`` (compute of the others), ``data``,
-        ``checkpoint`` and ``python``.
+        Causes are ``link``, ``disk``, ``host`` (the optimizer), ``workers`` (compute of the others), ``ranks`` (other
+        processes), ``data``, ``checkpoint`` and ``python``.
         """
         return self._waits
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from outsize.doctor.finding import Seen
+from outsize.doctor.finding import Seen, is_wrapped, num_ranks
 from outsize.doctor.run_record import Facts, LackingError, fit_of, is_on_cpu, planned_host_bytes
 from outsize.units import format_bytes, format_rate, format_seconds
 
@@ -104,7 +104,11 @@ def _for_workers(facts: Facts) -> str:
 
 _WAITS: Final[Mapping[str, Wait]] = {
     "data": Wait(
-        tell=lambda _: "it waits for its batch",
+        tell=lambda facts: (
+            "passes until the next forward: your loop's batch, saves, evaluation and logging"
+            if is_wrapped(facts)
+            else "it waits for its batch"
+        ),
         expected="batches that are ready before they are asked for",
         gain=_all_of_it,
         needs="data_s",
@@ -120,6 +124,13 @@ _WAITS: Final[Mapping[str, Wait]] = {
         tell=lambda _: "compute waits for a checkpoint that is being written",
         expected="checkpoints that are written within the time that steps compute",
         gain=_all_of_it,
+    ),
+    "ranks": Wait(
+        tell=lambda facts: (
+            f"compute waits for the other {num_ranks(facts) - 1} of {num_ranks(facts)} ranks, and for "
+            "gradients and weights on their way between them"
+        ),
+        expected="ranks as fast as one another, on a network that hides behind their compute",
     ),
     "workers": Wait(
         tell=_for_workers, expected="workers that are busy for as long as one another, and all the time"

@@ -5,6 +5,7 @@ Another number of microbatches sums gradients in another order, and compiled blo
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import time
@@ -27,6 +28,9 @@ PLAN_FILE = "plan.json"
 _PARTIAL = re.compile(
     r"(config\.yaml|(plan|run|machine|prediction|timeline|quantisation)\.json|evaluations\.jsonl)\.partial"
 )
+
+_RECORDED = re.compile(r"heartbeat\.jsonl|(plan|run|timeline)\.json|stall-\d+\.txt|report\.html")
+_log = logging.getLogger(__name__)
 
 
 def choose_run_dir(named: str | None) -> Path:
@@ -144,7 +148,7 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
     Args:
         run_dir: the directory.
         config: says whether a run that it holds is to be continued, and where its home would be; None for a loop of the
-            user's own, which continues none.
+            user's own, which puts an earlier one's records aside.
 
     Raises:
         ConfigError: it holds a run that is not to be continued.
@@ -170,7 +174,7 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
                 )
             _remove_partial(run_dir)
             if config is None and _has_begun(run_dir):
-                raise ConfigError(f"{run_dir} holds a run already; choose another run_dir")
+                _put_aside(run_dir)
             if config is not None and config.train.resume != "auto" and _holds_run(run_dir, config.memory):
                 raise ConfigError(
                     f"{run_dir} holds a run already; go on with it with --resume auto (train.resume=auto), or choose "
@@ -179,6 +183,23 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
             yield
         finally:
             files.system().close(descriptor)
+
+
+def _put_aside(run_dir: Path) -> None:
+    """Move what an earlier loop of the user's own has recorded to ``earlier-N`` below: a job is queued again as it was.
+
+    Raises:
+        ConfigError: the directory holds a run of `outsize train`, or of its objectives.
+    """
+    if (run_dir / CONFIG_FILE).exists() or (run_dir / CHECKPOINTS).exists():
+        raise ConfigError(f"{run_dir} holds a run of outsize train; choose another run_dir")
+    places = (run_dir / f"earlier-{number}" for number in itertools.count(1))
+    place = next(path for path in places if not path.exists())
+    files.system().mkdir(place)
+    for path in sorted(run_dir.iterdir()):
+        if _RECORDED.fullmatch(path.name):
+            files.system().rename(path, place / path.name)
+    _log.warning("%s held the records of an earlier loop; they are in %s now", run_dir, place)
 
 
 def _remove_partial(run_dir: Path) -> None:

@@ -110,7 +110,7 @@ class LoopRecords:
     def __init__(
         self, run_dir: Path, session: Session, model: nn.Module, dtype: str, known: Known | None = None
     ) -> None:
-        self._run_dir, self._dtype = run_dir, dtype
+        self._run_dir, self._dtype, self._is_bare = run_dir, dtype, known is None
         self._complete: Callable[[StepRecord], StepRecord] = (
             known.complete if known else lambda record: record
         )
@@ -176,7 +176,7 @@ class LoopRecords:
             peak,
         )
         facts = describe(model, spec, machine, self._dtype, None, peak)
-        write_json(self._run_dir / "run.json", {**facts, "num_ranks": 1})
+        write_json(self._run_dir / "run.json", {**facts, "num_ranks": 1, "wrapped": self._is_bare})
 
     def begin(self) -> None:
         """Forget what was done so far: the first step begins now."""

@@ -128,6 +128,8 @@ def outcome(question: Question, base: Prediction | None, text: str, *, near: boo
     ) as error:  # a change that is none of this model and machine; others are, and the plan is
         return Outcome(change=text, prediction=None, gain=None, error=str(error))
     name = text.partition("=")[0].strip()
+    if base is not None and name == "ram" and base.home == "disk":
+        near = False  # what brings the home to host memory asks for another plan altogether
     stays = name not in _SEARCHED and (near or name not in _SEARCHED_AT_LENGTH)
     if base is not None and name == "ram" and not near:
         stays = len(changed.machine.gpus) > 1 and base.home == "host"
