@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
@@ -11,8 +10,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from cli.command_line import status_of
-from outsize.checkpoint.export import write_gguf
-from outsize.errors import CheckpointError
 from outsize.training.run import train
 from support import make_model_dir, make_run
 
@@ -40,8 +37,10 @@ def save_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(directory)
 
 
-def test_an_export_is_written_for_llama_cpp_too(tmp_path: Path, capsys: Any):
-    save_tokenizer(make_model_dir(tmp_path / "model", num_hidden_layers=2))
+def test_an_export_is_written_for_llama_cpp_too_or_refused_before_it_begins(tmp_path: Path, capsys: Any):
+    model = make_model_dir(tmp_path / "model", num_hidden_layers=2)
+    unknown = (model / "tokenizer.json").read_bytes()
+    save_tokenizer(model)
     train(make_run(tmp_path, train={"steps": 1}))
     out, file = tmp_path / "out", tmp_path / "out.gguf"
     assert status_of("export", tmp_path / "run", "--out", out, "--gguf", file, "--json") == 0
@@ -61,11 +60,10 @@ def test_an_export_is_written_for_llama_cpp_too(tmp_path: Path, capsys: Any):
             weight = weights[f"model.layers.{layer}.self_attn.{ours}.weight"]
             rows = {tuple(row) for row in found[f"blk.{layer}.{theirs}.weight"].tolist()}
             assert rows == {tuple(row) for row in weight.tolist()}, ours
-
-
-def test_a_model_that_llama_cpp_does_not_know_is_refused_by_it(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="made no out"):
-        write_gguf(
-            make_model_dir(tmp_path / "model"), tmp_path / "out.gguf"
-        )  # its tokenizer is none of the known
-    assert not list(tmp_path.glob("out.gguf*"))
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*/tokenizer.json"):
+        path.write_bytes(unknown)
+    assert (
+        status_of("export", tmp_path / "run", "--out", tmp_path / "late", "--gguf", tmp_path / "no.gguf") == 2
+    )
+    assert "does not know this model or its tokenizer: " in capsys.readouterr().err
+    assert not [*tmp_path.glob("no.gguf*"), *tmp_path.glob("late*")]

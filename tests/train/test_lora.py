@@ -314,6 +314,15 @@ def test_a_model_with_code_of_its_own_is_merged_where_that_code_may_run(
     assert list(out.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("module", ["lm_head", "wte"])
+def test_adapters_of_one_of_two_tied_modules_are_not_left_out_of_a_merged_model(module: str, tmp_path: Path):
+    run = lora_run(tmp_path, "gpt2", lora={"target_modules": ["c_attn", module]}, train={"steps": 1})
+    train(run)
+    with pytest.raises(ModelError, match=r"wte\.weight is shared by 2 modules"):
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged").exists()
+
+
 def test_there_is_nothing_to_merge_in_a_run_of_the_whole_model(tmp_path: Path):
     train(make_run(tmp_path, train={"steps": 1}))
     with pytest.raises(CheckpointError, match="nothing to merge"):

