@@ -6,7 +6,7 @@ that layer alone are read, merged as ``merge_and_unload`` would, and let go. So 
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,9 +89,7 @@ def merge_adapters(
     adapters = put_in(adapted, config, seed=0, weights=stored.weights())
     merged = _Merged(adapted, adapters, AdapterSource(reader, adapters))
     parts = split(plain, dtype)
-    paths = {module: path for path, module in plain.named_modules()}
-    for name, places in parts.owners.items():
-        merged.check(name, [f"{paths[module]}.{attribute}" for module, attribute in places])
+    merged.check_ties(plain, parts.owners)
 
     def read(unit: UnitSpec) -> dict[str, Tensor]:
         return {tensor.name: merged.read(tensor.name, tensor.shape, dtype) for tensor in unit.tensors}
@@ -188,19 +186,20 @@ class _Merged:
         prefix = "base_model.model."
         self._whole = {stored.removeprefix(prefix): name for name, stored in adapters.names.items()}
 
-    def check(self, name: str, places: Sequence[str]) -> None:
+    def check_ties(self, plain: nn.Module, owners: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> None:
         """Refuse what two modules share and only one adapts: merged, they would not share it any more.
 
         Raises:
             ModelError: it is so.
         """
-        if len(places) > 1 and any(
-            place in self._whole or self._layer(place) is not None for place in places
-        ):
-            raise ModelError(
-                f"{name} is shared by {len(places)} modules (tied weights), and adapters of one of them cannot be "
-                "merged into it; use the adapters with PEFT as they are"
-            )
+        paths = {module: path for path, module in plain.named_modules()}
+        for name, places in owners.items():
+            names = [f"{paths[module]}.{attribute}" for module, attribute in places]
+            if len(names) > 1 and any(n in self._whole or self._layer(n) is not None for n in names):
+                raise ModelError(
+                    f"{name} is shared by {len(names)} modules (tied weights), and adapters of one of them cannot be "
+                    "merged into it; use the adapters with PEFT as they are"
+                )
 
     def read(self, name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
         """Return one parameter, merged."""
