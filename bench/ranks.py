@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import common
+from forked import free_port, rank_variables
 
 from outsize.group.group import Group
-from outsize.testing.device_contract import free_port, rank_variables
 
 NETWORK, INTERFACE = "10.77.0", "net0"
 

@@ -337,7 +337,6 @@ TOPS = {
     "__main__": {"cli"},
     "__init__": {"functions"} | set(ARROWS),
     "functions": set(ARROWS) - {"cli", "cli.plan", "cli.text"},
-    "testing": set(ARROWS) - {"cli", "cli.plan", "cli.text"},
 }
 TORCH_FREE = [
     "native",
@@ -432,9 +431,7 @@ def is_prefix_only(path: Path, line: int, module: str) -> bool:
 
 def rooms() -> set[str]:
     """Return every folder with modules of its own, and every module beside the rooms."""
-    return {room_of(path) for path in files() if path.name != "__init__.py" or path.parent == SOURCE} - {
-        "testing"
-    }
+    return {room_of(path) for path in files() if path.name != "__init__.py" or path.parent == SOURCE}
 
 
 def test_every_room_is_on_the_map():

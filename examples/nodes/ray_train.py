@@ -6,18 +6,21 @@ train` as a process of its own: Ray's training loops run in a thread, where a pr
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 
 
 def one_rank(settings):
     """Run one rank: Ray has told it who it is, and where rank 0 is."""
-    from outsize.testing.device_contract import free_port
-
     import torch.distributed as dist
 
     # Ray's own process group listens at MASTER_PORT; the ranks of the run meet at another port of rank 0's machine.
-    port = [free_port("0.0.0.0") if dist.get_rank() == 0 else None]
+    port = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as unused:
+            unused.bind(("0.0.0.0", 0))
+            port = [unused.getsockname()[1]]
     dist.broadcast_object_list(port)
     environment = {**os.environ, "MASTER_PORT": str(port[0])}
     subprocess.run(

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from accelerator import late
+from contracts import same_bits
+from contracts.device_contract import encode, normal
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
 from outsize.codecs.codec import open_codec
@@ -22,8 +24,6 @@ from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.runtime.ops.link_codecs import bring_up
 from outsize.storage.ledger import Arena
 from outsize.storage.scratch import HostScratch
-from outsize.testing import same_bits
-from outsize.testing.device_contract import encode, normal
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 SIZE = 4096

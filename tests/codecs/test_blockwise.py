@@ -3,10 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts import CodecContract
+from contracts.device_contract import TORCH_DTYPE, encode, normal
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
-from outsize.testing import CodecContract
-from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
 
 NAMES = [spec.name for spec in BLOCKWISE]
 

@@ -1,8 +1,8 @@
 import pytest
 
+from contracts import CodecContract
 from outsize.codecs.codec import RawCodec, open_codec
 from outsize.codecs.codec_spec import RAW, SPECS, CodecSpec, codec_spec
-from outsize.testing import CodecContract
 
 
 class TestRaw(CodecContract):

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from contracts import CodecContract, same_bits
+from contracts.device_contract import encode, normal
 from outsize.codecs.codec import open_codec
 from outsize.codecs.delta import apply_difference, difference
 from outsize.errors import CodecError
-from outsize.testing import CodecContract, same_bits
-from outsize.testing.device_contract import encode, normal
 
 
 class TestDelta(CodecContract):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contracts.device_contract import encode, normal
 from outsize.codecs import blockwise, frozen
 from outsize.codecs.codec import open_codec
 from outsize.runtime.ops import gradient_ops
-from outsize.testing.device_contract import encode, normal
 
 # Of one block of an 8B model, its largest matrix, and that of a 70B one.
 LARGEST = (4096 * 14336, 8192 * 28672)

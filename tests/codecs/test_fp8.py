@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from contracts.device_contract import CodecContract, encode, normal
 from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_spec import codec_spec
-from outsize.testing.device_contract import CodecContract, encode, normal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LARGEST, LEAST_NORMAL, LEAST = 448.0, 2.0**-6, 2.0**-9

@@ -2,9 +2,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from contracts.device_contract import normal
 from outsize.codecs.codec import NAMES, core_seconds, exponent_bound, kind_of, measure, measure_file
 from outsize.errors import CodecError
-from outsize.testing.device_contract import normal
 
 
 def test_every_codec_is_measured_on_every_kind(tmp_path):

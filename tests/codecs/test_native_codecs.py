@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.device_contract import encode, normal
 from outsize import native
 from outsize.codecs import blockwise, frozen, window_layout
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
 from outsize.codecs.window import decode_window, encode_window, join_halves, split_halves
 from outsize.codecs.window_layout import BLOCK_ELEMENTS
-from outsize.testing.device_contract import encode, normal
 from threads import num_threads
 from words import LAYOUTS, near
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from contracts.device_contract import CodecContract, encode, normal
 from outsize.codecs.codec import Codec, open_codec
 from outsize.codecs.codec_spec import NF4_LEVELS, codec_spec
 from outsize.codecs.frozen import NF4Codec
-from outsize.testing.device_contract import CodecContract, encode, normal
 
 NAMES = ["nf4", "nf4-double"]
 

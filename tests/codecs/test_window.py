@@ -6,6 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts import CodecContract
+from contracts.device_contract import encode, normal
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
 from outsize.codecs.window import decode_window_torch
@@ -18,8 +20,6 @@ from outsize.codecs.window_layout import (
     encode_window,
 )
 from outsize.errors import CodecError
-from outsize.testing import CodecContract
-from outsize.testing.device_contract import encode, normal
 from words import LAYOUTS, near
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts import CodecContract, same_bits
+from contracts.device_contract import TORCH_DTYPE, encode, normal
 from devices import DEVICE, TORCH_DEVICE, needs_accelerator
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
-from outsize.testing import CodecContract, same_bits
-from outsize.testing.device_contract import TORCH_DTYPE, encode, normal
 from outsize.training.short_runs import verify
 from support import make_run
 

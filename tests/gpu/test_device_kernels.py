@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from contracts import same_bits
+from contracts.device_contract import TORCH_DTYPE, normal
 from outsize.codecs import blockwise, codec, frozen
 from outsize.codecs.blockwise import OnDevice
 from outsize.codecs.codec import open_codec
 from outsize.codecs.codec_spec import BLOCKWISE
-from outsize.testing import same_bits
-from outsize.testing.device_contract import TORCH_DTYPE, normal
 
 # Before the environment changes, which all tests of a process share.
 if importlib.util.find_spec("triton") is None:

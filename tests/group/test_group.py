@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from contracts import GroupContract, ThreadWorld, in_ranks
 from outsize.errors import LostRankError
 from outsize.group.gloo import GlooGroup
 from outsize.group.group import SingleGroup, even_ranges
-from outsize.testing import GroupContract, ThreadWorld, in_ranks
 from patience import PATIENCE_S
 
 

@@ -1,10 +1,10 @@
 import pytest
+from forked import free_port, rank_variables
 from torch.distributed import TCPStore
 
 from outsize.errors import ConfigError, LostRankError
 from outsize.group.gloo import launched, open_group
 from outsize.group.group import SingleGroup
-from outsize.testing.device_contract import free_port, rank_variables
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,8 +1,8 @@
 import pytest
 
+from contracts import in_ranks
 from outsize.errors import ConfigError
 from outsize.group.group import Pace, SingleGroup
-from outsize.testing import in_ranks
 
 
 def test_a_single_process_has_the_last_word():

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from contracts.device_contract import encode, normal
 from outsize.codecs.codec import open_codec
 from outsize.codecs.transport import PIECE_ELEMENTS, PIECES_AT_ONCE, Transport, staging_bytes
 from outsize.model.sizes.model_spec import pack_unit
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.link_codecs import GradientCarrier, bring_up
-from outsize.testing.device_contract import encode, normal
 
 UNIT = pack_unit(3, "block", "block", [("weight", (64, 128), True, True)])
 DEVICE: Any = SimpleNamespace(link=lambda _: nullcontext())

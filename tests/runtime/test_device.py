@@ -4,11 +4,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from contracts import DEVICE_CONTRACT, MakeDevice
 from outsize.accelerators import Devices
 from outsize.errors import ConfigError
 from outsize.runtime.device.device import CpuDevice, Device, EmulatedDevice, open_device
 from outsize.storage.ledger import Ledger
-from outsize.testing import DEVICE_CONTRACT, MakeDevice
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NAMES = ["cpu", "emulated:1", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_cuda])]

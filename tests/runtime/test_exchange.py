@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from contracts.group_contract import in_ranks
 from outsize.codecs.transport import Wire
 from outsize.errors import NonFiniteError
 from outsize.model.split import split
 from outsize.optim.shares import shares
 from outsize.planner.memory import step_bytes
-from outsize.testing.group_contract import in_ranks
 from runtime.engines import contexts, engine_over, train
 from runtime.oddities import Sparse
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from contracts import same_bits
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import planes_for
@@ -14,7 +15,6 @@ from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena
 from outsize.storage.prealloc import IOPool
-from outsize.testing import same_bits
 
 TILE = PLANE_ELEMENTS
 PARAMETERS = [

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts import pattern, same_bits
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import EXP_AVG, MASTER, WEIGHTS, planes_for
@@ -16,7 +17,6 @@ from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome
 from outsize.storage.ledger import Arena
 from outsize.storage.prealloc import IOPool
-from outsize.testing import pattern, same_bits
 
 # The buffer of a checkpoint takes neither all of the large unit nor a whole number of granules of it.
 SMALL, LARGE = 3 * PLANE_ELEMENTS, 5 * GRANULE_ELEMENTS + PLANE_ELEMENTS

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from contracts import pattern, same_bits, small_model
 from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
@@ -8,7 +9,6 @@ from outsize.runtime.ops.load_ops import WeightOps, typed_plane
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena
 from outsize.storage.prealloc import IOPool
-from outsize.testing import pattern, same_bits, small_model
 
 
 @pytest.fixture

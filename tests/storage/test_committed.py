@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from contracts import pattern, same_bits, small_model
 from optim.reference import ADAFACTOR
 from outsize import files
 from outsize.errors import StorageError
@@ -26,7 +27,6 @@ from outsize.storage.committed import CommittedHome, find_record
 from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.prealloc import IOPool
-from outsize.testing import pattern, same_bits, small_model
 
 Planes = dict[tuple[int, str], Tensor]
 MODEL = small_model("bf16")

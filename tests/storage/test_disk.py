@@ -10,11 +10,11 @@ import threading
 import pytest
 import torch
 
+from contracts import pattern
 from outsize.errors import BudgetExceededError, StorageError
 from outsize.storage.disk_file import DirectFile
 from outsize.storage.ledger import Ledger
 from outsize.storage.prealloc import IOPool
-from outsize.testing import pattern
 from patience import PATIENCE_S
 
 MIB = 2**20

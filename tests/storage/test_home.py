@@ -3,12 +3,12 @@ import itertools
 import pytest
 import torch
 
+from contracts import HOME_CONTRACT, pattern, same_bits, small_model
 from outsize.errors import BudgetExceededError
 from outsize.optim.optimizer_spec import planes_for
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena, Ledger
-from outsize.testing import HOME_CONTRACT, pattern, same_bits, small_model
 
 
 @pytest.fixture(params=["host", "disk", "disk-small-requests", "committed", "committed-small-requests"])

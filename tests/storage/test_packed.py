@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts import HOME_CONTRACT, same_bits, small_model
+from contracts.device_contract import normal
 from outsize.codecs.codec import open_codec
 from outsize.codecs.transport import PIECE_ALIGN, PIECE_ELEMENTS, room_bytes
 from outsize.errors import StorageError
@@ -12,8 +14,6 @@ from outsize.optim.optimizer_spec import planes_for
 from outsize.storage.encoded_planes import EncodedRoom, PackedPlane
 from outsize.storage.home import HostHome
 from outsize.storage.ledger import Arena
-from outsize.testing import HOME_CONTRACT, same_bits, small_model
-from outsize.testing.device_contract import normal
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 400)), max_size=30))

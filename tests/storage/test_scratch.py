@@ -6,10 +6,10 @@ import threading
 import pytest
 import torch
 
+from contracts import SCRATCH_CONTRACT
 from outsize.errors import StorageError
 from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.scratch import DiskScratch, HostScratch
-from outsize.testing import SCRATCH_CONTRACT
 
 
 @pytest.fixture

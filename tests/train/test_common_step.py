@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zoo
+from contracts.group_contract import ThreadWorld, in_ranks
 from outsize.checkpoint.home_file import newest_home, start
 from outsize.errors import LostRankError, StorageError
 from outsize.session.job.machine import home_file
@@ -17,7 +18,6 @@ from outsize.storage.committed import CommittedHome, find_records
 from outsize.storage.ledger import Arena
 from outsize.storage.prealloc import IOPool
 from outsize.streamed.spec import RunSpec
-from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import make_batches, make_config, read_weights, save_model
 
 

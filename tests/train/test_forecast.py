@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from contracts import in_ranks
 from outsize.errors import ConfigError, ModelError
 from outsize.group.group import Pace, SingleGroup
 from outsize.hardware.from_probe import read_machine
@@ -16,7 +17,6 @@ from outsize.session.decide.lane_rates import SMALL_STATE_BYTES, kept_rates, lan
 from outsize.session.job.demand import recompute_shares
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.testing import in_ranks
 from outsize.training import forecast as module
 from outsize.training.forecast import foresee
 from outsize.training.run import train

@@ -1,12 +1,12 @@
 """What is found out before ranks train together, on ranks that are threads."""
 
 import pytest
+from forked import rank_variables
 
+from contracts import in_ranks
 from outsize.accelerators import CPU, Devices
 from outsize.errors import ConfigError
 from outsize.group.gloo import launched
-from outsize.testing import in_ranks
-from outsize.testing.device_contract import rank_variables
 from outsize.training import ranks
 from outsize.training.ranks import check_same_start
 from tiny import tiny_run

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import zoo
+from contracts.group_contract import ThreadWorld, in_ranks
 from outsize.checkpoint import feedback, run_checkpoint
 from outsize.errors import CheckpointError, ConfigError, LostRankError
 from outsize.planner.memory import step_bytes
@@ -14,7 +15,6 @@ from outsize.session.job.prepare import prepare
 from outsize.session.run_state import Position
 from outsize.session.stream import StreamedTrainer
 from outsize.streamed.spec import RunSpec
-from outsize.testing.group_contract import ThreadWorld, in_ranks
 from support import SEQ_LEN, make_batches, make_config, read_weights, save_model, saver_of
 
 NUM_SEQUENCES, STEPS = 6, 3

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import outsize
+from contracts.device_contract import encode
 from outsize.codecs.codec import open_codec
 from outsize.errors import ConfigError, DataError
-from outsize.testing.device_contract import encode
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.scoring import Logprobs, ScoredText, ScoringFigures, score
 from support import DTYPES, make_model_dir

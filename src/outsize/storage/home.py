@@ -2,7 +2,7 @@
 
 A home holds the planes of a model's units: ``weights`` for every unit, and for units that are trained the
 planes of the optimizer (see `outsize.optim.optimizer_spec.StateLayout`). `HostHome` holds them in memory, `DiskHome` in
-a file. Both pass the same contract (`outsize.testing`):
+a file. Both promise:
 
 - what is read is what was last written, bit for bit; a plane that was never written reads as zeros;
 - ranges start at a multiple of 2048 elements and are multiples of 2048 elements long, and have the plane's

@@ -2,8 +2,7 @@
 
 Room for saved activations: a fixed number of equal extents, each filled once and emptied once.
 
-What is taken is what was put, bit for bit. An extent is free again when its tensor has been taken. Both kinds
-pass the same contract (`outsize.testing`).
+What is taken is what was put, bit for bit. An extent is free again when its tensor has been taken.
 
 Which extent of a scratch holds what: the half of a scratch that moves no bytes.
 """

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from contracts.device_contract import raises, same_bits
 from outsize.errors import LostRankError
 from outsize.group.group import CHUNK_BYTES, Group, even_ranges
-from outsize.testing.device_contract import raises, same_bits
 
 T = TypeVar("T")
 # To wait in vain means that a rank hangs, not that the machine is slow.

@@ -1,9 +1,8 @@
-"""Contracts that devices and codecs keep, and what tests of them need: small models and tensors, and ranks.
+"""Contracts that devices and codecs keep, and what tests of them need: small models and tensors.
 
 What every device promises, see `outsize.runtime.device.device`; what every codec promises, see `outsize.codecs.codec`.
 """
 
-import socket
 from collections.abc import Callable, Iterator
 
 import torch
@@ -273,24 +272,3 @@ def normal(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return ``numel`` weights as networks have them: normal, deviation 0.02."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(numel, generator=generator) * 0.02).to(dtype)
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody uses at the moment, of the loopback or of another address of this machine."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def rank_variables(rank: int, size: int, port: int, restarts: int = 0) -> dict[str, str]:
-    """Return what torchrun would tell a process about itself."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
-    }

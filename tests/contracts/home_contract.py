@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 
+from contracts.device_contract import pattern, raises, same_bits, small_model
 from outsize.errors import BudgetExceededError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import planes_for
@@ -18,7 +19,6 @@ from outsize.storage.home import Home
 from outsize.storage.home_layout import COMPUTE_DTYPE
 from outsize.storage.ledger import Arena
 from outsize.storage.scratch import Scratch
-from outsize.testing.device_contract import pattern, raises, same_bits, small_model
 
 MakeHome = Callable[[ModelSpec], Home]
 

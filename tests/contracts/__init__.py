@@ -1,4 +1,4 @@
-"""Contracts as functions, for our tests and for those of others.
+"""Contracts as functions, for the tests of every implementation.
 
 What every home, scratch and device promises is a tuple of checks. Each takes a factory that makes a fresh object and
 raises AssertionError where a promise is broken. In a test::
@@ -11,7 +11,7 @@ For codecs and groups of ranks the checks are methods of a class to subclass, `C
 `in_ranks` runs the ranks of a group as threads of one process.
 """
 
-from outsize.testing.device_contract import (
+from contracts.device_contract import (
     DEVICE_CONTRACT,
     CodecContract,
     MakeDevice,
@@ -20,8 +20,8 @@ from outsize.testing.device_contract import (
     same_bits,
     small_model,
 )
-from outsize.testing.group_contract import GroupContract, ThreadGroup, ThreadWorld, in_ranks
-from outsize.testing.home_contract import HOME_CONTRACT, SCRATCH_CONTRACT, MakeHome, MakeScratch
+from contracts.group_contract import GroupContract, ThreadGroup, ThreadWorld, in_ranks
+from contracts.home_contract import HOME_CONTRACT, SCRATCH_CONTRACT, MakeHome, MakeScratch
 
 __all__ = [
     "DEVICE_CONTRACT",
