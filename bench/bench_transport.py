@@ -55,7 +55,7 @@ CASES = (
     Case("trained", 0.04, transport={"weights": "lossless3"}),
     Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "lossless3"}),
     Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "int8-stochastic"}),
-    Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "int4-ef"}),
+    Case("trained", 0.04, transport={"weights": "lossless3", "gradients": "int4-stochastic"}),
 )
 
 

@@ -1,10 +1,9 @@
 """What do lossy codecs on the link do to a run? Loss curves of a small GPT on real text, against the exact run.
 
 A GPT-2 of three blocks (`quality`) trains on one emulated device: from the same weights and on the same batches
-exactly, with activations in int8, and with gradients in int4, to the nearest, by chance and with error feedback. Every
+exactly, with activations in int8, and with gradients in int4, to the nearest and by chance. Every
 input of a unit leaves the device and comes back.
-Targets, over three seeds: int8 activations within 0.5 % of the exact loss after 1,000 steps, int4 gradients with error
-feedback within 2 %.
+Targets, over three seeds: int8 activations within 0.5 % of the exact loss after 1,000 steps, int4 gradients within 2 %.
 
     OMP_NUM_THREADS=1 nice python bench/bench_transport_quality.py --output bench/results/transport_quality.json
 """
@@ -30,7 +29,6 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "activations int8": {"activations": "int8"},
     "gradients int4": {"gradients": "int4"},
     "gradients int4-stochastic": {"gradients": "int4-stochastic"},
-    "gradients int4-ef": {"gradients": "int4-ef"},
 }
 MICROBATCHES = 2
 

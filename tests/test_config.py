@@ -525,7 +525,7 @@ def test_a_regular_expression_with_a_comma_stays_one():
     [
         ("mode", "stream", "ddp", "plain data parallel is no more: ranks stream"),
         ("ddp_compress", "none", "fp16", "as parallel.gradients says"),
-        ("ddp_powersgd_rank", 4, 8, "parallel.gradients=int4-ef"),
+        ("ddp_powersgd_rank", 4, 8, "parallel.gradients=int4-stochastic"),
         ("ddp_bucket_mib", 25.0, 1.0, "unit by unit"),
     ],
 )

@@ -149,7 +149,6 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
     "transport.activations": ("int8", [(["memory.offload=false"], ONE)]),
     "parallel.timeout_s": ("5.0", [([], ONE)]),
     "parallel.gradients": ("bf16", [([], ONE)]),
-    "parallel.weights": ("delta", [([], ONE)]),
     "parallel.handover": (
         "host",
         [([], ONE), (["memory.device=emulated:1"], ONE), (["memory.device=emulated:2", DPO], ONE)],

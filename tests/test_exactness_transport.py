@@ -164,7 +164,7 @@ def test_gradients_of_a_disk_home_go_encoded_too(tmp_path: Path):
     [
         ({"activations": "int8"}, 0.01),
         ({"gradients": "int8-stochastic"}, 0.02),
-        ({"gradients": "int4-ef"}, 0.05),
+        ({"gradients": "int4-stochastic"}, 0.05),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )

@@ -330,11 +330,3 @@ def test_an_f_does_not_wait_for_what_leaves_together_behind_the_one_before():
     assert "SAVE 1.0@w0" in found["F 1.1@w0"]
     assert "SAVE 2.0@w0" in found["F 0.2@w0"]
     assert "SAVE 1.1@w0" not in found["F 0.2@w0"]
-
-
-@pytest.mark.parametrize(("feedback", "expected"), [(False, ()), (True, (0,))])
-def test_what_an_encoding_has_lost_is_stored_before_the_next_one_changes_it(feedback, expected):
-    hazards = Hazards(2, None, feedback=feedback)
-    hazards.dependencies(parse_op("STORE 1"))
-    assert hazards.dependencies(parse_op("REDUCE 1<h0")) == expected
-    assert hazards.dependencies(parse_op("REDUCE 0<h1")) == ()

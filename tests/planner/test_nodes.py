@@ -100,13 +100,11 @@ def test_most_of_what_takes_half_of_compute_is_hidden_in_a_deep_model():
 
 def test_codecs_take_time_on_the_lane_that_exchanges():
     """Bytes as those of fp32, times at least those of the codec on one core."""
-    question = nodes(2, rate=1e15, wire=Wire(gradients="int8-ef", weights="delta"))
+    question = nodes(2, rate=1e15, wire=Wire(gradients="int8"))
     found = planned_at(question, 4, "host").simulated.done
     numel = question.model.units[3].numel
-    (reduce, *_), (gather, *_) = (exchanged(found.timeline, f"{word} 3") for word in ("REDUCE", "GATHER"))
-    half = numel // 2
-    assert reduce.end_s - reduce.start_s >= 4 * half * (1 / 5e9 + 2 / 7e9)
-    assert gather.end_s - gather.start_s >= 2 * numel / 0.4e9
+    reduce, *_ = exchanged(found.timeline, "REDUCE 3")
+    assert reduce.end_s - reduce.start_s >= 4 * (numel // 2) * (1 / 5e9 + 1 / 7e9)
 
 
 def test_more_nodes_and_a_faster_network_are_changes():

@@ -144,7 +144,6 @@ def test_steps_that_are_not_finite_can_be_skipped(max_grad_norm: float, home: st
             handle = rig.engine.begin(context)
             rig.engine.finish(handle)
         assert [context.skipped for context in (good[0], nan, good[1])] == [False, True, False]
-        assert good[-1].skipped_before == {nan.number}
         got = rig.weights()
         want = reference.train(plain, steps, recipe(max_grad_norm=max_grad_norm))
         assert all(torch.equal(got[name], weight) for name, weight in want.weights.items())

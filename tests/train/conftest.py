@@ -15,7 +15,7 @@ def rank_runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("ranks")
     two = {"microbatches": 2}
     host = write_run(root, "host", train=two)
-    coded = {"gradients": "int8-ef"}  # what it remembers is to be gone on with as well
+    coded = {"gradients": "int8-stochastic"}  # whose chances repeat
     rounds = {**two, "round_microbatches": 1}
     lost = write_run(root, "lost", train=rounds, parallel=coded)
     disk = write_run(root, "disk", train=rounds, memory={"home": "disk"})

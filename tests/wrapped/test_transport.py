@@ -122,7 +122,6 @@ def test_what_rests_encoded_may_train_later():
         ({"gradient": "int8"}, "names codecs of weights, activations and gradients"),
         ({"weights": "fp8"}, "no codec 'fp8' for weights.*frozen ones rest and cross in fewer by base_codec"),
         ({"weights": "auto"}, "name a codec, e.g. weights=lossless4"),
-        ({"gradients": "int8-ef"}, "without -ef"),
     ],
 )
 def test_codecs_that_cannot_be_are_refused(transport: dict[str, str], says: str):

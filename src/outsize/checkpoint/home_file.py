@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from outsize import files
-from outsize.checkpoint import feedback, run_checkpoint
+from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_state import position_of
 from outsize.choices import Masters
 from outsize.config import MemoryConfig
@@ -184,7 +184,6 @@ def start(
             if not messages:
                 stack.push(attempt.pop_all())
                 announce(f"resumed from step {trainer.position.step} in {path}")
-                feedback.restore(trainer, resumed, announce)
                 return trainer
             if resumed is None:
                 raise failed or StorageError(messages[0])
@@ -195,7 +194,6 @@ def start(
     trainer.fill()
     if resumed is not None:
         trainer.position = run_checkpoint.restore(trainer, resumed, announce)
-        feedback.restore(trainer, resumed, announce)
     announce(f"resumed from {resumed.name}" if resumed else Detail("starting with step 1"))
     return trainer
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from outsize import files
-from outsize.checkpoint import feedback
 from outsize.checkpoint.begun_adapters import AdapterWriter
 from outsize.checkpoint.checkpoint_state import (
     CHECKPOINTS,
@@ -171,7 +170,6 @@ class Saving:
             if plane == MASTER_LOW:
                 name = file_of(unit, MASTER_EXCEPTED)
                 self._files[name] = write_file(self._staging / name, _joined(excepted), self._check)
-        self._files |= feedback.write(self._prepared, resting, self._staging, self._check)
         self._updates.update(resting.updates)
 
     def _link(self, resting: UnitAtRest, writer: CheckpointWriter) -> bool:
@@ -216,10 +214,9 @@ class Saving:
         listed = {name: asdict(file) for name, file in sorted({**writer.files, **self._files}.items())}
         for unit in prepared.split.spec.units:
             of_unit = [file_of(unit, plane) for plane in state_planes(prepared.plan.state, unit)]
-            of_unit += feedback.files_of(prepared, unit).values()
             for name in (*of_unit, writer.shard_of(unit)) if unit.tensors else ():
                 listed[name]["unit"] = unit.name
-        state = {**self._state, **feedback.state_of(prepared), "updates": self._updates, "files": listed}
+        state = {**self._state, "updates": self._updates, "files": listed}
         files.write_whole(staging / STATE, render_state(state))
         files.sync(staging / OPTIMIZER)
         files.sync(staging)

@@ -18,8 +18,6 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 CountBytes = Callable[[int, str], int]
 """Elements and their dtype to bytes."""
 _LINKS: Final = frozenset({"weights", "activations", "gradients"})
-# A gradient codec of this ending remembers what it lost, and adds it to the next gradient.
-FEEDBACK: Final = "-ef"
 # One kernel of Triton reads codes and scales and writes bf16; for fp8, torch widens to bf16 (3) and scales (4).
 _NF4_DEVICE_DECODE_BYTES, _INT8_DEVICE_DECODE_BYTES, _FP8_DEVICE_DECODE_BYTES = 2.5625, 3.015625, 7.0
 # Elements a second that an H200 decoded, far from its memory's rate: bench/results/gpu_h200_2026-11.json.
@@ -41,8 +39,7 @@ class CodecSpec:
         opens: path of its class, called with this row and ``options``.
         options: of that class.
         uses: where a user may choose it: for frozen weights at ``rest``; for ``weights``, ``activations`` and
-            ``gradients`` on a link, for gradients on the ``network``; and with ``-ef`` where what was lost is added to
-            the next.
+            ``gradients`` on a link; for gradients on the ``network``.
         dtypes: of what it encodes, names of `ITEMSIZE`.
         lossless: whether decoding gives back every bit.
         fixed_rate: whether the count of elements alone decides the bytes.
@@ -140,22 +137,6 @@ LOSSLESS3 = CodecSpec(
 )
 
 
-def _delta_bytes(numel: int, dtype: str) -> int:
-    """What AdamW changes of normal bf16 weights at a learning rate of 2e-5."""
-    return ceil(raw_bytes(numel, dtype) / 10)
-
-
-DELTA = CodecSpec(
-    name="delta",
-    opens="outsize.codecs.delta.DeltaCodec",
-    dtypes=("bf16", "fp16"),
-    lossless=True,
-    fixed_rate=False,
-    expected_bytes=_delta_bytes,
-    encode_bytes_per_s=0.4e9,
-    decode_bytes_per_s=0.4e9,
-)
-
 # Groups are chosen by bench/bench_codec.py: where half as many elements to a scale no longer gain what they cost.
 INT8_GROUP, INT4_GROUP = 128, 64
 # A scale or a zero point in bf16 is off by one in 2^7 at most, and fp32 arithmetic by far less.
@@ -203,13 +184,11 @@ def _blockwise(
 
 # To the nearest is off by half a step, by chance by a whole one. An asymmetric grid has its steps over the range, which
 # may be twice the largest magnitude, and its zero point widens the range by one in 2^8 of it.
-_NEAREST, _CHANCE = ("activations", "gradients", "gradients-ef"), ("gradients",)
-INT8 = _blockwise("int8", INT8_GROUP, 8, 2 * 127, uses=(*_NEAREST, "rest", "network", "network-ef"))
+_NEAREST, _CHANCE = ("activations", "gradients"), ("gradients", "network")
+INT8 = _blockwise("int8", INT8_GROUP, 8, 2 * 127, uses=(*_NEAREST, "rest", "network"))
 INT8_ASYMMETRIC = _blockwise("int8-asymmetric", INT8_GROUP, 8, 253, 4, uses=("activations",), symmetric=False)
-INT8_STOCHASTIC = _blockwise(
-    "int8-stochastic", INT8_GROUP, 8, 127, uses=(*_CHANCE, "network"), stochastic=True
-)
-INT4 = _blockwise("int4", INT4_GROUP, 4, 2 * 7, uses=(*_NEAREST, "network-ef"))
+INT8_STOCHASTIC = _blockwise("int8-stochastic", INT8_GROUP, 8, 127, uses=_CHANCE, stochastic=True)
+INT4 = _blockwise("int4", INT4_GROUP, 4, 2 * 7, uses=_NEAREST)
 INT4_ASYMMETRIC = _blockwise("int4-asymmetric", INT4_GROUP, 4, 14, 4, uses=("activations",), symmetric=False)
 INT4_STOCHASTIC = _blockwise("int4-stochastic", INT4_GROUP, 4, 7, uses=_CHANCE, stochastic=True)
 BLOCKWISE = (INT8, INT8_ASYMMETRIC, INT8_STOCHASTIC, INT4, INT4_ASYMMETRIC, INT4_STOCHASTIC)
@@ -289,7 +268,7 @@ NF4_DOUBLE = CodecSpec(
 )
 
 SPECS: dict[str, CodecSpec] = {
-    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, DELTA, *BLOCKWISE, NF4, NF4_DOUBLE, FP8)
+    spec.name: spec for spec in (RAW, LOSSLESS4, LOSSLESS3, *BLOCKWISE, NF4, NF4_DOUBLE, FP8)
 }
 
 
@@ -305,11 +284,8 @@ def codec_spec(name: str) -> CodecSpec:
 
 
 def _names(use: str) -> tuple[str, ...]:
-    """Return the names that a user may give for a use, those with feedback behind the codec that they are of."""
-    names = []
-    for spec in SPECS.values():
-        names += [spec.name] * (use in spec.uses) + [spec.name + FEEDBACK] * (use + FEEDBACK in spec.uses)
-    return tuple(names)
+    """Return the names that a user may give for a use."""
+    return tuple(spec.name for spec in SPECS.values() if use in spec.uses)
 
 
 # By crossing of a link, and on the network: `auto` is one of these in the end.
@@ -320,14 +296,12 @@ if TYPE_CHECKING:
     TransportActivations: TypeAlias = str
     TransportGradients: TypeAlias = str
     WireGradients: TypeAlias = str
-    WireWeights: TypeAlias = str
 else:
     FrozenCodec = Literal[_names("rest")]
     TransportWeights = Literal[RAW.name, "auto", *CODECS["weights"][1:]]
     TransportActivations = Literal[RAW.name, "auto", *CODECS["activations"][1:]]
     TransportGradients = Literal[RAW.name, "auto", *CODECS["gradients"][1:]]
     WireGradients = Literal["fp32", "bf16", *_names("network")]
-    WireWeights = Literal[RAW.name, DELTA.name]
 # How weights go over links; all keep every bit, and what else there is.
 EXACT_WEIGHTS: Final = (
     "weights that train keep every bit, and frozen ones rest and cross in fewer by base_codec (section lora)"

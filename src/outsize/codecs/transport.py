@@ -11,11 +11,9 @@ from typing import Final, get_args
 from outsize.codecs.codec_spec import (
     CODECS,
     EXACT_WEIGHTS,
-    FEEDBACK,
     RAW,
     CodecSpec,
     WireGradients,
-    WireWeights,
     codec_spec,
     raw_bytes,
 )
@@ -34,8 +32,6 @@ PIECE_ALIGN: Final = 64
 # rarely alike. None needs more than its elements.
 SLACK: Final = 1.02
 SLACK_BYTES: Final = 16_384
-# Of bf16, kept per trained element on the device.
-RESIDUAL_BYTES: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +74,9 @@ class Transport:
         """Whether every bit arrives."""
         return all(self.spec(c).lossless for c in ("weights", "activations", "gradients"))
 
-    @property
-    def feedback(self) -> bool:
-        """Whether gradients have what they lost added the next time."""
-        return self.gradients.endswith(FEEDBACK)
-
     def spec(self, crossing: str) -> CodecSpec:
         """Return the facts of the codec of a crossing: ``weights``, ``activations`` or ``gradients``."""
-        name: str = getattr(self, crossing)
-        return codec_spec(name.removesuffix(FEEDBACK))
+        return codec_spec(getattr(self, crossing))
 
     def is_raw(self, crossing: str) -> bool:
         """Whether a crossing has no codec."""
@@ -127,20 +117,14 @@ CHUNK_ELEMENTS: Final = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """Codecs between ranks.
-
-    Attributes:
-        gradients: ``fp32`` is exact; ``-ef`` adds what was lost to the next step's.
-        weights: ``raw``, or ``delta``: the bits that a step has changed of 16-bit weights, lossless.
-    """
+    """How ranks write gradients for each other, ``fp32`` exactly; weights go as they are."""
 
     gradients: str = "fp32"
-    weights: str = "raw"
 
     def __post_init__(self) -> None:
-        for what, names in (("gradients", get_args(WireGradients)), ("weights", get_args(WireWeights))):
-            if getattr(self, what) not in names:
-                raise ValueError(f"no codec {getattr(self, what)!r} for {what}; there is {', '.join(names)}")
+        names = get_args(WireGradients)
+        if self.gradients not in names:
+            raise ValueError(f"no codec {self.gradients!r} for gradients; there is {', '.join(names)}")
 
     @property
     def gradient_dtype(self) -> str:
@@ -150,43 +134,18 @@ class Wire:
     @property
     def gradient_spec(self) -> CodecSpec:
         """Facts of the codec of gradients, after they were rounded to `gradient_dtype`."""
-        name = self.gradients.removesuffix(FEEDBACK)
-        return RAW if name in ("fp32", "bf16") else codec_spec(name)
-
-    @property
-    def feedback(self) -> bool:
-        """Whether gradients have what they lost added the next time."""
-        return self.gradients.endswith(FEEDBACK)
+        return RAW if self.gradients in ("fp32", "bf16") else codec_spec(self.gradients)
 
     def gradient_bytes(self, numel: int) -> int:
         """Return what ``numel`` elements of a gradient take on the wire."""
         return self.gradient_spec.max_bytes(numel, self.gradient_dtype)
-
-    def weight_bytes(self, numel: int, dtype: str) -> int:
-        """Return what ``numel`` weights in ``dtype`` are expected to take on the wire."""
-        return (
-            raw_bytes(numel, dtype)
-            if self.weights == "raw"
-            else codec_spec(self.weights).expected_bytes(numel, dtype)
-        )
 
     def gradient_s(self, numel: int) -> float:
         """Return the seconds in which a core writes ``numel`` elements of a gradient for others and reads as many."""
         if self.gradients == "fp32":
             return 0.0
         spec, size = self.gradient_spec, raw_bytes(numel, "fp32")
-        # What was lost is known when what is sent has been read again.
-        return size / spec.encode_bytes_per_s + (1 + self.feedback) * size / spec.decode_bytes_per_s
-
-    def weight_s(self, written: int, read: int, dtype: str) -> float:
-        """Return the seconds in which a core writes so many weights in ``dtype`` and reads so many of others."""
-        if self.weights == "raw":
-            return 0.0
-        spec = codec_spec(self.weights)
-        return (
-            raw_bytes(written, dtype) / spec.encode_bytes_per_s
-            + raw_bytes(read, dtype) / spec.decode_bytes_per_s
-        )
+        return size / spec.encode_bytes_per_s + size / spec.decode_bytes_per_s
 
 
 EXACT: Final = Wire()

@@ -11,7 +11,6 @@ from outsize.codecs.codec_spec import (
     TransportGradients,
     TransportWeights,
     WireGradients,
-    WireWeights,
 )
 from outsize.config.section import (
     ALONE,
@@ -166,8 +165,7 @@ class TransportConfig(Section):
     )
     gradients: TransportGradients = Field(
         default="raw",
-        description="Gradients on their way home. auto: as of activations. -ef adds what was lost to the next step's, "
-        "and keeps it on the device, 2 bytes for each parameter that trains.",
+        description="Gradients on their way home. auto: as of activations.",
     )
 
 
@@ -190,13 +188,7 @@ class ParallelConfig(Section):
 
     gradients: Annotated[WireGradients, Idle(*ALONE)] = Field(
         default="fp32",
-        description="How gradients are written between ranks; fp32 is exact, and -ef adds what was lost to the "
-        "next step's, which takes 2 bytes of host memory for each parameter that trains.",
-    )
-    weights: Annotated[WireWeights, Idle(*ALONE)] = Field(
-        default="raw",
-        description="How weights that have stepped are written between ranks, both lossless; delta sends the "
-        "bits of 16-bit weights that have changed, about a tenth at fine-tuning rates.",
+        description="How gradients are written between ranks; fp32 is exact.",
     )
     timeout_s: Annotated[float, Idle(*ALONE)] = Field(
         default=60.0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from outsize.choices import DataFormat, Packing
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.layouts import DocumentPacks, HeldPart, Mixed, WindowedDataset
+from outsize.data.layouts import DocumentPacks, HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.reading.corpus_files import Corpus, Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
@@ -18,9 +18,7 @@ from outsize.data.reading.formats import FORMATS
 from outsize.data.survey import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.token_cache import (
     CachedTokens,
-    GrowingTokens,
     TokenWriter,
-    Told,
     fingerprint,
     new_entry,
     whole_entry,
@@ -63,7 +61,6 @@ def open_data(
     template: str | None = None,
     limits: ModelLimits = ModelLimits(),
     progress: Progress | None = None,
-    window: int | None = None,
 ) -> PackedDataset:
     """Open a data set for causal language model training, tokenising it first unless that was done before.
 
@@ -79,8 +76,6 @@ def open_data(
         template: of conversations, see `ChatTemplate`.
         limits: what the model takes.
         progress: called with (bytes of a source's files read, bytes in all) while tokenising.
-        window: draw the order within windows of so many sequences, and return when the first is tokenised; None draws
-            it over all of them. Of one source that is packed as a stream.
 
     Raises:
         ConfigError: a value that cannot be, e.g. ``seq_len`` above ``max_positions``.
@@ -89,10 +84,7 @@ def open_data(
     """
     corpora = _as_corpora(source)
     _check_limits(corpora, seq_len, limits)
-    if window is not None:
-        _check_is_one_stream(corpora, pack)
-    first = None if window is None else window * seq_len
-    making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
+    making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress)
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
         detections: list[Detected] = []
@@ -107,16 +99,7 @@ def open_data(
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
         combined = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
         unless_used.pop_all()
-        if window is None:
-            return PackedDataset(combined, detections, seq_len=seq_len, seed=seed)
-        assert isinstance(combined, Packed)
-        num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
-        return WindowedDataset(combined, detections[0], seed=seed, window=window, num_bytes=num_bytes)
-
-
-def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
-    if pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1:
-        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
+        return PackedDataset(combined, detections, seq_len=seq_len, seed=seed)
 
 
 def _laid_out(
@@ -159,7 +142,6 @@ class Making:
     template: str | None
     vocab_size: int | None
     progress: Progress | None
-    first_tokens: int | None
 
     def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
         """Return the tokens of a source, and what was found in the source."""
@@ -175,20 +157,11 @@ class Making:
         if self.tokenizer is None:
             raise ConfigError(f"{corpus.path} is not pre-tokenised, so it needs a tokenizer")
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
-        try:
-            store.reach(self.first_tokens or 0)
-            if store.detected.mask_source == "fallback template":
-                logger.warning(
-                    "the tokenizer has no chat template; conversations are written with a plain one"
-                )
-            return store, store.detected
-        except BaseException:  # a thread may be writing
-            store.close()
-            raise
+        if store.detected.mask_source == "fallback template":
+            logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
+        return store, store.detected
 
-    def _cached(
-        self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase"
-    ) -> CachedTokens | GrowingTokens:
+    def _cached(self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase") -> CachedTokens:
         encoder = Encoder(
             tokenizer,
             eos=True,
@@ -202,9 +175,7 @@ class Making:
         if cached is not None:
             logger.info("reusing tokenised data in %s", entry)
             return cached
-        if self.first_tokens is not None:
-            return GrowingTokens(lambda listener: self._write(entry, reader, encoder, tokenizer, listener))
-        self._write(entry, reader, encoder, tokenizer, lambda *_: None)
+        self._write(entry, reader, encoder, tokenizer)
         return CachedTokens(entry)
 
     def _write(
@@ -213,15 +184,10 @@ class Making:
         reader: DocumentReader,
         encoder: Encoder,
         tokenizer: "PreTrainedTokenizerBase",
-        listener: Told,
-    ) -> Detected:
-        """Tokenise all documents into ``entry``, and return what was found."""
+    ) -> None:
+        """Tokenise all documents into ``entry``."""
         with new_entry(entry) as directory, ExitStack() as opened:
             writer = TokenWriter(directory, masked=reader.detect() != "text", opened=opened)
-
-            def detect() -> Detected:
-                return _detect(reader, writer, encoder, tokenizer)
-
             num_documents = 0
             for encoded_batch in _encoded_ahead(encoder, reader):
                 for encoded in encoded_batch:
@@ -232,12 +198,9 @@ class Making:
                 if self.progress is not None:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
                 writer.check_room(reader.bytes_read, reader.sources.num_bytes)
-                listener(directory, writer, detect)
             writer.sync()
-            detected = detect()
-            write_index(directory, detected)
+            write_index(directory, _detect(reader, writer, encoder, tokenizer))
         trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
-        return detected
 
 
 def _check_limits(corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits) -> None:

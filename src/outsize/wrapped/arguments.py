@@ -155,11 +155,6 @@ def transport_of(named: Mapping[str, str] | None) -> Transport:
         raise ConfigError(
             f"transport: {error}; it names codecs of weights, activations and gradients"
         ) from error
-    if transport.feedback:
-        raise ConfigError(
-            f"transport: {transport.gradients} makes up for what a gradient lost in the next one, and whether a loop "
-            "of your own steps by every gradient is not known; use it without -ef"
-        )
     return transport
 
 

@@ -294,18 +294,14 @@ def share_of(sequences: int, nodes: int) -> int:
 
 
 def wire_of(options: PlanFlags) -> Wire:
-    """Return how gradients and weights are written between nodes.
+    """Return how gradients are written between nodes.
 
     Raises:
-        ConfigError: there is one node, or weights in fp32 would be written as changed bits.
+        ConfigError: there is one node.
     """
-    wire = Wire(gradients=options.net_gradients, weights=options.net_weights)
+    wire = Wire(gradients=options.net_gradients)
     if options.nodes == 1 and wire != EXACT:
-        raise ConfigError(
-            "--net-gradients and --net-weights have no effect with one node; say how many with --nodes"
-        )
-    if wire.weights == "delta" and options.dtype == "fp32":
-        raise ConfigError("--net-weights: delta is of 16-bit weights; leave it raw, or choose --dtype bf16")
+        raise ConfigError("--net-gradients has no effect with one node; say how many with --nodes")
     return wire
 
 

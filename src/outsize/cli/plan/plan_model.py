@@ -40,7 +40,6 @@ SETTINGS = {
     "memory.resident": "resident",
     "transport.weights": "transport_weights",
     "parallel.gradients": "net_gradients",
-    "parallel.weights": "net_weights",
 }
 # Of text that is counted: so much of it, and bytes of a token where no tokenizer lies beside the model, as of English.
 SAMPLE_BYTES, BYTES_PER_TOKEN = 4 * 2**20, 4

@@ -17,7 +17,7 @@ from outsize.choices import (
     Moments,
     NewtonSchulz,
 )
-from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients, WireWeights
+from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients
 from outsize.errors import ConfigError
 
 Sweep = Literal["tokens-per-step", "seq-len", "gpus", "ram"]
@@ -170,9 +170,6 @@ class PlanFlags:
     net_gradients: Annotated[WireGradients, typer.Option(help="How gradients are written between nodes.")] = (
         "fp32"
     )
-    net_weights: Annotated[
-        WireWeights, typer.Option(help="How weights that have stepped are written between nodes.")
-    ] = "raw"
     largest: Annotated[
         bool,
         typer.Option(

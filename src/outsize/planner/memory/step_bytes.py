@@ -10,7 +10,6 @@ from outsize.codecs.transport import (
     CHUNK_ELEMENTS,
     PIECE_ALIGN,
     PIECE_ELEMENTS,
-    RESIDUAL_BYTES,
     Transport,
     Wire,
     room_bytes,
@@ -49,19 +48,15 @@ def largest_plane(model: ModelSpec) -> tuple[int, str]:
 
 
 def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[int, ...]) -> int:
-    """Return what codecs hold on each device: two buffers a crossing, what gradients lost, what is under way."""
+    """Return what codecs hold on each device: two buffers a crossing, and what is under way."""
     buffer_bytes = 2 * staging_bytes(transport, "weights", largest_plane(model))
     buffer_bytes += 2 * staging_bytes(transport, "gradients")
     if not transport.is_raw("weights"):
         buffer_bytes += DECODE_BYTES * PIECE_ELEMENTS
-    if transport.feedback:
-        buffer_bytes += RESIDUAL_BYTES * sum(unit.numel for unit in model.units if unit.trainable)
     if not transport.is_raw("activations"):  # one encoding on its way down and one on its way up
         itemsize = ITEMSIZE[model.dtype]
         numel = max(boundary_bytes, default=0) // itemsize
         buffer_bytes += 2 * transport.spec("activations").max_bytes(numel, model.dtype)
-    if not transport.is_raw("gradients"):  # a piece decoded again, to know what it lost
-        buffer_bytes += staging_bytes(Transport(gradients="lossless4"), "gradients") * transport.feedback
     return buffer_bytes
 
 
@@ -144,11 +139,8 @@ class NetStaging:
         gradient_out: what goes to each other node; 0 where it is sent from where it lies.
         decoded: a chunk as fp32, decoded; 0 where what arrives is added as it is.
         summed: a chunk as fp32, summed on its way to a disk; 0 where it is summed where it will lie.
-        lost: a chunk as fp32, to know what an encoding has lost; 0 without error feedback.
         weight_in: what each other node sends of its weights; 0 where they are received where they will lie.
         weight_out: what goes to all of them; 0 where it is sent from where it lies.
-        changed: a chunk of 16-bit weights' changes, decoded; 0 where weights are sent whole.
-        former: a chunk of 16-bit weights as they were before a STEP; 0 where weights are sent whole.
         stored_elements: of a piece on its way to a checkpoint.
         stored: such a piece of one plane as fp32, and of weights.
         halves: such a piece of the planes of split masters; 0 where they lie in host memory, or are not split.
@@ -159,11 +151,8 @@ class NetStaging:
     gradient_out: int = 0
     decoded: int = 0
     summed: int = 0
-    lost: int = 0
     weight_in: int = 0
     weight_out: int = 0
-    changed: int = 0
-    former: int = 0
     stored_elements: int = 0
     stored: int = 0
     halves: int = 0
@@ -172,17 +161,7 @@ class NetStaging:
         """Return the bytes of all of them."""
         others = num_nodes - 1
         of_each = self.gradient_in + self.gradient_out + self.weight_in
-        return (
-            others * of_each
-            + self.decoded
-            + self.summed
-            + self.lost
-            + self.weight_out
-            + self.changed
-            + self.former
-            + self.stored
-            + self.halves
-        )
+        return others * of_each + self.decoded + self.summed + self.weight_out + self.stored + self.halves
 
 
 def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str, state: State) -> NetStaging:
@@ -195,7 +174,7 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str, state: 
     sent = align_up(wire.gradient_bytes(chunk), PIECE_ALIGN)
     weights = align_up(chunk * ITEMSIZE[model.dtype], PIECE_ALIGN)
     piece = min(STORE_ELEMENTS, chunk)
-    delta, on_disk = wire.weights == "delta", home == "disk"
+    on_disk = home == "disk"
     layout = layout_of(state)
     split = tuple(name for name in (WEIGHTS, MASTER_LOW, MASTER_TIES) if name in layout.planes)
     joins = on_disk and MASTER_LOW in layout.planes
@@ -205,11 +184,8 @@ def net_staging(model: ModelSpec, num_nodes: int, wire: Wire, home: str, state: 
         gradient_out=sent if encoded or wire.gradient_dtype != "fp32" else 0,
         decoded=4 * chunk if encoded else 0,
         summed=4 * chunk if on_disk else 0,
-        lost=4 * chunk if wire.feedback else 0,
-        weight_in=weights if delta or on_disk else 0,
-        weight_out=weights if delta or on_disk else 0,
-        changed=weights if delta else 0,
-        former=weights if delta else 0,
+        weight_in=weights if on_disk else 0,
+        weight_out=weights if on_disk else 0,
         stored_elements=piece,
         stored=piece * (4 + ITEMSIZE[model.dtype]),
         halves=sum(layout.planes[name].num_bytes(piece) for name in split) if joins else 0,
@@ -220,12 +196,8 @@ def net_bytes(model: ModelSpec, layout: StepLayout, wire: Wire, home: str, state
     """Return what a node holds for others in host memory, by class; nothing of a single node."""
     if layout.num_nodes == 1:
         return {}
-    sent = sum(unit.numel for unit in model.units if unit.trainable) - sum(layout.own_elements)
     staging = net_staging(model, layout.num_nodes, wire, home, state)
-    return {
-        "network buffers": staging.total_bytes(layout.num_nodes),
-        "network residuals": RESIDUAL_BYTES * sent * wire.feedback,
-    }
+    return {"network buffers": staging.total_bytes(layout.num_nodes)}
 
 
 NOTHING: KeptBytes = MappingProxyType({})

@@ -203,13 +203,10 @@ class Hazards:
     Args:
         num_streamed: units that the forward visits.
         rest: index of the resident unit, None where there is none.
-        feedback: whether REDUCEs remember what their encodings lose.
         at_once: microbatches under way at once, at most; None is no limit.
     """
 
-    def __init__(
-        self, num_streamed: int, rest: int | None, *, feedback: bool = False, at_once: int | None = None
-    ) -> None:
+    def __init__(self, num_streamed: int, rest: int | None, *, at_once: int | None = None) -> None:
         self._seq = 0
         self._at_once = at_once
         self._computed: dict[int, int] = {}  # by microbatch modulo `at_once`
@@ -219,7 +216,6 @@ class Hazards:
         self._norms: dict[int | None, Cell] = {unit: Cell() for unit in units}
         self._summed: dict[int | None, Cell] = {unit: Cell() for unit in units}
         self._counts: dict[int | None, Cell] = {unit: Remembered() for unit in units}
-        self._residuals: dict[int | None, Cell] = {unit: Remembered() for unit in units if feedback}
         self._coefficient, self._committed = Signal(), Signal()
         self._cells = _Cells()
         # Slots and accumulators by worker and unit, places by unit and microbatch of what lies in them.
@@ -312,7 +308,6 @@ class Hazards:
     def _finders(self) -> dict[Resource, tuple[_Find, ...]]:
         """Return how the cells of each resource are found; a way returns None of what is nowhere."""
         cells, get, rest = self._cells, self._holding.get, self._rest
-        residuals = self._residuals
 
         def held(name: str) -> tuple[_Find, ...]:
             """Return the way to what ``name`` has of an op's unit, and of the rest."""
@@ -348,7 +343,6 @@ class Hazards:
             "coefficient": fixed((self._coefficient,)),
             "committed": fixed((self._committed,)),
             "count": (lambda op: self._counts[op.unit],),
-            "residual": (lambda op: residuals.get(op.unit),),
         }
 
     @staticmethod

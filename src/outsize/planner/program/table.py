@@ -47,7 +47,6 @@ but no writer waits for it. The resources:
 ``coefficient``   by which gradients are clipped
 ``committed``     the last step that is durable
 ``count``         how often the unit has been stepped, which a checkpoint keeps as well
-``residual``      what encodings of its gradient have lost, where that is added the next time
 ================  =====================================================================================================
 
 What is not elegant: three rules that bound memory rather than order are code of `hazards`, not rows.
@@ -136,7 +135,6 @@ Resource = Literal[
     "coefficient",
     "committed",
     "count",
-    "residual",
 ]
 # What moves: weights, the gradient of weights (as a whole or as summed so far), master weights and moments, the input
 # of a unit, the gradient of that input, what a forward has kept, and the products of an optimizer that multiplies.
@@ -293,7 +291,7 @@ ROWS: Final = (
     OpRow("COMMIT", "what the step wrote becomes durable, and the state that a crash goes back to",
         "commit", "commit", reads=("homes",), writes=("committed",)),
     OpRow("STORE 3", "weights and optimizer state of unit 3, from their home to a checkpoint",
-        "store", "free", reads=("home", "count", "residual")),
+        "store", "free", reads=("home", "count")),
     # Between workers.
     OpRow("R 3.0@w0", "recompute of unit 3 for microbatch 0, kept for the `B` that follows",
         "compute", "recompute", reads=("weights", "input place"), writes=("input",)),
@@ -307,9 +305,9 @@ ROWS: Final = (
         "peer", "peer", "input gradient", writes=("gradient",), fills=("place",)),
     # Between nodes.
     OpRow("REDUCE 3<h1", "the gradient of unit 3 in host buffer 1 is summed over all nodes, each keeping its share",
-        "net:reduce", "exchange", "gradient", writes=("buffer", "summed", "norm", "residual")),
+        "net:reduce", "exchange", "gradient", writes=("buffer", "summed", "norm")),
     OpRow("REDUCE 3", "the same, of a gradient that stages have summed at home",
-        "net:reduce", "exchange", "gradient", writes=("summed", "norm", "residual")),
+        "net:reduce", "exchange", "gradient", writes=("summed", "norm")),
     OpRow("AGREE", "all nodes learn the loss and the norms of all",
         "net:reduce", "agree", reads=("committed", "norms"), writes=("coefficient",)),
     OpRow("GATHER 3", "the weights of unit 3 that each node has stepped go to all others",

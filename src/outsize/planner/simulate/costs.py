@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from outsize.codecs.codec_spec import codec_spec
+from outsize.codecs.codec_spec import codec_spec, raw_bytes
 from outsize.codecs.transport import EXACT, PIECE_ELEMENTS, PIECES_AT_ONCE, CodecRates, Transport, Wire
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Gpu, Machine
@@ -343,8 +343,7 @@ class _Pricing(OpBytes):
         if op.row.carries == "gradient":
             size, coding_s = self.wire.gradient_bytes(numel), self.wire.gradient_s(numel - share)
         else:
-            size = self.wire.weight_bytes(numel, dtype)
-            coding_s = self.wire.weight_s(share, numel - share, dtype)
+            size, coding_s = raw_bytes(numel, dtype), 0.0
         sent = size * (nodes - 1) / nodes
         seconds = EXCHANGE_S + coding_s + self._encode_s(op)
         return Cost(seconds=seconds, amount=sent, through=("network", "host memory"))

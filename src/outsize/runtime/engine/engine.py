@@ -105,19 +105,17 @@ class Engine:
         self._commits = CommitOps(home, settings.describe)
         self._last: StepHandle | None = None
         self._num_begun = 0
-        self._skipped: set[int] = set()
         self.ranges = OpRanges(resources.device.torch_device)
         self._links = links_of(self._crew, layout.peers, self.exchange, self.optimizer)
         self._executor = self._open_lanes(resources)
 
     def _optimizer(self, resources: Resources) -> OptimizerOps:
         spec, plan = self._split.spec, self.plan
-        before = None if self.exchange is None else self.exchange.former
         return OptimizerOps(
             spec,
             resources.home,
             rule_on(self._settings.optimizer, plan, resources.device),
-            take_step_memory(plan, resources.host, before),
+            take_step_memory(plan, resources.host),
             # Of several ranks, weights are whole, and encoded, once they are gathered.
             self._encoded if self.exchange is None else None,
             shares=None if self.exchange is None else self.exchange.own,
@@ -131,15 +129,13 @@ class Engine:
         buffer = host.take(num_bytes, "checkpoint buffer") if num_bytes else None
         collector, beside = None, None
         if shared is not None:
-            residuals = None if self.exchange is None else self.exchange.residuals
-            collector, beside = collector_of(spec, shared, home, plan.state, host, residuals)
+            collector, beside = collector_of(spec, shared, home, plan.state, host)
         return StoreOps(spec, home, self.optimizer, buffer, collector, beside)
 
     def _open_lanes(self, resources: Resources) -> Executor:
         """Start what runs the ops of a program."""
         layout = self.plan.layout
-        feedback, at_once = self.plan.wire.feedback, layout.microbatches_at_once
-        hazards = Hazards(layout.num_streamed, layout.rest, feedback=feedback, at_once=at_once)
+        hazards = Hazards(layout.num_streamed, layout.rest, at_once=layout.microbatches_at_once)
         # Not bound methods: engine and executor would hold each other, and the slots, until the collector comes by.
         # Weakly: a lane that waits must not keep the model.
         computes = [weakref.ref(worker.compute) for worker in self._crew.workers]
@@ -160,9 +156,6 @@ class Engine:
     def begin(self, context: StepContext) -> StepHandle:
         """Submit one step, after the decision of the one before; returns at once."""
         programs = self._programs
-        if self._last is not None and self._last.context.skipped:
-            self._skipped.add(self._last.context.number)
-        context.skipped_before = self._skipped
         release_team()
         context.program = self._num_begun % len(programs)
         self._num_begun += 1

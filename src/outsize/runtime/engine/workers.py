@@ -144,7 +144,7 @@ class _Memory:
                 in_place=device.in_place and layout.num_nodes == 1,
             ),
             observe=settings.observe_gradient,
-            carrier=gradient_carrier(plan.transport, spec, device),
+            carrier=gradient_carrier(plan.transport, device),
             tiles=gradient_tiles,
         )
 
@@ -254,15 +254,14 @@ def _turns(devices: Sequence[Device]) -> dict[torch.device, threading.Lock]:
     return {device.torch_device: threading.Lock() for device in devices}
 
 
-def take_step_memory(plan: Plan, host: Arena, weights_before: Tensor | None) -> StepMemory:
-    """Return what ``plan`` sets aside in host memory; ``weights_before`` has room for weights before their step."""
+def take_step_memory(plan: Plan, host: Arena) -> StepMemory:
+    """Return what ``plan`` sets aside in host memory for an optimizer."""
     scratch_bytes = 4 * plan.state.scratch_elements(plan.model)
     scratches = host.take_all([scratch_bytes] * plan.state.num_scratches, "optimizer scratch")
     tiles = host.take_all([plan.tile_buffer_bytes] * plan.layout.num_tile_buffers, "tile buffers")
     return StepMemory(
         tile_buffers=tiles,
         tile_elements=plan.tile_elements,
-        former=weights_before,
         scratches=[scratch.view(torch.float32) for scratch in scratches],
     )
 

@@ -44,10 +44,6 @@ class UnitAtRest:
         """
         return self._ops.chunks(self.unit, planes)
 
-    def residual(self, rank: int) -> Iterator[Tensor]:
-        """Yield what encodings of the unit's gradient have lost on ``rank``, bf16, in pieces valid until the next."""
-        return self._ops.residual(self.unit, rank)
-
 
 class Sink(Protocol):
     """Takes units, one after the other, on the lane ``store``."""
@@ -134,11 +130,6 @@ class StoreOps:
             chunk = {plane: part[: self._items(unit, plane, length)] for plane, part in parts.items()}
             self._home.read_planes(unit.index, start, chunk)
             yield start, tuple(chunk.values())
-
-    def residual(self, unit: UnitSpec, rank: int) -> Iterator[Tensor]:
-        """See `UnitAtRest.residual`; of several ranks only."""
-        assert self._collector is not None
-        return self._collector.residual(unit, rank)
 
     def _collected(
         self, collector: Collector, unit: UnitSpec, planes: Sequence[str]

@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -57,7 +56,6 @@ class StepContext:
         unit_clips: norm and coefficient of each unit that is clipped by its own norm, where they were taken.
         unit_coefficients: these coefficients on the host, once the gradient has left.
         skipped: whether CLIP decided that this step changes no weight.
-        skipped_before: numbers of the steps before it that changed none.
         program: which of the programs that take turns this step follows.
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
@@ -93,7 +91,6 @@ class StepContext:
     unit_clips: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     unit_coefficients: dict[int, Tensor] = field(default_factory=dict)
     skipped: bool = False
-    skipped_before: AbstractSet[int] = frozenset()
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)

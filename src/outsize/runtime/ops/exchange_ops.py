@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from outsize.codecs.codec import open_codec
-from outsize.codecs.delta import apply_difference
 from outsize.codecs.transport import Wire
 from outsize.group.group import Group
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
@@ -46,77 +45,29 @@ from outsize.storage.ledger import Arena
 _SEEDS_OF_A_STEP, _SEEDS_OF_A_UNIT, _SEEDS_OF_A_RANK = 1_000_000_007, 10_000_019, 10_007
 
 
-class Residuals:
-    """What encodings of gradients have lost, bf16, of all elements that a rank sends away.
-
-    Args:
-        spec: the model.
-        own: elements of each unit that stay with this rank.
-        arena: where the memory comes from.
-    """
-
-    def __init__(self, spec: ModelSpec, shares: tuple[range, ...], arena: Arena) -> None:
-        self._own = shares
-        self._planes: dict[int, Tensor] = {}
-        for unit in spec.units:
-            sent = unit.numel - len(shares[unit.index])
-            if unit.trainable and sent:
-                plane = arena.take(2 * sent, "network residuals").view(torch.bfloat16)
-                self._planes[unit.index] = plane.zero_()
-
-    def of(self, unit: int, part: range) -> Tensor:
-        """Return those of elements ``part``, which lie on one side of the own ones."""
-        start = part.start - (len(self._own[unit]) if part.start >= self._own[unit].stop else 0)
-        return self._planes[unit][start : start + len(part)]
-
-    def plane(self, unit: int) -> Tensor | None:
-        """Return those of all elements of a unit, in order, to be read or filled; None where nothing is sent of it."""
-        return self._planes.get(unit)
-
-
 class GradientWire:
     """Writes pieces of gradients for other ranks, and reads theirs.
 
     Args:
         wire: how.
-        residuals: of codecs with error feedback; None for others.
-        lost: room for a decoded chunk, fp32, to know what was lost; needed with residuals.
     """
 
-    def __init__(self, wire: Wire, residuals: Residuals | None, lost: Tensor | None) -> None:
+    def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._dtype = TORCH_DTYPE[wire.gradient_dtype]
         self.codec = None if wire.gradient_spec.name == "raw" else open_codec(wire.gradient_spec.name)
-        self._residuals = residuals
-        self._lost = lost
 
     @property
     def as_it_is(self) -> bool:
         """Whether pieces are sent from where they lie."""
         return self.codec is None and self._dtype is torch.float32
 
-    def write(
-        self, piece: Tensor, unit: int, part: range, into: Tensor, seed: int, loss_scale: float
-    ) -> Tensor:
-        """Return what is to be sent of ``piece``, elements ``part`` of a unit, in ``into``; uses ``piece`` up.
-
-        With error feedback what was lost before is added first, and what is lost now is remembered, both without
-        ``loss_scale``.
-        """
+    def write(self, piece: Tensor, into: Tensor, seed: int) -> Tensor:
+        """Return what is to be sent of ``piece``, in ``into``."""
         size = self._wire.gradient_bytes(piece.numel())
         if self.codec is None:
             return into[:size].view(self._dtype).copy_(piece)
-        residual = self._residuals.of(unit, part) if self._residuals is not None else None
-        if residual is not None:
-            piece.add_(residual, alpha=loss_scale)
         size = self.codec.seeded(seed).encode(piece, into)
-        if residual is not None:
-            assert self._lost is not None
-            lost = self._lost[: piece.numel()]
-            self.codec.decode(into[:size], lost)
-            torch.sub(piece, lost, out=lost)
-            # A step that is not finite is given up; what it lost must not spoil the next one.
-            residual.copy_(lost.div_(loss_scale).nan_to_num_(0.0, 0.0, 0.0))
         return into[:size]
 
     def room(self, memory: Tensor, numel: int) -> Tensor:
@@ -168,8 +119,6 @@ class ExchangeOps:
         encoded: told of units whose weights have changed; None where nobody wants to know.
 
     Attributes:
-        former: room in which a STEP keeps weights that it changes, where changes are sent; None where weights are.
-        residuals: what encodings of gradients have lost here; None without error feedback.
         reduced: bytes sent of gradients so far.
         gathered: bytes sent of weights so far.
     """
@@ -201,11 +150,7 @@ class ExchangeOps:
         self._decoded, self._summed = one(staging.decoded, torch.float32), one(staging.summed, torch.float32)
         self._weight_in = for_each(staging.weight_in)
         self._weight_out = one(staging.weight_out, torch.uint8)
-        self._changed = one(staging.changed, TORCH_DTYPE[spec.dtype])
-        self.former = one(staging.former, torch.int16)
-        self._delta = open_codec("delta") if wire.weights == "delta" else None
-        self.residuals = Residuals(spec, self.own, arena) if wire.feedback else None
-        self._wire = GradientWire(wire, self.residuals, one(staging.lost, torch.float32))
+        self._wire = GradientWire(wire)
         self.reduced = Moved()
         self.gathered = Moved()
 
@@ -259,11 +204,8 @@ class ExchangeOps:
         if weights is None:
             for parts in self._chunks(unit):
                 self._gather_on_disk(unit, parts)
-        elif self._delta is None:
-            self._gather_in_place(unit, weights)
         else:
-            for parts in self._chunks(unit):
-                self._gather_changes(unit, parts, weights)
+            self._gather_in_place(unit, weights)
         if self._encoded is not None:
             self._encoded.stepped(op.unit)
 
@@ -295,8 +237,7 @@ class ExchangeOps:
                 outgoing[rank] = piece
             elif len(part):
                 seed = seed_of_piece(context.number, unit.index, rank, chunk)
-                room = self._gradient_out[rank]
-                outgoing[rank] = self._wire.write(piece, unit.index, part, room, seed, context.loss_scale)
+                outgoing[rank] = self._wire.write(piece, self._gradient_out[rank], seed)
             if len(mine):
                 incoming[rank] = self._wire.room(self._gradient_in[rank], len(mine))
         self._reducing.exchange(outgoing, incoming)
@@ -354,31 +295,6 @@ class ExchangeOps:
             self._home.write(unit.index, WEIGHTS, parts[rank].start, piece)
         sent = own_part.nbytes * len(self._weight_in)
         self.gathered = self.gathered.and_then(sent, sent)
-
-    def _gather_changes(self, unit: UnitSpec, parts: Sequence[range], plane: Tensor) -> None:
-        """Send what has changed of the own weights, which STEP has left in the gradient's memory, and apply others'."""
-        assert self._weight_out is not None
-        assert self._changed is not None
-        assert self._delta is not None
-        mine = parts[self.rank]
-        size = 0
-        if len(mine):
-            share = self.own[unit.index]
-            bits = self._home.view(unit.index, GRADIENT, share).view(plane.dtype)
-            changed = bits[mine.start - share.start : mine.stop - share.start]
-            size = self._delta.encode(changed, self._weight_out)
-        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in self._weight_in}
-        self._gathering.exchange(dict.fromkeys(sizes, torch.tensor([size])), sizes)
-        arriving = {
-            rank: self._weight_in[rank][: int(length)] for rank, length in sizes.items() if int(length)
-        }
-        self._gathering.exchange(dict.fromkeys(sizes, self._weight_out[:size]) if size else {}, arriving)
-        for rank, piece in arriving.items():
-            changed = self._changed[: len(parts[rank])]
-            self._delta.decode(piece, changed)
-            apply_difference(changed, plane[parts[rank].start : parts[rank].stop])
-        logical = len(mine) * plane.itemsize
-        self.gathered = self.gathered.and_then(size * len(sizes), logical * len(sizes))
 
 
 def _add_squares(squares: Tensor, unit: UnitSpec, part: range, summed: Tensor) -> None:

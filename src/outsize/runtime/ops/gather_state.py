@@ -4,9 +4,6 @@ So a checkpoint is that of a single process, and any number of ranks goes on fro
 rank a plane is asked for, and all ranks send their share of it; masters that are split are joined by the rank that has
 them. The others stand by until they hear that the unit is done. What a checkpoint has asked for and then does not take,
 because it was given up, is received all the same.
-
-What error feedback remembers is no plane of the home: each rank has its own, of all that it sends away. It is asked for
-rank by rank.
 """
 
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ from outsize.optim.optimizer_spec import MASTER, MASTER_LOW, MASTER_TIES, WEIGHT
 from outsize.optim.shares import shares
 from outsize.optim.split_masters import join_master
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.exchange_ops import Residuals, Shared
+from outsize.runtime.ops.exchange_ops import Shared
 from outsize.storage.home import Home
 from outsize.storage.home_layout import ITEM_DTYPE
 from outsize.storage.ledger import Arena
@@ -40,7 +37,6 @@ class Collector:
         state: how a trained unit lies there.
         buffer: fp32, for a piece on its way.
         halves: bytes, for the planes of split masters in such a piece; None where they lie in memory, or are not split.
-        residuals: what encodings of gradients have lost on this rank; None without error feedback.
     """
 
     def __init__(
@@ -51,9 +47,8 @@ class Collector:
         state: StateLayout,
         buffer: Tensor,
         halves: Tensor | None = None,
-        residuals: Residuals | None = None,
     ) -> None:
-        self._rank, self._size, self._residuals = group.rank, group.size, residuals
+        self._rank, self._size = group.rank, group.size
         self._made, self._halves = state.planes, halves
         self._channel = group.channel(STORE_CHANNEL)
         self._home = home
@@ -71,13 +66,6 @@ class Collector:
         """Yield a plane of a unit, ``(first element, items)``, each valid until the next; on the first rank."""
         yield from self._asks(self._collect(unit, plane))
 
-    def residual(self, unit: UnitSpec, rank: int) -> Iterator[Tensor]:
-        """Yield what encodings of a unit's gradient have lost on ``rank``, bf16, in order; on the first rank.
-
-        Each piece is valid until the next.
-        """
-        yield from self._asks(self._collect_residual(unit, rank))
-
     def done(self) -> None:
         """Tell the others that nothing more of this unit is asked for; on the first rank."""
         if self._asked is not None:
@@ -92,12 +80,6 @@ class Collector:
             self._channel.exchange({}, {0: wanted})
             if int(wanted) == _DONE:
                 return
-            if int(wanted) >= len(self._planes):
-                if int(wanted) == len(self._planes) + self._rank:
-                    lost = self._lost(unit)
-                    for start in range(0, len(lost), self._residual_piece):
-                        self._channel.exchange({0: lost[start : start + self._residual_piece]}, {})
-                continue
             plane = self._planes[int(wanted)]
             for start, numel in self._pieces(unit, self._rank):
                 self._channel.exchange({0: self._own(unit, plane, start, numel)}, {})
@@ -124,35 +106,6 @@ class Collector:
             for rank, _, numel in pieces[arrived:]:
                 if rank:
                     self._receive(rank, plane, numel)
-
-    def _collect_residual(self, unit: UnitSpec, rank: int) -> Iterator[Tensor]:
-        self._tell(len(self._planes) + rank)
-        if rank == 0:
-            yield self._lost(unit)
-            return
-        left = unit.numel - len(self._shares[unit.index][rank])
-        room = self._buffer.view(torch.bfloat16)
-        try:
-            while left:
-                piece = room[: min(left, self._residual_piece)]
-                self._channel.exchange({}, {rank: piece})
-                left -= len(piece)
-                yield piece
-        finally:
-            while left:
-                piece = room[: min(left, self._residual_piece)]
-                self._channel.exchange({}, {rank: piece})
-                left -= len(piece)
-
-    @property
-    def _residual_piece(self) -> int:
-        """Elements of a residual that the buffer takes."""
-        return 2 * len(self._buffer)
-
-    def _lost(self, unit: UnitSpec) -> Tensor:
-        """What encodings of a unit's gradient have lost here; nothing where nothing is sent of it."""
-        residual = None if self._residuals is None else self._residuals.plane(unit.index)
-        return torch.empty(0, dtype=torch.bfloat16) if residual is None else residual
 
     def _tell(self, wanted: int) -> None:
         self._channel.exchange(dict.fromkeys(range(1, self._size), torch.tensor([wanted])), {})
@@ -203,11 +156,10 @@ def collector_of(
     home: Home,
     state: StateLayout,
     host: Arena,
-    residuals: Residuals | None,
 ) -> tuple[Collector, Tensor]:
     """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
     numel = shared.staging.stored_elements
     beside = host.take(numel * ITEMSIZE[spec.dtype], "network").view(TORCH_DTYPE[spec.dtype])
     piece = host.take(numel * 4, "network").view(torch.float32)
     halves = host.take(shared.staging.halves, "network") if shared.staging.halves else None
-    return Collector(spec, shared.group, home, state, piece, halves, residuals), beside
+    return Collector(spec, shared.group, home, state, piece, halves), beside

@@ -21,7 +21,6 @@ from outsize.codecs.transport import (
     DEVICE_PIECE_ELEMENTS,
     PIECE_ALIGN,
     PIECE_ELEMENTS,
-    RESIDUAL_BYTES,
     Transport,
     room_bytes,
     staging_bytes,
@@ -164,36 +163,22 @@ class GradientCarrier:
         codec: writes them.
         device: where they are.
         staging: two byte buffers on the device.
-        residuals: by unit, bf16 [unit.numel] on the device: what was lost so far and is added the next time; empty
-            without error feedback.
     """
 
-    def __init__(
-        self, codec: Codec, device: Device, staging: list[Tensor], residuals: dict[int, Tensor]
-    ) -> None:
+    def __init__(self, codec: Codec, device: Device, staging: list[Tensor]) -> None:
         self._codec = codec
         self._device = device
         self._staging = staging
-        self._residuals = residuals
-        self._lost_in: dict[int, int] = {}
 
     def bring_home(self, unit: UnitSpec, plane: Tensor, into: Tensor, context: StepContext) -> int:
         """Encode ``plane``, decode it into ``into``, and return the bytes that went over the link.
 
         What lies between tensors, and tensors that got no gradient, hold anything: they are zeroed first, since groups
-        of elements share a scale. With error feedback ``plane`` is used up. Chances are those of the step, so that what
-        rounding makes of an element differs from step to step, and repeats when the run does. What is lost is
-        remembered without the step's loss scale, which may be another one the next time; and not after a step that
-        changed no weight, for then nothing has arrived that is to be made up for.
+        of elements share a scale. Chances are those of the step, so that what rounding makes of an element differs from
+        step to step, and repeats when the run does.
         """
         for start, stop in gaps(unit, context.touched[unit.index]):
             plane[start:stop].zero_()
-        residual = self._residuals.get(unit.index)
-        if residual is not None:
-            if self._lost_in.get(unit.index) in context.skipped_before:
-                residual.zero_()
-            self._lost_in[unit.index] = context.number
-            plane.add_(residual, alpha=context.loss_scale)
         wire_bytes = 0
         for index, start in enumerate(range(0, plane.numel(), PIECE_ELEMENTS)):
             piece, target = plane[start : start + PIECE_ELEMENTS], into[start : start + PIECE_ELEMENTS]
@@ -204,14 +189,6 @@ class GradientCarrier:
                 arrived = room[:size].to(into.device)
                 self._codec.decode(arrived, target)
             wire_bytes += size
-            if residual is not None:
-                lost = torch.empty_like(piece)
-                self._codec.decode(room[:size], lost)
-                torch.sub(piece, lost, out=lost)
-                # Of what is not finite, nothing is known to be lost.
-                residual[start : start + PIECE_ELEMENTS] = lost.div_(context.loss_scale).nan_to_num_(
-                    0.0, 0.0, 0.0
-                )
         return wire_bytes
 
 
@@ -225,16 +202,6 @@ def gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
             end = tensor.offset + tensor.numel
     if end < unit.numel:
         yield end, unit.numel
-
-
-def residual_planes(spec: ModelSpec, device: Device) -> dict[int, Tensor]:
-    """Take memory of ``device`` for what gradients of ``spec`` lose, by unit; zeros."""
-    planes = {}
-    for unit in spec.units:
-        if unit.trainable:
-            plane = device.allocate(unit.numel * RESIDUAL_BYTES, "gradient residuals")
-            planes[unit.index] = plane.zero_().view(torch.bfloat16)
-    return planes
 
 
 def encode_weights(transport: Transport, spec: ModelSpec, home: Home, arena: Arena) -> EncodedWeights | None:
@@ -264,13 +231,12 @@ def take_staging(
     return [device.allocate(size, "codec staging") for _ in range(2)] if size else []
 
 
-def gradient_carrier(transport: Transport, spec: ModelSpec, device: Device) -> GradientCarrier | None:
+def gradient_carrier(transport: Transport, device: Device) -> GradientCarrier | None:
     """Return what brings gradients home as ``transport`` sends them; None where they go as they are."""
     if transport.is_raw("gradients"):
         return None
     codec = open_codec(transport.spec("gradients").name)
-    residuals = residual_planes(spec, device) if transport.feedback else {}
-    return GradientCarrier(codec, device, take_staging(transport, "gradients", device), residuals)
+    return GradientCarrier(codec, device, take_staging(transport, "gradients", device))
 
 
 def activation_codec(transport: Transport) -> Codec | None:

@@ -80,14 +80,11 @@ class StepMemory:
     Attributes:
         tile_buffers: byte buffers, each with room for all planes of one tile, or for its gradient over a host home.
         tile_elements: elements per tile.
-        former: int16 [n], room for 16-bit weights before they are stepped. With it a STEP of a whole unit leaves, in
-            the memory of its gradient, the bits in which its weights have changed.
         scratches: fp32, as many and as long as the state layout says, where whole parameters step.
     """
 
     tile_buffers: Sequence[Tensor] = ()
     tile_elements: int = 0
-    former: Tensor | None = None
     scratches: Sequence[Tensor] = ()
 
 
@@ -195,34 +192,9 @@ class OptimizerOps:
             return
         part = None if share == range(unit.numel) else share
         planes = {name: self._home.view(unit.index, name, part) for name in self.state.planes}
-        if self._memory.former is None:
-            self._apply(unit, share, planes, context)
-        else:
-            self._step_and_keep(unit, share, planes, self._memory.former, context)
+        self._apply(unit, share, planes, context)
         if self._encoded is not None:
             self._encoded.stepped(unit.index)
-
-    def _step_and_keep(
-        self,
-        unit: UnitSpec,
-        share: range,
-        planes: dict[str, Tensor],
-        stepped_from: Tensor,
-        context: StepContext,
-    ) -> None:
-        """The same piece by piece, and put what has changed of 16-bit weights where the gradient was.
-
-        Changes are half as long as gradients: those of a piece end where the gradient of the next one has yet to begin.
-        """
-        changed = planes[GRADIENT].view(torch.int16)
-        for start in range(0, len(share), len(stepped_from)):
-            part = share[start : start + len(stepped_from)]
-            cut = {name: plane[start // self.state.planes[name].group :] for name, plane in planes.items()}
-            cut[WEIGHTS] = cut[WEIGHTS][: len(part)]
-            bits, before = cut[WEIGHTS].view(torch.int16), stepped_from[: len(part)]
-            before.copy_(bits)
-            self._apply(unit, part, cut, context)
-            torch.bitwise_xor(bits, before, out=changed[start : start + len(part)])
 
     @handles(Kind.WRITE, tile=True)
     def write(self, op: Op, context: StepContext) -> None:

@@ -18,13 +18,12 @@ import torch
 from outsize.accelerators import Devices, check_here, count_of
 from outsize.choices import Home
 from outsize.codecs.codec_spec import CODECS
-from outsize.codecs.transport import Transport, Wire
-from outsize.config import MemoryConfig, ParallelConfig
+from outsize.codecs.transport import Transport
+from outsize.config import MemoryConfig
 from outsize.errors import ConfigError
 from outsize.hardware.cards import find_card, known_card, parse_gpus
 from outsize.hardware.host_memory import IN_MEMORY, HostMemory, read_disk, read_host_memory
 from outsize.hardware.machine_spec import DEVICE_SHARE, DISK_SHARE, HOST_SHARE, Figure, Gpu, Machine, Peer
-from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.memory.memory_table import Tier
 from outsize.runtime.device.device_group import can_copy
 from outsize.session.job.job_options import AUTO
@@ -314,19 +313,3 @@ def check_transport(transport: Transport, devices: Devices, home: Home) -> None:
                 raise ConfigError(
                     f"transport.{crossing}: {getattr(transport, crossing)} is encoded on a CPU only; use int8 or raw"
                 )
-
-
-def wire_of(parallel: ParallelConfig, spec: ModelSpec, machine: RunMachine) -> Wire:
-    """Return the codecs between ranks.
-
-    Raises:
-        ConfigError: changes of weights are asked for where there are none to be had.
-    """
-    wire = Wire(gradients=parallel.gradients, weights=parallel.weights)
-    if wire.weights == "delta" and (spec.dtype == "fp32" or machine.home == "disk"):
-        raise ConfigError(
-            "parallel.weights: delta is of 16-bit weights in host memory, and here "
-            + ("weights are fp32" if spec.dtype == "fp32" else "the home is on disk")
-            + "; leave it raw"
-        )
-    return wire

@@ -6,7 +6,7 @@ from functools import cache
 from math import inf
 from typing import Protocol
 
-from outsize.codecs.transport import EXACT
+from outsize.codecs.transport import EXACT, Wire
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.hardware.cards import NVME
@@ -28,7 +28,7 @@ from outsize.planner.simulate.gpu_times import scaled
 from outsize.runtime.trial.measured import Measured
 from outsize.session.job.demand import RunDemand, counted_times, demand_of, selected_bytes
 from outsize.session.job.job_options import named_transport, options_for, question_for
-from outsize.session.job.machine import RunMachine, assumed_machine, check_transport, peers_of, wire_of
+from outsize.session.job.machine import RunMachine, assumed_machine, check_transport, peers_of
 from outsize.session.job.optimizer_layout import has_kernel
 
 # Of ranks whose network nobody has measured yet; it decides between numbers of microbatches only.
@@ -187,7 +187,7 @@ def _options_of(demand: RunDemand) -> PlanOptions:
         kernels=has_kernel(config.optimizer),
         inputs_shared=_first_trial(demand).inputs_shared,
         can_part=config.train.mlp_parts == 1 and can_take_in_parts(demand.split),
-        wire=wire_of(config.parallel, spec, machine) if group.size > 1 else EXACT,
+        wire=Wire(gradients=config.parallel.gradients) if group.size > 1 else EXACT,
     )
     assert options.state is not None
     _check_tiles(config.memory.tile_elements, options.state, machine)
