@@ -1295,6 +1295,96 @@ def _(loop: Loop) -> Any:
     state["exp_avg"] = torch.full(tuple(loop.head.shape), 1e-3)
 
 
+@row("a moment put in, and changed later by the program", kind="state")
+def _(loop: Loop) -> list[Tensor]:
+    given, losses = torch.full(tuple(loop.head.shape), 1e-3), []
+    loop.optimizer.state[loop.head]["exp_avg"] = given
+    for factor in (0.5, 3.0):
+        given.mul_(factor)
+        losses.append(loop.step())
+    return [*losses, given, loop.optimizer.state[loop.head]["exp_avg"], loop.optimizer.state_dict()["state"]]
+
+
+@row("moments of a flat tensor, changed as a whole", kind="state")
+def _(loop: Loop) -> list[Tensor]:
+    size = loop.head.numel()
+    flat = torch.full((size + loop.table.numel(),), 1e-4)
+    for p, part in ((loop.head, flat[:size]), (loop.table, flat[size:])):
+        loop.optimizer.state[p]["exp_avg_sq"] = part.view_as(p)
+    loop.step()
+    found = flat.clone()
+    flat.add_(1e-4)
+    return [found, loop.step(), flat]
+
+
+@row("a moment's data assigned, and changed later", kind="state")
+def _(loop: Loop) -> list[Tensor]:
+    given = torch.full(tuple(loop.head.shape), 1e-3)
+    loop.optimizer.state[loop.head]["exp_avg"].data = given
+    loop.step()
+    given.zero_()
+    return [loop.step(), given]
+
+
+@row("a loaded state changed later", kind="state")
+def _(loop: Loop) -> list[Any]:
+    then = copy.deepcopy(loop.optimizer.state_dict())
+    loop.optimizer.load_state_dict(then)
+    losses = [loop.step()]
+    for values in then["state"].values():
+        values["exp_avg"].mul_(0.5)
+        values["step"].fill_(3)
+    losses.append(loop.step())
+    loop.optimizer.load_state_dict(then)  # which has been stepped
+    return [*losses, loop.step(), then["state"]]
+
+
+@row("moments kept while others take their place", kind="state")
+def _(loop: Loop) -> list[Any]:
+    state = loop.optimizer.state
+    kept = [state[loop.head]["exp_avg"], state[loop.table]["exp_avg"]]
+    state[loop.head]["exp_avg"] = torch.zeros(loop.head.shape)
+    loop.step()
+    state.pop(loop.table)
+    loop.step()
+    return kept
+
+
+@row("moments of two parameters exchanged", kind="state")
+def _(loop: Loop) -> None:
+    one, other = (loop.optimizer.state[p] for p in (loop.head, loop.table))
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+    loop.step()
+
+
+@row("one moment for two parameters", kind="state", all="lie in one memory")
+def _(loop: Loop) -> None:
+    one, other = (loop.optimizer.state[p] for p in (loop.head, loop.table))
+    one["exp_avg"] = other["exp_avg"]
+    loop.step()
+
+
+@row("a moment of other sizes", kind="state", all="has sizes")
+def _(loop: Loop) -> None:
+    loop.optimizer.state[loop.head]["exp_avg"] = torch.zeros(3)
+
+
+@row("what AdamW does not keep put in", kind="state", all="and no momentum_buffer")
+def _(loop: Loop) -> None:
+    loop.optimizer.state[loop.head]["momentum_buffer"] = torch.zeros(3)
+
+
+@row("step held, and written later", kind="state")
+def _(loop: Loop) -> list[Tensor]:
+    held = [loop.optimizer.state[p]["step"] for p in loop.model.parameters()]
+    loop.step()
+    found = [step.clone() for step in held]
+    for step in held:
+        step.fill_(0)
+    loop.step()
+    return [*found, *held]
+
+
 @row("step written in place", kind="state")
 def _(loop: Loop) -> Any:
     for p in loop.model.parameters():

@@ -61,8 +61,12 @@ def check_memory(
     )
 
 
-def check_apart(tensors: Mapping[str, Tensor]) -> None:
-    """Check that gradients, by the names of their parameters, lie apart.
+def check_apart(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Check that tensors of a kind, by the names of their parameters, lie apart.
+
+    Args:
+        tensors: by name; those without bytes are left out.
+        what: the kind, for the message.
 
     Raises:
         ModelError: two lie in one memory.
@@ -71,8 +75,8 @@ def check_apart(tensors: Mapping[str, Tensor]) -> None:
         [_stretch(name, tensor, is_parameter=True, trains=True) for name, tensor in tensors.items()]
     ):
         raise ModelError(
-            f"the gradients of {one.name} and {other.name} lie in one memory, where a backward would add both: give "
-            "each of its own (parameter.grad = gradient.clone())"
+            f"{what}: those of {one.name} and {other.name} lie in one memory, where both would be changed: give each "
+            "its own (tensor.clone())"
         )
 
 

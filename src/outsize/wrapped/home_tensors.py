@@ -224,9 +224,12 @@ class HomeTensors:
 
     def _at_home(self, name: str, plane: str) -> Tensor:
         unit, tensor, place = self._where[name]
+        if plane != WEIGHTS:
+            place, seen = plane, plane_of(self._state, unit, plane)
+            tensor = next(each for each in seen.tensors if each.name == name)
         value = self.links.pop((name, plane))
         try:
-            return self.read_one(unit, tensor, place if plane == WEIGHTS else plane)
+            return self.read_one(unit, tensor, place)
         finally:
             self.links[name, plane] = value
 
@@ -276,6 +279,8 @@ class HomeTensors:
 
     def at_rest(self, unit: UnitSpec, tensor: TensorSpec, plane: str) -> Tensor:
         """Return one tensor of a plane as it can be looked at and changed: a view over a host home, else `AtRest`."""
+        if (tensor.name, plane) in self.links:
+            return self.links[tensor.name, plane].detach()
         if self._is_view(unit, plane):
             return self.handed_out.tensor(f"{plane} of {tensor.name}", self._view(unit, tensor, plane))
         return AtRest(self.place(unit, tensor, plane))
@@ -315,13 +320,14 @@ class _Place:
 
     def unlink(self) -> None:
         home = self._alive()
-        if self._apart is None and self.plane == home._where[self.tensor.name][2]:
-            home.unlink(self.tensor.name)
+        if self._apart is None and self.plane != GRADIENT:
+            is_weights = self.plane == home._where[self.tensor.name][2]
+            home.unlink(self.tensor.name, WEIGHTS if is_weights else self.plane)
 
     def link(self, value: Tensor) -> None:
         home = self._alive()
         plane = WEIGHTS if self.plane == home._where[self.tensor.name][2] else self.plane
-        if self._apart is None and plane in (WEIGHTS, GRADIENT):
+        if self._apart is None:
             home.link(self.tensor.name, value, plane)
 
     def part(self) -> None:

@@ -116,14 +116,14 @@ class AdamW(torch.optim.Optimizer):
                 "another outsize.AdamW was made for these parameters, and has begun their moments anew, which one home "
                 "holds once: step that one, or make this one again"
             )
-        self._state.follow_steps()
+        self._state.follow()
         self.without_gradient = self._runner.step(float(self.param_groups[0]["lr"]), names)
         fresh = [name for name in self.without_gradient if name not in self._told]
         if fresh:
             more = f" and {len(fresh) - _SHOWN} more" if len(fresh) > _SHOWN else ""
             _log.warning("no gradient in a whole step, left alone: %s%s", ", ".join(fresh[:_SHOWN]), more)
             self._told.update(fresh)
-        self._state.forget_steps()
+        self._state.show_steps()
         return loss
 
     def take_over(self, other: torch.optim.Optimizer) -> None:

@@ -1,15 +1,18 @@
 """The state of an optimizer of a wrapped model, and the forms of its moments."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from outsize.checkpoint.checkpoint_state import plane_of
 from outsize.choices import Moments
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, ModelError
+from outsize.model.shared_memory import check_apart
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.optim.optimizer_spec import (
     BLOCK_ELEMENTS,
@@ -20,6 +23,7 @@ from outsize.optim.optimizer_spec import (
     MASTER,
 )
 from outsize.optim.split_masters import EXP_AVG_FORM, EXP_AVG_SQ_FORM, from_codes, to_codes
+from outsize.wrapped.at_home.at_rest import AtRest, Place, is_same
 from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -64,6 +68,8 @@ def as_kept(values: Mapping[str, Tensor], moments: Moments) -> dict[str, Tensor]
 
 
 STEP = "step"
+# What `sys.getrefcount` counts of an element that nobody else has.
+_UNHELD = 2
 # Beside the numbers of the parameters in a ``state_dict``: what torch's ``load_state_dict`` leaves as it is.
 EXACT = "outsize"
 
@@ -123,7 +129,8 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
 
     It is ``optimizer.state`` of `outsize.AdamW`: what rests at home, under the keys that ``torch.optim.AdamW`` has.
     Moments are looked at and changed where they rest; ``step`` is a number of its own, and what somebody writes into it
-    counts in the next step. To take the state of a parameter out lets it begin anew.
+    counts in the next step. A tensor that is put in is the state from then on: as long as the program holds it, what
+    it changes there counts, and steps show there. To take the state of a parameter out lets it begin anew.
 
     Args:
         runner: of the wrapped model.
@@ -138,6 +145,9 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         self._steps: dict[
             int, tuple[Tensor, int]
         ] = {}  # what was handed out and what it was, by id of parameter
+        # What is handed out as state, or was put in, by name and plane: one object, as in torch.
+        self._seen: dict[tuple[str, str], Tensor] = {}
+        self._handed: weakref.WeakValueDictionary[tuple[str, str], Place] = weakref.WeakValueDictionary()
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -151,18 +161,36 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         self._runner.settle()
         stepped = frozenset(name for name in names if self._runner.num_updates(name))
         if stepped:
-            moments = [plane for plane in self.planes if plane != MASTER]
-            self._runner.parameters.begin_state(stepped, moments)
+            self._zero(stepped, [plane for plane in self.planes if plane != MASTER])
             self._set_steps(dict.fromkeys(stepped, 0))
 
-    def follow_steps(self) -> None:
-        """Count on from what was written into ``step`` since it was handed out."""
+    def follow(self) -> None:
+        """Count on from what was written into ``step``, and take what moments were assigned by ``.data`` since.
+
+        Raises:
+            ModelError: the state of two parameters lies in one memory.
+        """
         for key in list(self._steps):
             self._follow(self._runner.parameters.names[key])
+        for name, _ in list(self._seen)[:1]:
+            self._place(name)  # where units are others by now, what was seen is forgotten
+        check_apart({f"{plane} of {name}": each for (name, plane), each in self._seen.items()}, "state")
+        for seen in list(self._seen):
+            if isinstance(self._seen[seen], AtRest):
+                self._check_own(seen)
+            else:
+                self._replace(*seen, self._seen[seen], given=True)
+            if sys.getrefcount(self._seen[seen]) <= _UNHELD:
+                del self._seen[seen]
 
-    def forget_steps(self) -> None:
-        """Let go of what was handed out as ``step``: counts go on."""
-        self._steps.clear()
+    def show_steps(self) -> None:
+        """Have what the program holds as ``step`` show the counts behind a step."""
+        steps = self._steps
+        self._steps = {key: steps[key] for key in steps if sys.getrefcount(steps[key][0]) > _UNHELD}
+        if self._steps:
+            self._runner.settle()
+            names = self._runner.parameters.names
+            self._set_steps({names[key]: self._runner.num_updates(names[key]) for key in self._steps})
 
     def put(self, name: str, values: Mapping[str, Tensor]) -> None:
         """Replace the state of the parameter of that name; moments of another form are rounded to the nearest.
@@ -180,14 +208,83 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
             self.begin_anew(frozenset({name}))
             return
         self._runner.settle()
-        unit, _ = self._place(name)
-        lacking = [plane for plane in self.planes if plane not in kept and plane != MASTER]
-        self._runner.parameters.begin_state({name}, lacking)
-        for plane, value in kept.items():
+        self._place(name)
+        self._zero({name}, [plane for plane in self.planes if plane not in kept and plane != MASTER])
+        self.write(name, values)
+
+    def write(self, name: str, values: Mapping[str, Tensor]) -> None:
+        """Replace what is given of the state of the parameter of that name."""
+        for plane, value in as_kept(values, self._runner.state.moments).items():
             if plane == STEP:
                 self._set_steps({name: int(value)})
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    self._steps[self._key(name)] = value, int(value)
             else:
-                self._runner.parameters.write(unit, {name: value}, plane)
+                self._replace(name, plane, value, given=values.get(plane) is value)
+
+    def _replace(self, name: str, plane: str, value: Tensor, *, given: bool) -> None:
+        """Replace a plane of the state; where the program has ``given`` the value, that is the state from then on."""
+        present = self._at_home(name, plane)
+        if is_same(value, present):
+            return
+        if value.shape != present.shape:
+            raise ConfigError(
+                f"{plane} of {name} has sizes {list(present.shape)}; what was put in has {list(value.shape)}"
+            )
+        del present
+        self._part(name, plane)
+        self._runner.parameters.write(self._place(name)[0], {name: value}, plane)
+        if given:
+            self._runner.parameters.link(name, value, plane)
+            self._seen[name, plane] = value
+
+    def _zero(self, names: Collection[str], planes: Collection[str]) -> None:
+        """Have planes of the state of these names begin anew."""
+        for name in names:
+            for plane in planes:
+                self._part(name, plane)
+        self._runner.parameters.begin_state(names, planes)
+
+    def _part(self, name: str, plane: str) -> None:
+        """Leave what is at home, which is about to be replaced, to whoever holds it."""
+        self._seen.pop((name, plane), None)
+        self._runner.parameters.unlink(name, plane)
+        place = self._handed.pop((name, plane), None)
+        if place is not None:
+            place.part()
+        self._runner.parameters.handed_out.part_one(f"{plane} of {name}")
+
+    def _at_home(self, name: str, plane: str) -> Tensor:
+        """One tensor of the state as it can be looked at and changed."""
+        unit, _ = self._place(name)
+        tensor = next(t for t in plane_of(self._runner.state, unit, plane).tensors if t.name == name)
+        return self._runner.parameters.at_rest(unit, tensor, plane)
+
+    def _shown(self, name: str, plane: str) -> Tensor:
+        """The one object that the program is handed of that."""
+        key = name, plane
+        if key not in self._seen or isinstance(self._seen[key], AtRest):
+            made = self._at_home(name, plane)
+            if key in self._seen and is_same(self._seen[key], made):
+                return self._seen[key]
+            if isinstance(made, AtRest):
+                made.moved(self._handed.setdefault(key, made.place))
+            self._seen[key] = made
+        return self._seen[key]
+
+    def _check_own(self, key: tuple[str, str]) -> None:
+        """Check that what was put in as the state of one parameter is not that of another one.
+
+        Raises:
+            ModelError: it is.
+        """
+        seen = cast(AtRest, self._seen[key])
+        for other, place in self._handed.items():
+            if other != key and place.key == seen.place.key:
+                raise ModelError(
+                    f"{key[1]} of {key[0]} was given that of {other[0]}, and would lie in one memory with it: give "
+                    "its clone()"
+                )
 
     def of(self, name: str) -> dict[str, Tensor]:
         """The state of the parameter of that name: nothing before its first step."""
@@ -199,13 +296,7 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         key = self._key(name)
         if key not in self._steps:
             self._steps[key] = torch.tensor(float(count)), count
-        unit, _ = self._place(name)
-        found = {STEP: self._steps[key][0]}
-        for plane in self.planes:
-            seen = plane_of(self._runner.state, unit, plane)
-            tensor = next(tensor for tensor in seen.tensors if tensor.name == name)
-            found[plane] = self._runner.parameters.at_rest(unit, tensor, plane)
-        return found
+        return {STEP: self._steps[key][0]} | {plane: self._shown(name, plane) for plane in self.planes}
 
     def __getitem__(self, parameter: Tensor) -> MutableMapping[str, Tensor]:
         self.name_of(parameter)
@@ -245,6 +336,7 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
     def _place(self, name: str) -> tuple[UnitSpec, TensorSpec]:
         if self._split is not self._runner.split:
             self._split = self._runner.split
+            self._seen.clear()
             units = self._runner.split.spec.units
             self._places = {tensor.name: (unit, tensor) for unit in units for tensor in unit.tensors}
         if name not in self._places or self._places[name][0].index not in self._runner.parameters.with_state:
@@ -285,10 +377,12 @@ class _StateOfOne(MutableMapping[str, Any]):
         present = self.owner.of(self._name)
         if not present and key != STEP:
             raise ConfigError(f"{self._name} has no state before its first step; set all of it together")
-        if present.get(key) is not value:
-            self.owner.put(
-                self._name, {**{k: v.clone() for k, v in present.items()}, key: torch.as_tensor(value)}
+        if key != STEP and key not in self.owner.planes:
+            raise ConfigError(
+                f"the state of {self._name} has {', '.join((STEP, *self.owner.planes))}, and no {key}"
             )
+        if present.get(key) is not value:
+            self.owner.write(self._name, {key: torch.as_tensor(value)})
 
     def __delitem__(self, key: str) -> None:
         raise ConfigError(f"{key} alone cannot be taken out of the state of {self._name}; take all of it out")

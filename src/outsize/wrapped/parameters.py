@@ -329,7 +329,7 @@ class HomeParameters(HomeTensors):
         parameter, value = self.named[name], self.links[name, plane]
         if plane == GRADIENT:
             show_gradient(parameter, value)
-        elif name in self._pointers:
+        elif plane == WEIGHTS and name in self._pointers:
             parameter.data = value
             self._pointers[name] = value.data_ptr()
 

@@ -28,7 +28,7 @@ from outsize.compat.torch_private import has_gradient_hooks
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.loader import Caller
 from outsize.model.shared_memory import check_apart
-from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
+from outsize.optim.optimizer_spec import GRADIENT
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
@@ -339,7 +339,8 @@ class Runner(Inferring):
         self._engine.submit(step_parts.step_units(self._plan.layout, due), context)
         if self.parameters.handed_out.is_held() or self.parameters.links:
             self.settle()
-            self.parameters.show_links(WEIGHTS)
+            for plane in self.state.planes.keys() - {GRADIENT}:
+                self.parameters.show_links(plane)
         return without
 
     def held(self) -> dict[int, frozenset[int]]:
@@ -383,7 +384,7 @@ class Runner(Inferring):
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units
         held = {unit.index: self.parameters.positions_with_gradient(unit) for unit in units if unit.trainable}
-        check_apart(self.parameters.gradients() if self.parameters.links else {})
+        check_apart(self.parameters.gradients() if self.parameters.links else {}, "gradients")
         return held
 
     def _take_coefficient(self, names: Set[str]) -> Tensor | None:

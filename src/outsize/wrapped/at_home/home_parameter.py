@@ -283,8 +283,8 @@ class HandedOut:
 
     def part_one(self, key: str) -> bool:
         """Give whoever holds the bytes of ``key`` others, see `part`; returns whether anybody does."""
-        storage, usual = self._storages[key]
-        if num_holders(storage) <= usual:
+        storage, usual = self._storages.get(key, (None, 0))
+        if storage is None or num_holders(storage) <= usual:
             return False
         try:
             storage.share_memory_()  # all of a storage moves at once
