@@ -55,6 +55,32 @@ def test_a_text_file_is_packed_whole(tmp_path, tokenizer, cache_dir):
     assert detected.example.startswith("the quick brown fox 0 jumps over the lazy dog é\n")
 
 
+TEXT, PAIR = {"text": "the quick fox"}, {"prompt": "the quick", "completion": " fox"}
+CHAT = {"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "fox"}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "option", "value", "is_told"),
+    [
+        *[(TEXT, "train_on", value, True) for value in ("last", "all")],
+        (PAIR, "train_on", "all", False),
+        *[(record, "text_field", "body", True) for record in (PAIR, CHAT)],
+        ({"body": "the quick fox"}, "text_field", "body", False),
+        *[(record, "roles", {"agent": "assistant"}, True) for record in (TEXT, PAIR)],
+        (CHAT, "roles", {"agent": "assistant"}, False),
+        *[(record, "template", "plain", True) for record in (TEXT, PAIR)],
+        (CHAT, "template", "plain", False),
+    ],
+)
+def test_a_setting_for_records_of_another_kind_is_told(
+    tmp_path, tokenizer, cache_dir, record, option, value, is_told
+):
+    path = write_jsonl(tmp_path / "a.jsonl", [record] * 40)
+    with open_small(path, tokenizer, cache_dir, **{option: value}) as dataset:
+        told = [note for note in dataset.detected.notes if note.startswith(f"data.{option} has no effect: ")]
+        assert len(told) == len(dataset.detected.notes) == is_told
+
+
 def test_long_documents_in_pieces_lose_nothing(tmp_path, tokenizer, cache_dir):
     text = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(3000))
     path = tmp_path / "a.py"

@@ -100,6 +100,10 @@ class Encoder:
         template: of conversations, see `ChatTemplate`.
         forgive: called with the error of a conversation that the template refuses; the conversation is left out if
             the call returns.
+
+    Attributes:
+        chat: the template.
+        has_named_template: whether ``template`` says which.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Encoder:
         self._masked = masked
         self._forgive = forgive
         self.chat = ChatTemplate(tokenizer, template)
+        self.has_named_template = template is not None
         self._prefix, suffix = _added_tokens(tokenizer)
         self._eos_id: int | None = tokenizer.eos_token_id
         self._suffix = suffix if suffix or self._eos_id is None else [self._eos_id]

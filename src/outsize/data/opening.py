@@ -12,7 +12,7 @@ from outsize.choices import DataFormat, Packing
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.layouts import DocumentPacks, HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
-from outsize.data.reading.corpus_files import Corpus, Sources, find_sources
+from outsize.data.reading.corpus_files import DEFAULT_TEXT_FIELD, Corpus, Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.data.reading.formats import FORMATS
 from outsize.data.survey import EXAMPLE_TOKENS, Detected, render_example
@@ -291,7 +291,7 @@ def _detect(
         num_empty=reader.num_empty,
         num_bad=bad.count,
         bad=tuple(bad.messages),
-        notes=tuple(reader.notes()),
+        notes=(*reader.notes(), *_without_effect(reader, encoder)),
         num_untrained=writer.num_untrained,
         num_tokens=writer.num_tokens,
         num_trained_tokens=writer.num_trained,
@@ -299,6 +299,20 @@ def _detect(
         template=encoder.chat.written,
         example=render_example(tokenizer, ids.tolist(), None if trained is None else trained.tolist()),
     )
+
+
+def _without_effect(reader: DocumentReader, encoder: Encoder) -> Iterator[str]:
+    """Yield a line for each setting that is for records of another kind than there are."""
+    corpus, is_text = reader.corpus, reader.detect() == "text"
+    if reader.sources.container in ("text", None):
+        return  # which the configuration says by itself
+    if is_text and corpus.train_on != "replies":
+        yield "data.train_on has no effect: the records are texts, of which every token is trained"
+    if not is_text and corpus.format == "auto" and corpus.text_field != DEFAULT_TEXT_FIELD:
+        yield f"data.text_field has no effect: no record has the field {corpus.text_field!r}"
+    for key, is_given in (("roles", corpus.roles), ("template", encoder.has_named_template)):
+        if is_given and not reader.num_conversations:
+            yield f"data.{key} has no effect: no record is a conversation"
 
 
 def _mask_source(reader: DocumentReader, encoder: Encoder) -> str:

@@ -91,8 +91,12 @@ def prepare_data(
         f"{config.data.path}: {len(rows):,} records with {', '.join(rows[0])}"
         + ("" if measured is None else f", {len(measured):,} to measure on")
     )
+    is_chat = recipe.by_trl and any(isinstance(value, list) for value in rows[0].values())
+    for key, value in (("template", config.data.template), ("roles", config.data.roles)):
+        if value and not is_chat:
+            announce(f"note: data.{key} has no effect: no record is a conversation")
     if recipe.by_trl:
-        if any(isinstance(value, list) for value in rows[0].values()):
+        if is_chat:
             chat = ChatTemplate(tokenizer, config.data.template)
             tokenizer.chat_template = (
                 chat.templates if len(chat.templates) > 1 else next(iter(chat.templates.values()))
