@@ -2,18 +2,21 @@
 
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+import outsize
 from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.data.chat import CHATML_TEMPLATE, FALLBACK_TEMPLATE, ChatTemplate
 from outsize.errors import CheckpointError, DataError
 from outsize.training.run import train
-from support import make_run
+from outsize.wrapped.module import runner_of
+from support import make_model_dir, make_run
 
 ASKED = [{"role": "user", "content": "question"}]
 CHAT = {"messages": [*ASKED, {"role": "assistant", "content": "answer"}]}
@@ -23,14 +26,22 @@ OWN = (
 )
 
 
-def chat_run(directory: Path, own: Any, template: str | None, **train_section: Any) -> Path:
+def chat_run(
+    directory: Path,
+    own: Any,
+    template: str | None,
+    marks: Sequence[str] = (),
+    announce: Callable[[str], object] = print,
+    **train_section: Any,
+) -> Path:
     config = make_run(directory, train={"steps": 1, **train_section}, data={"template": template})
     (directory / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 40)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.chat_template = own
+    tokenizer.add_tokens(list(marks), special_tokens=True)
     tokenizer.save_pretrained(config.model.path)
     data = config.data.model_copy(update={"path": str(directory / "chats.jsonl")})
-    train(config.model_copy(update={"data": data}))
+    train(config.model_copy(update={"data": data}), announce=announce)
     return directory / "run"
 
 
@@ -59,6 +70,38 @@ def test_checkpoints_and_exports_hold_the_template_of_training(tmp_path, own, te
     assert template_of(export(run, tmp_path / "out")) == saved
     if method == "lora":
         assert template_of(export(run, tmp_path / "merged", merge=True)) == saved
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("given", [None, 7, [7, 8]])
+def test_text_stops_where_trained_replies_end(tmp_path, method, given):
+    """A base model's own end mark is another one: without this, text goes on behind every reply."""
+    model = tmp_path / "model"
+    make_model_dir(model)
+    path = model / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if given is not None:
+        path.write_text(json.dumps({"eos_token_id": given, "top_k": 5}))
+    run = chat_run(tmp_path, None, "chatml", marks=["<|im_start|>", "<|im_end|>"], method=method)
+    config = json.loads((model / "config.json").read_text())
+    before = config["eos_token_id"] if given is None else given
+    mark = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
+    expected = [mark, *(before if isinstance(before, list) else [] if before is None else [before])]
+    places = [latest(run), export(run, tmp_path / "out", merge=method == "lora")]
+    for place in places:
+        saved = json.loads((place / "generation_config.json").read_text())
+        assert saved["eos_token_id"] == expected
+        assert given is None or saved["top_k"] == 5
+        loaded = outsize.load(place, trainable=False, device="cpu")
+        assert loaded.generation_config.eos_token_id == expected
+        runner_of(loaded).close()
+
+
+@pytest.mark.parametrize("template", ["chatml", "plain"])
+def test_a_mark_of_several_tokens_is_said(tmp_path, template):
+    said: list[str] = []
+    chat_run(tmp_path, None, template, announce=said.append)
+    assert any("no special token" in line for line in said) == (template == "chatml")
 
 
 def test_what_was_trained_is_asked_with_the_template_of_training(tmp_path):

@@ -9,8 +9,9 @@ from typing import Any, Protocol, Self
 
 from outsize import files
 from outsize.checkpoint.checkpoint_state import MASTER_LOW, name_of, plane_of, state_planes
-from outsize.checkpoint.files.checkpoint_files import Beside, read_beside, read_generation_config
+from outsize.checkpoint.files.checkpoint_files import Beside, read_beside, read_generation_config, stopping_at
 from outsize.checkpoint.saving import Saving
+from outsize.checkpoint.tokenizer_files import load_tokenizer
 from outsize.config import TrainConfig
 from outsize.detail import Detail
 from outsize.errors import OutsizeError, StalledError, StorageError
@@ -102,7 +103,7 @@ class Saver:
         self._decide = decide
         self._writes = writes
         self._trainer = trainer
-        self._beside = _beside(trainer.prepared) if writes else {}
+        self._beside = _beside(trainer.prepared, announce) if writes else {}
         self._run_dir = run_dir
         self._config = config
         minutes = config.save_minutes
@@ -230,11 +231,19 @@ class Saver:
             self._announce(f"warning: {saving.error}; the run goes on, {stands}")
 
 
-def _beside(prepared: Job) -> Beside:
+def _beside(prepared: Job, announce: Callable[[str], None]) -> Beside:
     """Return the files beside the weights of a run's model, as they are when the run begins."""
-    read_generation_config(prepared.directory)  # or nothing reads what is saved with a copy of it
+    from transformers import GenerationConfig
+
+    given = read_generation_config(prepared.directory)  # or nothing reads what is saved with a copy of it
     with_code = prepared.adapters is None and bool(getattr(prepared.hf_config, "auto_map", None))
-    return read_beside(prepared.directory, with_code=with_code, template=prepared.template)
+    beside = read_beside(prepared.directory, with_code=with_code, template=prepared.template)
+    if not prepared.reply_end:
+        return beside
+    config = given or GenerationConfig.from_model_config(prepared.hf_config)
+    trusted = prepared.config.model.trust_remote_code
+    tokenizer = load_tokenizer(prepared.directory, trust_remote_code=trusted)
+    return {**beside, **stopping_at(prepared.reply_end, tokenizer, config, announce)}
 
 
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are

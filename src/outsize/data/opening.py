@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from outsize.choices import DataFormat, Packing
+from outsize.data.chat.chat_forms import reply_end
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
 from outsize.data.layouts import DocumentPacks, HeldPart, Mixed
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
@@ -297,6 +298,7 @@ def _detect(
         num_trained_tokens=writer.num_trained,
         max_token_id=writer.max_token_id,
         template=encoder.chat.written,
+        reply_end=reply_end(encoder.chat.render) if reader.num_conversations else "",
         example=render_example(tokenizer, ids.tolist(), None if trained is None else trained.tolist()),
     )
 

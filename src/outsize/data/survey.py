@@ -41,6 +41,7 @@ class Detected:
         num_trained_tokens: tokens that are targets.
         max_token_id: the largest token id that occurs.
         template: the chat template that conversations were written with; None for the tokenizer's own, or without any.
+        reply_end: what ends a reply of a conversation, as the template writes it; nothing where nothing does.
         example: the first document as the model sees it; ``>>...<<`` around what is trained where not all is.
     """
 
@@ -60,6 +61,7 @@ class Detected:
     num_trained_tokens: int
     max_token_id: int
     template: str | None = None
+    reply_end: str = ""
     example: str
 
     @property

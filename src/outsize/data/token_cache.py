@@ -113,7 +113,7 @@ class TokenWriter:
 
 
 _log = logging.getLogger(__name__)
-_LAYOUT = 5  # raised whenever the files or the way to tokenise change
+_LAYOUT = 6  # raised whenever the files or the way to tokenise change
 _TEMPORARY = ".writing"
 _FIRST_LOOK_BYTES = 2**24
 _NUMBERS = itertools.count()

@@ -55,7 +55,7 @@ from outsize.training.measures import (
 )
 from outsize.training.ranks import Ranks, check_same_run, together
 from outsize.training.records import Heartbeat, Telling, TrainResult, write_json, write_whole
-from outsize.training.run_data import data_of, notes_of, open_dataset, over_epochs, with_tokenizer
+from outsize.training.run_data import data_of, notes_of, open_dataset, over, with_tokenizer
 from outsize.training.run_dir import PLAN_FILE, as_before, claimed
 from outsize.training.watchdog import StepProfiler, Watchdog
 
@@ -118,7 +118,7 @@ def _train(
     interrupt.doing = "the data was read and tokenised"
     check_evaluates(prepared)
     dataset = _dataset(stack, prepared, ranks, resumed)
-    prepared = over_epochs(replace(prepared, template=dataset.template), dataset, announce)
+    prepared = over(dataset, prepared, announce)
     if (done := _done(prepared, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
     _check_goes_on(prepared, dataset, resumed, record, ranks)

@@ -316,8 +316,9 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
     return [f"note: {note}" for note in (*config.notes(around), *rounded, *uncut)]
 
 
-def over_epochs(prepared: Job, dataset: PackedDataset, announce: Callable[[str], None]) -> Job:
-    """Return the run with its steps, where their number follows from the data."""
+def over(dataset: PackedDataset, prepared: Job, announce: Callable[[str], None]) -> Job:
+    """Return the run over its data: with their chat template, and its steps where their number follows from them."""
+    prepared = replace(prepared, template=dataset.template, reply_end=dataset.reply_end)
     if prepared.config.train.epochs is None:
         return prepared
     prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))

@@ -236,6 +236,7 @@ def open_wrapped(
     source: WeightSource = _Stored(locate_checkpoint(name), model, may_lack=built.may_lack)
     if adapters is not None:
         _, source = load_in(model, adapters, source)
+        take_generation_config(model, adapters.directory)
     for parameter in frozen_by(model, built.freeze, everything=built.frozen):
         parameter.requires_grad_(False)
     around = None

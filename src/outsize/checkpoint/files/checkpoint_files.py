@@ -7,7 +7,7 @@ hours later, when the directory that they came from has been edited, cleaned up 
 import logging
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,33 @@ def read_generation_config(directory: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
 
 
+def stopping_at(end: str, tokenizer: Any, config: Any, announce: Callable[[str], object]) -> Beside:
+    """Return the file of a generation config with the end of a trained reply among the marks that end a text.
+
+    Args:
+        end: what ends a reply, as its chat template writes it.
+        tokenizer: of the model.
+        config: of transformers; changed.
+        announce: told that the mark is taken, or that it is none of the tokenizer's special tokens.
+
+    Returns:
+        No file where ``config`` has the mark already, or it is not one special token.
+    """
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if not ids or ids[-1] in ends:
+        return {}
+    if len(ids) > 1 or ids[0] not in tokenizer.added_tokens_decoder:
+        announce(
+            f"note: replies end with {end!r}, which is no special token of the tokenizer: generated text does not stop "
+            "there by itself; name it in generate --stop, or take a template whose mark the tokenizer has"
+        )
+        return {}
+    config.eos_token_id = [*ids, *(mark for mark in ends if mark is not None)]
+    announce(f"replies end with {end!r}: with what is saved, generated text stops there too")
+    return {_GENERATION: zlib.compress(config.to_json_string(use_diff=True).encode(), 1)}
+
+
 def read_beside(
     source: str | Path, *, with_code: bool, template: str | None = None, adapters: Path | None = None
 ) -> Beside:
@@ -196,7 +223,8 @@ def read_beside(
         source: directory or hub id of the model.
         with_code: whether the model comes with code; that of a tokenizer is read in any case.
         template: the chat template, instead of those of ``source``; None takes them.
-        adapters: directory of adapters of ``source``, whose tokenizer, or chat template alone, goes before.
+        adapters: directory of adapters of ``source``, whose generation config and tokenizer, or chat template alone,
+            go before.
 
     Raises:
         CheckpointError: there is no such model, or a file cannot be read.
@@ -204,7 +232,8 @@ def read_beside(
     origin = locate_checkpoint(source)
     owner = adapters if adapters is not None and has_tokenizer(adapters) else origin
     try:
-        read = _read(origin, (_GENERATION, _CODE) if with_code else (_GENERATION,))
+        says = origin if adapters is None or not (adapters / _GENERATION).is_file() else adapters
+        read = _read(says, (_GENERATION,)) | (_read(origin, (_CODE,)) if with_code else {})
         read |= _read(owner, (*_OF_TOKENIZER, _CODE) if _brings_code(owner) else _OF_TOKENIZER)
         lone = lone_template(adapters) if adapters is not None else None
         if template is None and lone is not None:

@@ -15,6 +15,7 @@ from typing import Any
 from outsize.data.chat.reply_spans import REASONING_FIELDS, Message, Reading, Span
 from outsize.errors import DataError
 
+_WORD = "\N{CURRENCY SIGN}"  # which no template writes
 _PART = re.compile(r"""(['"])type\1: ?(['"])text\2""")
 
 
@@ -225,3 +226,17 @@ def spans_of(
             f"{len(replies)} of its messages, so they cannot be trained apart; use data.train_on=replies"
         )
     return [span for span, owner in zip(spans, owners, strict=True) if owner in turns]
+
+
+def reply_end(render: Callable[..., tuple[str, list[Span]]]) -> str:
+    """Return what a template writes behind the words of a reply and has trained with them; nothing where it does not.
+
+    Args:
+        render: that of a `ChatTemplate`.
+    """
+    question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _WORD}
+    try:
+        text, spans = render([question, answer], (1,), None, "the template")
+    except DataError:
+        return ""
+    return text[: spans[-1][1]].rpartition(_WORD)[2].strip() if spans else ""

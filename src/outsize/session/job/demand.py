@@ -68,6 +68,7 @@ class RunDemand:
         before_bytes: resident memory of the process, its imports included, before it did anything.
         adapters: that train beside a frozen model; None where the model itself trains.
         template: the chat template that it trains with; None for the tokenizer's.
+        reply_end: what the replies that it trains on end with, by the template; empty for nothing.
     """
 
     run: RunSpec
@@ -80,6 +81,7 @@ class RunDemand:
     before_bytes: int
     adapters: Adapters | None = None
     template: str | None = None
+    reply_end: str = ""
 
     @property
     def config(self) -> Config:
