@@ -1,3 +1,4 @@
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -227,6 +228,13 @@ def test_progress_is_no_stall(tmp_path: Path):
     for _ in range(20):
         kennel.engine.num_ended += 1
         kennel.look(9)
+    assert kennel.said == []
+
+
+def test_data_that_are_made_meanwhile_are_progress(tmp_path: Path):
+    kennel, made = Kennel(tmp_path), itertools.count()
+    kennel.dog.watch(kennel.engine, 3, lambda: next(made))
+    kennel.look(100)
     assert kennel.said == []
 
 

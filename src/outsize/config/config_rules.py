@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What a trainer of another library does as by default.
 _DEFAULT_ALONE = (
-    *("data.weight", "train.loss_function", "train.neftune_noise_alpha", "train.on_nonfinite"),
+    *("data.window", "data.weight", "train.loss_function", "train.neftune_noise_alpha", "train.on_nonfinite"),
     *("optimizer.name", "optimizer.layer_decay", "optimizer.groups", "optimizer.gradients"),
 )
 
@@ -40,6 +40,7 @@ def contradictions(config: "Config") -> list[str]:
         _masters,
         _evaluation,
         _packing,
+        _window,
         _masking,
         _loss,
         _objective,
@@ -248,6 +249,21 @@ def _packing(config: "Config") -> list[str]:
             "model.attention: sdpa, or data.pack: none"
         ]
     return []
+
+
+def _window(config: "Config") -> list[str]:
+    """An order within windows knows no end of the data, and is of one source."""
+    data, needs = config.data, "needs all data tokenised before the run begins; leave data.window out"
+    if data.window is None:
+        return []
+    refused = {
+        "data.pack": data.pack != "stream",
+        "data.more": bool(data.more),
+        "data.weight": data.weight != 1,
+        "train.epochs": config.train.epochs is not None,
+        "eval.split": bool(config.eval.split),
+    }
+    return [f"data.window: {key} {needs}" for key, is_set in refused.items() if is_set]
 
 
 _TAG = "tag:yaml.org,2002:"

@@ -134,6 +134,13 @@ class DataConfig(SourceConfig):
         le=1,
         description="Share of those that become any token; the rest stay as they are.",
     )
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Sequences within which the order is drawn; null draws it over all data, which are tokenised "
+        "before the run begins. With a number, sequences come in the order of the files, those of a window in any "
+        "order, and the run begins when the first window is tokenised: the rest is while it trains.",
+    )
     prefetch: Annotated[int, Idle(*TRAINERS)] = Field(
         default=2,
         ge=1,

@@ -13,7 +13,7 @@ How a data set becomes batches, one file per step::
     tokens                reading them, and those made elsewhere
     survey                what a data set holds, and how much of it is trained
     packed_dataset, batch the order, the sequences, the batch
-    layouts               mixtures, packed documents
+    layouts               mixtures, packed documents, windows
     prefetch              batches made ahead of the step, and one rank's part of each
     opening               all of the above, in order
 

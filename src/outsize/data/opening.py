@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from outsize.choices import DataFormat, Packing
 from outsize.data.chat.chat_forms import reply_end
 from outsize.data.encode import Encoded, Encoder, Tokenized, batches
-from outsize.data.layouts import DocumentPacks, HeldPart, Mixed
+from outsize.data.layouts import DocumentPacks, HeldPart, Mixed, WindowedDataset
 from outsize.data.packed_dataset import OnePerDocument, Packed, PackedDataset, PackedLayout
 from outsize.data.reading.corpus_files import DEFAULT_TEXT_FIELD, Corpus, Sources, find_sources
 from outsize.data.reading.documents import DocumentReader
@@ -19,7 +19,9 @@ from outsize.data.reading.formats import FORMATS
 from outsize.data.survey import EXAMPLE_TOKENS, Detected, render_example
 from outsize.data.token_cache import (
     CachedTokens,
+    GrowingTokens,
     TokenWriter,
+    Told,
     fingerprint,
     new_entry,
     whole_entry,
@@ -62,6 +64,7 @@ def open_data(
     template: str | None = None,
     limits: ModelLimits = ModelLimits(),
     progress: Progress | None = None,
+    window: int | None = None,
 ) -> PackedDataset:
     """Open a data set for causal language model training, tokenising it first unless that was done before.
 
@@ -77,6 +80,8 @@ def open_data(
         template: of conversations, see `ChatTemplate`.
         limits: what the model takes.
         progress: called with (bytes of a source's files read, bytes in all) while tokenising.
+        window: draw the order within windows of so many sequences, and return when the first is tokenised; None draws
+            it over all of them. Of one source that is packed as a stream.
 
     Raises:
         ConfigError: a value that cannot be, e.g. ``seq_len`` above ``max_positions``.
@@ -85,7 +90,10 @@ def open_data(
     """
     corpora = _as_corpora(source)
     _check_limits(corpora, seq_len, limits)
-    making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress)
+    if window is not None:
+        _check_is_one_stream(corpora, pack)
+    first = None if window is None else window * seq_len
+    making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
     with ExitStack() as unless_used:
         layouts: list[PackedLayout] = []
         detections: list[Detected] = []
@@ -100,7 +108,16 @@ def open_data(
         is_plain = len(layouts) == 1 and corpora[0].weight == 1
         combined = layouts[0] if is_plain else Mixed(layouts, [corpus.weight for corpus in corpora], seed)
         unless_used.pop_all()
-        return PackedDataset(combined, detections, seq_len=seq_len, seed=seed)
+        if window is None:
+            return PackedDataset(combined, detections, seq_len=seq_len, seed=seed)
+        assert isinstance(combined, Packed)
+        num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
+        return WindowedDataset(combined, detections[0], seed=seed, window=window, num_bytes=num_bytes)
+
+
+def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
+    if pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1:
+        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
 
 
 def _laid_out(
@@ -143,6 +160,7 @@ class Making:
     template: str | None
     vocab_size: int | None
     progress: Progress | None
+    first_tokens: int | None
 
     def open(self, corpus: Corpus) -> tuple[TokenStore, Detected]:
         """Return the tokens of a source, and what was found in the source."""
@@ -158,11 +176,20 @@ class Making:
         if self.tokenizer is None:
             raise ConfigError(f"{corpus.path} is not pre-tokenised, so it needs a tokenizer")
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
-        if store.detected.mask_source == "fallback template":
-            logger.warning("the tokenizer has no chat template; conversations are written with a plain one")
-        return store, store.detected
+        try:
+            store.reach(self.first_tokens or 0)
+            if store.detected.mask_source == "fallback template":
+                logger.warning(
+                    "the tokenizer has no chat template; conversations are written with a plain one"
+                )
+            return store, store.detected
+        except BaseException:  # a thread may be writing
+            store.close()
+            raise
 
-    def _cached(self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase") -> CachedTokens:
+    def _cached(
+        self, reader: DocumentReader, tokenizer: "PreTrainedTokenizerBase"
+    ) -> CachedTokens | GrowingTokens:
         encoder = Encoder(
             tokenizer,
             eos=True,
@@ -176,7 +203,9 @@ class Making:
         if cached is not None:
             logger.info("reusing tokenised data in %s", entry)
             return cached
-        self._write(entry, reader, encoder, tokenizer)
+        if self.first_tokens is not None:
+            return GrowingTokens(lambda listener: self._write(entry, reader, encoder, tokenizer, listener))
+        self._write(entry, reader, encoder, tokenizer, lambda *_: None)
         return CachedTokens(entry)
 
     def _write(
@@ -185,10 +214,15 @@ class Making:
         reader: DocumentReader,
         encoder: Encoder,
         tokenizer: "PreTrainedTokenizerBase",
-    ) -> None:
-        """Tokenise all documents into ``entry``."""
+        listener: Told,
+    ) -> Detected:
+        """Tokenise all documents into ``entry``, and return what was found."""
         with new_entry(entry) as directory, ExitStack() as opened:
             writer = TokenWriter(directory, masked=reader.detect() != "text", opened=opened)
+
+            def detect() -> Detected:
+                return _detect(reader, writer, encoder, tokenizer)
+
             num_documents = 0
             for encoded_batch in _encoded_ahead(encoder, reader):
                 for encoded in encoded_batch:
@@ -199,9 +233,12 @@ class Making:
                 if self.progress is not None:
                     self.progress(reader.bytes_read, reader.sources.num_bytes)
                 writer.check_room(reader.bytes_read, reader.sources.num_bytes)
+                listener(directory, writer, detect)
             writer.sync()
-            write_index(directory, _detect(reader, writer, encoder, tokenizer))
+            detected = detect()
+            write_index(directory, detected)
         trim()  # glibc keeps 10 to 20 MiB of what the threads of the tokenizer freed
+        return detected
 
 
 def _check_limits(corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits) -> None:

@@ -83,10 +83,11 @@ class Packed:
         self.seq_len = seq_len
         self._num_trained = store.num_tokens if num_trained is None else num_trained
         self._arrays = RecycledArrays()
-        if store.num_tokens < seq_len:
+        total = store.reach(seq_len)
+        if total is not None and total < seq_len:
             other = "" if store.num_documents is None else ", or set data.pack to documents or none"
             raise DataError(
-                f"the data set holds {store.num_tokens} tokens, fewer than one sequence of {seq_len}; "
+                f"the data set holds {total} tokens, fewer than one sequence of {seq_len}; "
                 f"use more data, or lower data.seq_len{other}"
             )
 
@@ -332,9 +333,16 @@ class PackedDataset:
         batch = self._layout.batch(numbers, np.zeros_like(numbers))
         return batch if self._masker is None else self._masker(batch, "measured", range(first, first + count))
 
-    def epoch(self, step: int, num_sequences: int) -> float:
-        """Return how many times the data was used before ``step``, e.g. 1.5."""
+    def epoch(self, step: int, num_sequences: int) -> float | None:
+        """Return how many times the data was used before ``step``, e.g. 1.5; None where that is not known."""
         return step * num_sequences / self.num_sequences
+
+    def num_made(self) -> int:
+        """Return a number that grows while data are made that somebody may wait for."""
+        return 0
+
+    def stop(self) -> None:
+        """Let go whoever waits for data."""
 
     def close(self) -> None:
         """Close the files. May be called twice; forgetting it leaks nothing, they close with the object."""

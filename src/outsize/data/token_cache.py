@@ -1,4 +1,4 @@
-"""Tokens of a data set on disk, written once.
+"""Tokens of a data set on disk, written once, and read while they are still being written.
 
 An entry is a directory named by its fingerprint::
 
@@ -19,7 +19,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -101,6 +102,11 @@ class TokenWriter:
         ids = np.concatenate([np.empty(0, np.int32), *(e.ids for e in self._first)])[:EXAMPLE_TOKENS]
         masks = [e.trained for e in self._first if e.trained is not None]
         return ids, np.concatenate(masks)[:EXAMPLE_TOKENS] if masks else None
+
+    def flush(self) -> None:
+        """Flush buffers to the files, so that readers see all tokens."""
+        for file in self._files():
+            file.flush()
 
     def sync(self) -> None:
         """Bring what was written to the disk."""
@@ -236,3 +242,118 @@ def _remove_abandoned(cache_dir: Path) -> None:
         is_ours = pid == str(os.getpid()) and path not in _being_written
         if is_ours or (pid.isdigit() and not psutil.pid_exists(int(pid))):
             files.system().remove_tree(path)
+
+
+# Told after each batch of documents: the directory that they are written to, what writes them, what was found so far.
+Told = Callable[[Path, TokenWriter, Callable[[], Detected]], None]
+# More elements than any file will have: how many there are is known here, and not by a reader.
+_ENDLESS = 2**56
+
+
+class _ClosedError(Exception):
+    """Nobody will read what is still to be written."""
+
+
+class GrowingTokens(TokenStore):
+    """Tokens that a thread of its own writes, one document after the other; without bounds of documents.
+
+    Whoever reads tokens that are still to come waits for them.
+
+    Args:
+        write: writes all tokens, and tells of every batch.
+    """
+
+    def __init__(self, write: Callable[[Told], Detected]) -> None:
+        self._changed = threading.Condition()
+        self._known = 0
+        self._is_whole = self._is_stopped = False
+        self._failure: BaseException | None = None
+        self._detected: Detected | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="outsize-tokenise", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_made(self) -> int:
+        """Number of tokens written to this moment."""
+        return self._known
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, as soon as all are there."""
+        self.reach(_ENDLESS)
+        return self._known
+
+    @property
+    def detected(self) -> Detected:
+        """What was found in the first batch of documents, or in all of them as soon as all are tokenised."""
+        self.reach(1)
+        assert self._detected is not None
+        return self._detected
+
+    def reach(self, num_tokens: int) -> int | None:
+        """See `TokenStore.reach`.
+
+        Raises:
+            OutsizeError: the tokens cannot be made, or nobody makes them any more.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._known >= num_tokens or self._has_ended())
+            if self._known < num_tokens and self._is_stopped:
+                raise DataError("read after the data set was closed")
+            if self._known < num_tokens and self._failure is not None:
+                raise self._failure
+            return self._known if self._is_whole else None
+
+    def stop(self) -> None:
+        """Have no more tokens made, and let go whoever waits for them."""
+        with self._changed:
+            self._is_stopped = not self._is_whole
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop writing, and close the files. May be called twice."""
+        self.stop()
+        self._thread.join()
+        if self._known:
+            super().close()
+
+    def _has_ended(self) -> bool:
+        return self._is_whole or self._is_stopped or self._failure is not None
+
+    def _up_to(self, num_tokens: int) -> ArrayReader:
+        """See `TokenStore`.
+
+        Raises:
+            OutsizeError: as of `reach`.
+            IndexError: there are fewer.
+        """
+        total = self.reach(num_tokens)
+        if total is not None and num_tokens > total:
+            raise IndexError(f"tokens to {num_tokens} of {total}")
+        return self._tokens
+
+    def _run(self, write: Callable[[Told], Detected]) -> None:
+        try:
+            detected = write(self._told)
+        except _ClosedError:
+            return
+        except BaseException as error:  # told to whoever waits for tokens
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._is_whole, self._detected = True, detected
+            self._changed.notify_all()
+
+    def _told(self, directory: Path, writer: TokenWriter, detect: Callable[[], Detected]) -> None:
+        if self._is_stopped:
+            raise _ClosedError
+        writer.flush()
+        with self._changed:
+            if writer.num_trained:
+                if not self._known:
+                    self._detected = detect()
+                    self._tokens, self._trained = token_readers(directory, _ENDLESS)
+                self._known = writer.num_tokens
+            self._changed.notify_all()

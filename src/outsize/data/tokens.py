@@ -179,16 +179,25 @@ class TokenStore:
         """Number of tokens, in all."""
         return len(self._tokens)
 
+    def reach(self, num_tokens: int) -> int | None:
+        """Wait for ``num_tokens`` tokens, or for the last one.
+
+        Returns:
+            How many tokens there are in all; None where more are to come.
+        """
+        return self.num_tokens
+
     def read(self, start: int, count: int) -> NDArray[np.int32]:
         """Return ``count`` tokens from ``start``, int32 ``[count]``."""
-        return self._tokens.read(start, count).astype(np.int32, copy=False)
+        return self._up_to(start + count).read(start, count).astype(np.int32, copy=False)
 
     def read_rows(self, starts: Sequence[int], *targets: NDArray[np.int64]) -> None:
         """Set row i of each of ``targets``, int64 ``[len(starts), count]``, to the tokens from ``starts[i]`` on."""
-        self._tokens.read_rows(starts, *targets)
+        self._up_to(max(starts) + targets[0].shape[1]).read_rows(starts, *targets)
 
     def read_trained(self, start: int, count: int) -> NDArray[np.bool_] | None:
         """Return which of these tokens are targets, ``[count]``; ``None`` where all are, and then everywhere."""
+        self._up_to(start + count)
         return None if self._trained is None else self._trained.read(start, count).astype(np.bool_)
 
     def document_ends(self, first: int, count: int) -> NDArray[np.int64]:
@@ -204,6 +213,10 @@ class TokenStore:
         self._tokens.close()
         if self._trained is not None:
             self._trained.close()
+
+    def _up_to(self, num_tokens: int) -> ArrayReader:
+        """Wait for ``num_tokens`` tokens and return a reader of them."""
+        return self._tokens
 
 
 def token_readers(directory: Path, count: int) -> tuple[ArrayReader, ArrayReader | None]:

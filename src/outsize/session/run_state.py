@@ -166,11 +166,15 @@ def check_same_data(state: Mapping[str, Any], where: object, data: Mapping[str, 
     if all(recorded.get(key, value) == value for key, value in data.items() if key != "files"):
         return changed
     raise ConfigError(
-        f"{where} belongs to a run over other data: {recorded.get('sequences_per_epoch')} sequences per epoch, and "
-        f"here {data.get('sequences_per_epoch')}, or others in them "
+        f"{where} belongs to a run over other data: {_extent(recorded)}, and here {_extent(data)}, or others in them "
         f"(data.*{f'; {changed}' if changed else ''}); resume with the former data.*, or start a run from these "
         "weights: model.path with a checkpoint of the run, and another train.run_dir"
     )
+
+
+def _extent(data: Mapping[str, Any]) -> str:
+    window = data.get("sequences_per_window")
+    return f"data.window={window}" if window else f"{data.get('sequences_per_epoch')} sequences per epoch"
 
 
 def changed_settings(state: Mapping[str, Any], config: Config) -> list[str]:

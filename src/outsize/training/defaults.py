@@ -124,12 +124,12 @@ def _as_it_was(config: Config, before: Config) -> Config:
 def _of_data(
     settled: Settled, tokens_in: Path, announce: Announce, num_ranks: int, objective: str | None
 ) -> Settled:
-    """Choose what follows from the data: nothing for text."""
+    """Choose what follows from the data: nothing for text, and where an order within windows needs their end."""
     config = settled.config
     in_epochs = {} if _given(config.train, "steps", "epochs") else {"train.epochs": 1.0}
     if objective is not None and objective not in OF_TEXTS:
         return _with(settled, in_epochs)
-    if not are_records(corpora_of(config.data, config.eval)):
+    if config.data.window is not None or not are_records(corpora_of(config.data, config.eval)):
         return settled
     settled = _with(settled, in_epochs)
     return settled if objective is not None else _laid_out(settled, tokens_in, announce, num_ranks)
@@ -253,7 +253,7 @@ def record_lengths(
     Raises:
         DataError, StorageError: see `open_data`.
     """
-    making = Making(tokenizer(), cache_dir, template, vocab_size, progress)
+    making = Making(tokenizer(), cache_dir, template, vocab_size, progress, None)
     lengths = [np.empty(0, np.int64)]
     for corpus in corpora:
         store, _ = making.open(corpus)

@@ -298,6 +298,7 @@ def preview(config: Config, announce: Announce) -> dict[str, Any]:
         OutsizeError: what would keep the data from being used.
     """
     config, begun = with_begun_adapters(config)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"window": None})})
     files = files_of(config, begun)
     with contextlib.ExitStack() as stack:
         run_dir = config.train.run_dir

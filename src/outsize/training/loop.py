@@ -81,7 +81,7 @@ class Run:
         # Over the saver alone: what the run holds must not hold the run.
         saver, commits, first = self.saver, self.prepared.plan.layout.commits, self.position.step
         self.watchdog.saved = lambda done: saver.has_saved or first > 0 or (commits and done > 0)
-        self.watchdog.watch(self.trainer.engine, self.position.step + 1)
+        self.watchdog.watch(self.trainer.engine, self.position.step + 1, dataset.num_made)
         try:
             first, stop = self.position.step, self.prepared.config.train.steps
             with batches_ahead(dataset, self.prepared, self.ranks.group, first, stop) as batches:
@@ -273,7 +273,10 @@ def batches_ahead(
         num_workers=config.data.workers,
         finish=Batch.pinned if prepared.machine.devices.accelerated else lambda batch: batch,
     ) as prefetcher:
-        yield (prefetcher.next() for _ in range(first, stop))
+        try:
+            yield (prefetcher.next() for _ in range(first, stop))
+        finally:
+            dataset.stop()  # batches ahead of the last step may wait for what is not tokenised
 
 
 def _told(forecast: Forecast | None) -> dict[str, float]:

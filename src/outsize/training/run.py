@@ -152,7 +152,8 @@ def _say_what_happens(
     if record is not None:
         done = max(done, int(record.state["step"]))
     step_s = None if expected is None else expected.step_s
-    announce(headline(prepared, step_s, num_sequences=dataset.num_sequences, done=done))
+    num_sequences = None if prepared.config.data.window is not None else dataset.num_sequences
+    announce(headline(prepared, step_s, num_sequences=num_sequences, done=done))
 
 
 def _prepared(settled: Settled, ranks: Ranks, resumed: Path | None) -> tuple[Job, Rates | None]:

@@ -200,6 +200,7 @@ def _open(
             seed=config.train.seed,
             pack=config.data.pack,
             template=config.data.template,
+            window=None if measured else config.data.window,
             progress=tokenising(announce),
             limits=ModelLimits(
                 max_positions=num_positions(text_config.to_dict()),

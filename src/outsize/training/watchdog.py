@@ -121,6 +121,7 @@ class Watchdog:
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
         self._engine: Watched | None = None
+        self._num_made: Callable[[], int] = lambda: 0
         self._run_dir = run_dir
         self._announce = announce
         self._action = action
@@ -159,14 +160,15 @@ class Watchdog:
         kind = f"median of {len(self._steps_s)} steps," if self._steps_s else "predicted step,"
         return f"more than {self._factor:g} times the {kind} {format_seconds(self.typical_step_s)}"
 
-    def watch(self, engine: Watched, step: int) -> None:
+    def watch(self, engine: Watched, step: int, num_made: Callable[[], int] = lambda: 0) -> None:
         """Watch from now on.
 
         Args:
             engine: what is watched.
             step: that it begins with, counted from 1.
+            num_made: grows while data are made that the step may wait for.
         """
-        self._engine, self._step = engine, step
+        self._engine, self._step, self._num_made = engine, step, num_made
 
     def step_ended(self, seconds: float) -> None:
         """Take note of how long a step took; the next one is under way."""
@@ -198,7 +200,7 @@ class Watchdog:
         """Look once, ``elapsed_s`` after the look before; the watchdog's thread does so at every tick."""
         if self._engine is None:
             return
-        ended = self._engine.num_ended
+        ended = self._engine.num_ended + self._num_made()
         quiet = ended == self._ended
         self._quiet_s = self._quiet_s + min(elapsed_s, 2 * self._tick_s) if quiet else 0.0
         self._ended = ended
