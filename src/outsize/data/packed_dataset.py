@@ -248,11 +248,6 @@ class PackedDataset:
         """The chat template that conversations were written with; None for the tokenizer's own, or without any."""
         return next((each.template for each in self.found if each.template is not None), None)
 
-    @property
-    def reply_end(self) -> str:
-        """What the chat template has end a reply that is trained; empty for nothing, or without conversations."""
-        return next((each.reply_end for each in self.found if each.reply_end), "")
-
     def grouped(self, num_sequences: int) -> Self:
         """Have batches of so many sequences hold those of like length from now on, and end with the longest of them."""
         self._group, self._block = num_sequences, None
