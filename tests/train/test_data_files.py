@@ -7,7 +7,7 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError
-from outsize.session.data_files import MOST_LISTED, changed_files, list_files
+from outsize.session.steps import MOST_LISTED, changed_files, list_files
 from outsize.training.run import train
 from tiny import tiny_run
 

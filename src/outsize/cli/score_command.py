@@ -180,7 +180,7 @@ def _is_run(options: ScoreOptions) -> bool:
 def _state_of_data(run: Path) -> str:
     """Return a digest of the files that the sequences of a run are made of, those of its tokenizer among them."""
     from outsize.config import load_config
-    from outsize.session.data_files import list_files
+    from outsize.session.steps import list_files
 
     config = load_config(run)
     sources = [(str(each.path), each.glob) for each in (config.data, *config.data.more)]

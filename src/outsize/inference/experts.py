@@ -22,12 +22,10 @@ from outsize.inference.kv_cache import no_grad_parameter, ordinary
 from outsize.inference.source import Source
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec, pack_unit
 from outsize.model.split import Split
+from outsize.planner.search.forward_plan import LEAST_SPARSITY
 
 # What the argument is called that holds the choice, [tokens, k].
 CHOICES = ("top_k_index", "router_indices")
-# Where a token chooses more than one expert in so many, a batch soon needs them all, and whole units, which are loaded
-# ahead, are better.
-LEAST_SPARSITY = 8
 # Calls of one layer after which an access counts half.
 HALF_LIFE = 50
 

@@ -15,8 +15,7 @@ from outsize.errors import CheckpointError, ConfigError
 from outsize.optim.optimizer_names import ADAMW, FORMER_NAMES, named
 from outsize.optim.torch_trial import torch_class
 from outsize.runtime.ops.context import StepContext
-from outsize.session.data_files import changed_files
-from outsize.session.steps import LossScale
+from outsize.session.steps import LossScale, changed_files
 
 # A seed has 64 bits, and nothing is counted so far.
 _MOST_COUNTED = 2**64

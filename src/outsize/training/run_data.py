@@ -30,9 +30,9 @@ from outsize.errors import DataError, StorageError
 from outsize.hardware.cpu import read_cpu
 from outsize.model.build import is_masked, load_hf_config
 from outsize.model.sizes.model_spec import num_positions
-from outsize.session.data_files import list_files
 from outsize.session.job.planning import why_whole
 from outsize.session.job.prepare import Job
+from outsize.session.steps import list_files
 from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 

@@ -206,13 +206,14 @@ class AskedModel:
         self._hf_config = hf_config
 
     @cached_property
-    def _described(self) -> Described:
+    def described(self) -> Described:
+        """The model in the words of transformers."""
         return described(self._hf_config)
 
     @property
     def positions(self) -> int | None:
         """Tokens of the longest sequence; None for no limit."""
-        return self._described.positions
+        return self.described.positions
 
     def with_samples(self, options: PlanFlags) -> "tuple[AskedModel, int]":
         """Return this model with the samples that options name, and the tokens of one.
@@ -246,7 +247,7 @@ class AskedModel:
             ModelError: none that a run can train, or its config lacks a size.
             ConfigError: adapters for layers that it does not have.
         """
-        kind, part = self._described.kind, self._described.part
+        kind, part = self.described.kind, self.described.part
         counts = counted(self._hf_config, config)
         notes = (
             self._notes
@@ -256,9 +257,9 @@ class AskedModel:
                 f"of this model its text part alone, {part}, is planned",
             )
         )
-        if self._described.has_more:
+        if self.described.has_more:
             notes = (*notes, "it is planned whole, and its batches as text alone: images and sound take more")
-        if stored := self._described.stored:
+        if stored := self.described.stored:
             notes = (
                 *notes,
                 f"its weights are stored as {stored}; the answer is for them in {config.model.dtype}",

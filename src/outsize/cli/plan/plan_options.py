@@ -214,6 +214,17 @@ class PlanFlags:
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the simulated steps for Perfetto.")
     ] = None
+    generate: Annotated[
+        bool,
+        typer.Option(
+            "--generate",
+            help="Ask about writing text instead of training, behind prompts of --seq-len tokens.",
+        ),
+    ] = False
+    batch_size: Annotated[int, typer.Option(help="Of --generate: texts that are written at once.")] = 1
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Of --generate: tokens to write behind each prompt.")
+    ] = 128
     named: frozenset[str] = frozenset()
     output_file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write a train.yaml for `outsize train`.")

@@ -1,12 +1,10 @@
 """Make the planner's question of the flags of ``outsize plan``, and a ``train.yaml`` of its answer."""
 
 import re
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from outsize.accelerators import kind_of
 from outsize.choices import BlockKernels, Home
@@ -20,9 +18,8 @@ from outsize.cli.plan.plan_model import (
     is_run,
     read_config,
     read_run,
-    with_run,
 )
-from outsize.cli.plan.plan_options import PlanFlags, check_kinds
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, DataConfig, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
@@ -35,7 +32,7 @@ from outsize.hardware.machine_spec import (
 )
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.predict.decision_search import fits_at_all, fits_encoded
-from outsize.planner.predict.prediction import Prediction, fastest
+from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
@@ -43,13 +40,6 @@ from outsize.units import format_bytes, parse_count
 
 # Sequences of a step, the most and the least, where the user names none.
 DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
-# Options of the command that say what is printed or written beside a prediction.
-REPORTING = frozenset(
-    (
-        *("largest", "compare", "tokens", "what_if", "full", "sweep"),
-        *("picture", "advice", "data", "epochs", "timeline", "output_file", "named"),
-    )
-)
 _MIB = 2**20
 
 
@@ -76,60 +66,6 @@ class Asked:
     method: str
     model: AskedModel
     figures: ModelFigures
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps of ``tokens``."""
-        return None if self.tokens is None else ceil(self.tokens / self.question.tokens_per_step)
-
-
-def predict(
-    model: str | Path,
-    *,
-    gpus: str | None = None,
-    machine: Machine | str | Path | None = None,
-    tokens_per_step: int | None = None,
-    home: Home = "auto",
-    **options: Any,
-) -> Prediction:
-    """Return what training would take, with the plan, its program and a timeline: ``outsize plan`` as a function.
-
-    Args:
-        model: as the command takes it.
-        gpus: such as ``"4x4090"``.
-        machine: instead of them; a file, or a machine of a program's own.
-        tokens_per_step: None for as many as fit, at most 64 sequences.
-        home: where weights and optimizer state rest.
-        options: further ones of the command, with underscores for hyphens.
-
-    Raises:
-        ConfigError: an option is wrong, or two do not go together.
-        ModelError: no model there, or none that can be counted.
-        InfeasiblePlanError: nothing fits.
-    """
-    names = [field.name for field in fields(PlanFlags)]
-    for name in options:
-        if name not in names:
-            near = get_close_matches(name, names, n=1)
-            raise ConfigError(
-                f"{name} is no option of outsize plan" + (f"; did you mean {near[0]}?" if near else "")
-            )
-    if reports := sorted(set(options) & REPORTING):
-        raise ConfigError(
-            f"{', '.join(reports)}: what outsize plan prints or writes, and no part of a prediction"
-        )
-    given: dict[str, Any] = {"gpus": gpus, "tokens_per_step": tokens_per_step, "home": home, **options}
-    if given.get("resident") is not None:
-        given["resident"] = str(given["resident"])
-    check_kinds(given)
-    named = frozenset(name for name, value in given.items() if value not in (None, "auto"))
-    described = Path(machine) if isinstance(machine, str) else machine
-    if not isinstance(described, Machine | Path | None):
-        raise ConfigError(
-            f"machine: a file or an outsize Machine, not {machine!r}; write a machine in words into a file"
-        )
-    flags = PlanFlags(model=str(model), machine=cast(Any, described), named=named, **given)
-    return fastest(ask_what_fits(with_run(flags)).question)
 
 
 def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
@@ -369,7 +305,7 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
 def train_yaml(request: Asked, prediction: Prediction) -> str:
     """Return the configuration of the predicted run, as YAML."""
     config, budgets = request.config, request.question.budgets
-    steps = config.train.steps if request.steps is None else request.steps
+    steps = config.train.steps if prediction.steps is None else prediction.steps
     run = config.model_copy(
         update={
             "train": config.train.model_copy(

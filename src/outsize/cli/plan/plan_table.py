@@ -47,11 +47,7 @@ def to_dict(
         "budget_bytes": asdict(question.budgets),
         **prediction.to_dict(),
         "why_on_disk": _why_on_disk(request, prediction),
-        "tokens": request.tokens,
-        "steps": request.steps,
-        "eta_s": None if request.steps is None else request.steps * prediction.step_s,
         "tokens_by": request.note,
-        "disk_written_bytes": None if request.steps is None else _written(request, prediction),
         "what_if": [_outcome_dict(outcome) for outcome in outcomes],
         "what_would_help": [_outcome_dict(outcome) for outcome in helps],
         "largest": [asdict(model) for model in scaled],
@@ -77,16 +73,16 @@ def render_short(
     home = "in host memory" if prediction.home == "host" else "on disk"
     speed, step_s = f"{prediction.tokens_per_s:,.0f} tokens/s", format_seconds(prediction.step_s)
     lines = [
-        _headline(request),
+        headline(request),
         f"fits, its training state {home}{_resident(prediction, ' but for ')}: {', '.join(tiers)}",
         f"{speed}{_between(prediction)}, {step_s} for a step of {question.tokens_per_step:,} tokens in "
         f"{_counted(prediction.microbatches)}; MFU {prediction.mfu:.0%}",
         f"what ends a step is {prediction.ends_it}",
     ]
-    if request.tokens is not None and request.steps is not None:
-        took = format_seconds(request.steps * prediction.step_s)
+    if prediction.tokens is not None and prediction.eta_s is not None:
         lines.append(
-            f"{format_count(request.tokens)} tokens take {took} in {request.steps:,} steps{_by(request)}"
+            f"{format_count(prediction.tokens)} tokens take {format_seconds(prediction.eta_s)} in "
+            f"{prediction.steps:,} steps{_by(request)}"
         )
         lines += _wear(request, prediction)
     why = _why_on_disk(request, prediction)
@@ -115,14 +111,9 @@ def _by(request: Asked) -> str:
     return f" ({request.note})" if request.note else ""
 
 
-def _written(request: Asked, prediction: Prediction) -> int:
-    """Return the bytes that the steps write to the disk."""
-    return (request.steps or 0) * prediction.plan.traffic.disk_written
-
-
 def _wear(request: Asked, prediction: Prediction) -> list[str]:
     """Return what the steps do to an SSD, in a line; nothing where they write nothing to it."""
-    written, disk = _written(request, prediction), request.question.machine.disk
+    written, disk = prediction.disk_written_bytes, request.question.machine.disk
     if not written or disk is None:
         return []
     share = written / (SSD_WRITES * disk.capacity_bytes)
@@ -147,12 +138,13 @@ def _change_first(helps: Sequence[Outcome]) -> list[str]:
     return ["to change first: " + ", ".join(f"{change} ({gain:+.0%})" for gain, change in gains[:3])]
 
 
-def _headline(request: Asked) -> str:
+def headline(request: Asked, what: str = "") -> str:
+    """Return the model, what is asked about it, and the machine, in a line."""
     question = request.question
     nodes = f"{question.nodes} nodes of " if question.nodes > 1 else ""
     return (
         f"{request.name}: {format_count(question.model.num_parameters)} parameters, {question.model.compute_dtype}, "
-        f"{request.method} on {nodes}{question.machine.name}"
+        f"{what or request.method} on {nodes}{question.machine.name}"
     )
 
 
@@ -167,7 +159,7 @@ def render(
     question = request.question
     text = StringIO()
     console = Console(file=text, width=table_width(), highlight=False, markup=False)
-    console.print(_headline(request))
+    console.print(headline(request))
     console.print("A prediction from the figures below, not a measurement.\n")
     console.print(_memory_table(request, prediction))
     why = _why_on_disk(request, prediction)
@@ -308,11 +300,9 @@ def _step_table(request: Asked, prediction: Prediction) -> Table:
         ("activations", ", ".join(f"{count} {choice}" for choice, count in prediction.activations.items())),
         ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
     ]
-    if request.tokens is not None and request.steps is not None:
-        took = format_seconds(request.steps * prediction.step_s)
-        rows.append(
-            (f"{format_count(request.tokens)} tokens take", f"{took}, {request.steps:,} steps{_by(request)}")
-        )
+    if prediction.tokens is not None and prediction.eta_s is not None:
+        took = f"{format_seconds(prediction.eta_s)}, {prediction.steps:,} steps{_by(request)}"
+        rows.append((f"{format_count(prediction.tokens)} tokens take", took))
         rows += [("", line) for line in _wear(request, prediction)]
     rows += [(key, priced) for key, priced, _ in _own_kernels(request)]
     for name, value in rows:

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from outsize.model.sizes.model_spec import Workload
@@ -77,6 +78,7 @@ class Prediction:
         simulate: simulates steps of another program, a text, over the same memory and machine.
         products_on: where products of Muon run, ``host`` or ``device``; None of other optimizers.
         assumptions: what was taken for granted.
+        tokens: to train on; None where nobody has said.
     """
 
     plan: Plan
@@ -102,6 +104,22 @@ class Prediction:
     simulate: Callable[[str], Simulation] = field(repr=False, compare=False)
     products_on: str | None
     assumptions: tuple[str, ...]
+    tokens: float | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of `tokens`."""
+        return None if self.tokens is None else ceil(self.tokens / round(self.tokens_per_s * self.step_s))
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds of all steps."""
+        return None if self.steps is None else self.steps * self.step_s
+
+    @property
+    def disk_written_bytes(self) -> int | None:
+        """Bytes that all steps write to the disk."""
+        return None if self.steps is None else self.steps * self.plan.traffic.disk_written
 
     @property
     def plan_id(self) -> str:
@@ -142,6 +160,7 @@ class Prediction:
         fields["break_even"] = asdict(self.break_even)
         fields["stages"] = None if self.stages is None else asdict(self.stages)
         fields["memory_bytes"] = fields.pop("memory")
+        fields |= {name: getattr(self, name) for name in ("steps", "eta_s", "disk_written_bytes")}
         return {**fields, "binding": self.binding, "ends_it": self.ends_it}
 
     def total_bytes(self, tier: str) -> int:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # The unit that computes, and the two behind it: one would hide a steady link, the second what is unsteady in it.
 PREFETCH = 2
+# Of experts, where a token chooses more than one in so many, a batch soon needs them all, and whole units, which are
+# loaded ahead, are better than experts on demand.
+LEAST_SPARSITY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,13 +48,17 @@ class Described:
         part: the model type of its text part, where that is what is meant; None where it is the whole model.
         has_more: whether it has parts beside a text part, which a batch of text leaves out, that cannot be built alone.
         stored: the format of its weights and what that allows, where they are quantised.
+        cached: of each layer that keeps keys and values, their elements of a token, and the tokens of its window or 0.
+        experts: of a layer, and how many of them a token chooses; None of a dense model.
     """
 
     kind: str
     positions: int | None
     part: str | None
-    has_more: bool = False
-    stored: str | None = None
+    has_more: bool
+    stored: str | None
+    cached: Sequence[tuple[int, int]]
+    experts: tuple[int, int] | None
 
 
 def described(hf_config: Mapping[str, Any]) -> Described:

@@ -319,12 +319,43 @@ def describe(hf_config: Mapping[str, Any]) -> Described:
         ModelError: transformers does not know the architecture, or not with such values.
     """
     if CLASS in hf_config:
-        return Described(str(hf_config[CLASS]), None, None)
+        return Described(str(hf_config[CLASS]), None, None, False, None, (), None)
     config, part = _text_part(hf_config)
     text = config.get_text_config()
     has_more = text is not config and not getattr(config, "is_encoder_decoder", False)
     positions = num_positions(text.to_dict())
-    return Described(str(config.model_type), positions, part, has_more, stored_as(hf_config))
+    kind, stored = str(config.model_type), stored_as(hf_config)
+    return Described(kind, positions, part, has_more, stored, _cached(text), _experts(text))
+
+
+def _cached(config: Any) -> tuple[tuple[int, int], ...]:
+    """Return of each layer that keeps keys and values their elements of a token, and the tokens of its window or 0."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    if not isinstance(heads, int) or not heads:
+        return ()
+    if getattr(config, "kv_lora_rank", None):  # transformers keeps them as attention takes them
+        elements = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        elements = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or 0
+    # What is linear or a convolution keeps a state that does not grow.
+    return tuple((elements, window * ("full" not in kind)) for kind in kinds if kind.endswith("attention"))
+
+
+def _experts(config: Any) -> tuple[int, int] | None:
+    """Return the experts of a layer and how many a token chooses; None of a dense model."""
+    number = next(
+        (
+            int(value)
+            for name in ("num_experts", "n_routed_experts", "num_local_experts")
+            if (value := getattr(config, name, None))
+        ),
+        0,
+    )
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    return (number, int(chosen)) if number and chosen else None
 
 
 def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
