@@ -26,7 +26,7 @@ from outsize.errors import (
 from outsize.spin import limit_spinning, repeat_products
 
 if TYPE_CHECKING:
-    from outsize.cli.plan.plan_command import predict
+    from outsize.cli.plan.plan_generate import predict
     from outsize.config import Config
     from outsize.functions import export, plan, probe, report, train, verify
     from outsize.wrapped.api import load, unwrap, wrap
@@ -75,7 +75,7 @@ _LATER = {
     "AdamW": "outsize.wrapped.optimizer",
     "clip_grad_norm_": "outsize.wrapped.optimizer",
     "load": "outsize.wrapped.api",
-    "predict": "outsize.cli.plan.plan_command",
+    "predict": "outsize.cli.plan.plan_generate",
     "generate": "outsize.wrapped.writing.generations",
     "score": "outsize.wrapped.writing.scoring",
     "unwrap": "outsize.wrapped.api",

@@ -234,6 +234,8 @@ def _scratch_bytes(layout: StepLayout, boundary_bytes: Sequence[int]) -> int:
 def offload_rooms(layout: StepLayout, demand: Demand) -> dict[Extent, tuple[int, int]]:
     """Return what waits below the device of what forwards kept: by extent, how many at once, bytes of the largest."""
     rooms: dict[Extent, tuple[int, int]] = {}
+    if not layout.any_leaves:
+        return rooms
     for unit in range(len(layout.kept)):
         for choice, times in layout.choices(unit, layout.microbatches_at_once).items():
             if choice.leaves and choice.extent is not None:
