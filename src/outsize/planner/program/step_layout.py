@@ -114,8 +114,8 @@ class StepLayout:
         moving = (self.weight_bytes[unit] for unit in range(self.num_streamed) if unit not in self.stays)
         if max(moving, default=0) > max(self.slot_bytes, default=0):
             raise ValueError("no slot holds the largest unit")
-        own = self.own_accumulators
-        summed = [u for u in range(self.num_streamed) if self.trainable[u] and u not in own]
+        apart = self.own_accumulators
+        summed = [u for u in range(self.num_streamed) if self.trainable[u] and u not in apart]
         if max((self.gradient_bytes[u] for u in summed), default=0) > max(self.accumulator_bytes, default=0):
             raise ValueError("no accumulator holds the largest gradient")
         if not self.offload <= set(self.offloadable):
