@@ -3,14 +3,16 @@
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -53,7 +55,7 @@ SMALL = {
 IDS = torch.randint(3, zoo.VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(1))
 PIXELS = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 CLASSES = torch.tensor([1, 0])
-ROUNDING = 1e-6
+ROUNDING, AFTER_STEPS = 1e-6, 1e-4  # of a loss or gradient; of weights that five steps of AdamW have moved
 HALVES = {
     "encoder_layers": 2,
     "decoder_layers": 3,
@@ -174,49 +176,111 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"device": "emulated:1", "slots": 2, "activations": "recompute"},
     {"device": "emulated:2"},
 )
+STEPS = 5
+
+
+@dataclass
+class Course:
+    """What a few steps of AdamW made: the first output and gradients, the losses, and where the weights end."""
+
+    output: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    losses: torch.Tensor
+    weights: dict[str, torch.Tensor]
 
 
 def tried(trial: Trial) -> str:
     """Return a row of the table."""
-    found = [_tried(trial, way) for way in WAYS]
-    *one, two = (result for *_, result in found)
-    return f"| {trial.kind} | {found[0][0]} | {found[0][1]} | {max(one, key=_severity)} | {two} |"
-
-
-def _severity(result: str) -> int:
-    return ("equal", "equal to rounding").index(result) if result.startswith("equal") else 2
-
-
-def _tried(trial: Trial, way: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the class of a model, its layers and their share, and how near it is to the plain one in one way."""
+    warnings.simplefilter("ignore")
     plain = trial.make()
-    streamed = outsize.wrap(trial.make(), device_memory="1GiB", home="host", **way)
-    if trial.kind == "phimoe":  # draws random numbers in training
-        plain, streamed = plain.eval(), streamed.eval()
-    blocks, result = " | ", "equal"
-    try:
-        want, got = (_loss(model, trial.batch) for model in (plain, streamed))
-        want.backward()
-        got.backward()
-        others = dict(streamed.named_parameters())
-        wrong = [
-            name
-            for name, parameter in plain.named_parameters()
-            if parameter.grad is not None and not torch.equal(parameter.grad, others[name].grad)
-        ]
-        most = max(
-            (float((plain.get_parameter(name).grad - others[name].grad).abs().max()) for name in wrong),
-            default=0.0,
-        )
-        if wrong or not torch.equal(want, got):
-            off = max(most, abs(float(want - got)) / float(want))
-            result = "equal to rounding" if off <= ROUNDING else f"differs: loss or gradients by {off:.2g}"
-        parts = runner_of(streamed).split
-        blocks = f"{_lists(parts)} | {parts.streamed_share:.0%}"
-    except outsize.OutsizeError as error:
-        result = f"no: {str(error).partition(chr(10))[0]}"
-    outsize.unwrap(streamed)
-    return type(plain).__name__, blocks, result
+    want, adapted = _train(plain, trial.batch), None
+    name, blocks, columns = type(plain).__name__, " | ", []
+    for way in WAYS:
+        results = []
+        try:
+            model = trial.make()
+            streamed = outsize.wrap(model, device_memory="1GiB", home="host", **way)
+            results += _compared(_train(streamed, trial.batch), want)
+            parts = runner_of(streamed).split
+            blocks = f"{_lists(parts)} | {parts.streamed_share:.0%}"
+            targets = _targets(trial.make(), [unit.name for unit in parts.spec.units if unit.kind == "block"])
+            outsize.unwrap(streamed)
+            if targets:
+                adapted = adapted or _train(_adapted(trial, targets), trial.batch)
+                streamed = outsize.wrap(_adapted(trial, targets), device_memory="1GiB", home="host", **way)
+                results.append(max(_compared(_train(streamed, trial.batch), adapted), key=_severity))
+                outsize.unwrap(streamed)
+            else:
+                results.append("no linear layer")
+        except outsize.OutsizeError as error:
+            results += [f"no: {str(error).partition(chr(10))[0]}"] * (4 - len(results))
+        columns.append(results)
+    fits, *others = columns
+    cells = [*fits, *(max(results, key=_severity) for results in others)]
+    return f"| {trial.kind} | {name} | {blocks} | {' | '.join(cells)} |"
+
+
+def _severity(result: str) -> tuple[int, str]:
+    order = ("no linear", "equal", "rounding", "no:", "differs")
+    return next(at for at, word in enumerate(order) if result.startswith(word)), result
+
+
+def _targets(model: nn.Module, units: Sequence[str]) -> list[str]:
+    """Return the names of the linear layers in units."""
+    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
+    return [name for name in names if any(f"{name}.".startswith(f"{unit}.") for unit in units)]
+
+
+def _adapted(trial: Trial, targets: list[str]) -> nn.Module:
+    model = trial.make().requires_grad_(False)
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(1)
+    return peft.inject_adapter_in_model(config, model).train(model.training)
+
+
+def _train(model: nn.Module, batch: Mapping[str, Any]) -> Course:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    losses, output, gradients = [], [], {}
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        made = model(**batch)
+        loss = zoo_of_lists.loss_of(made)
+        loss.backward()
+        losses.append(loss.detach().clone())
+        if not step:
+            output = [value.detach().clone() for value in zoo_of_lists.tensors_of(made)]
+            gradients = {
+                name: None if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+            }
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Course(output, gradients, torch.stack(losses), weights)
+
+
+def _compared(got: Course, want: Course) -> list[str]:
+    """Return in words how near a first forward, its gradients, and the losses and weights of all steps are."""
+    if len(got.output) != len(want.output):
+        return ["differs: another number of tensors returned"] * 3
+    pairs = [(got.gradients[name], gradient) for name, gradient in want.gradients.items()]
+    absent = any((mine is None) != (gradient is None) and gradient is not None for mine, gradient in pairs)
+    gradients = [(mine, gradient) for mine, gradient in pairs if mine is not None and gradient is not None]
+    steps = [(got.losses, want.losses), *((got.weights[name], value) for name, value in want.weights.items())]
+    return [
+        _nearness(list(zip(got.output, want.output, strict=True)), ROUNDING),
+        "differs: a gradient is missing" if absent else _nearness(gradients, ROUNDING),
+        _nearness(steps, AFTER_STEPS),
+    ]
+
+
+def _nearness(pairs: list[tuple[torch.Tensor, torch.Tensor]], rounding: float) -> str:
+    if all(torch.equal(got, want) for got, want in pairs):
+        return "equal"
+    scale = max(float(want.abs().max()) for _, want in pairs if want.numel())
+    off = max(float((got - want).abs().max()) for got, want in pairs if want.numel()) / max(scale, 1.0)
+    return f"rounding {off:.0e}" if off <= rounding else f"differs by {off:.0e}"
 
 
 def _lists(parts: Split) -> str:
@@ -225,20 +289,18 @@ def _lists(parts: Split) -> str:
     return ", ".join(f"`{name}`" for name in names if name) or "its own modules"
 
 
-def _loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    return zoo_of_lists.loss_of(model(**batch))
-
-
-def main() -> None:
-    """Write the page."""
-    warnings.simplefilter("ignore")
+def main(kinds: Sequence[str]) -> None:
+    """Write the page; of ``kinds`` alone where there are any, beside the rows that it has."""
     transformers.logging.set_verbosity_error()
-    rows = []
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
     for trial in TRIALS:
-        rows.append(tried(trial))
-        sys.stderr.write(f"{rows[-1]}\n")
-    PAGE.write_text(f"{INTRODUCTION}{chr(10).join(rows)}\n", encoding="utf-8")
+        if not kinds or trial.kind in kinds:
+            rows[trial.kind] = tried(trial)
+            sys.stderr.write(f"{rows[trial.kind]}\n")
+            written = [rows[each.kind] for each in TRIALS if each.kind in rows]
+            PAGE.write_text(f"{INTRODUCTION}{chr(10).join(written)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -381,7 +381,13 @@ def loss_of(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    value: Any = output
-    while not isinstance(value, Tensor):
-        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    value = tensors_of(output)[0]
     return (value * _random(*value.shape, seed=6)).mean() + value.square().mean()
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors of whatever a model returns, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]

@@ -148,6 +148,33 @@ class Named(Model):
         return self.parts["last"](hidden, time)
 
 
+class Adding(Block):
+    """A layer that needs no value of its second input for its backward."""
+
+    def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(hidden + time)) + self.scale(hidden)
+
+
+class Changing(Model):
+    """Code between layers of two lists, and behind them, changes in place what they are given, in whole and in part."""
+
+    def build(self) -> None:
+        self.first, self.second = (nn.ModuleList(Adding() for _ in range(2)) for _ in range(2))
+
+    def through(self, hidden: Tensor, text: Tensor, time: Tensor) -> Tensor:
+        aside = self.time(text[:, :1])
+        aside.mul_(2.0)
+        for block in self.first:
+            hidden = block(hidden, aside)
+            hidden.add_(aside)
+            aside.add_(hidden.mean())
+        for block in self.second:
+            hidden = block(hidden, aside)
+            aside.view(-1)[:3].mul_(0.5)
+            aside[:, :, 4:] = aside[:, :, :4].detach()
+        return hidden * aside
+
+
 class Bare(Model):
     """No list at all."""
 
@@ -169,6 +196,7 @@ ORDERS: dict[type[Model], list[str]] = {
         *("up.1.resnets.0", "up.1.attentions.0"),
     ],
     Named: ["parts.first", "chain.0", "chain.2", "parts.last"],
+    Changing: ["first.0", "first.1", "second.0", "second.1"],
     Bare: ["time", "inward", "first", "second", "outward"],
 }
 INPUTS = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -69,6 +69,7 @@ class MicrobatchRun:
         shortcuts: runs units again where that may end early; None runs them in full.
         state_of: returns the state of a unit that changes any, and whether it leaves tensors there whose history others
             go on from; None where no unit does.
+        changed: unit and position of each argument that code changes in place behind the unit.
 
     Attributes:
         below: units whose input lies in the memory below the device, too.
@@ -86,8 +87,9 @@ class MicrobatchRun:
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
         state_of: StateOf | None = None,
+        changed: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
-        self._shortcuts, self._state_of = shortcuts, state_of
+        self._shortcuts, self._state_of, self._changed = shortcuts, state_of, changed
         self._gate = Gate(is_open=False)
         self._graph, self._ambient, self.inputs = graph, ambient, inputs
         self._walk = Walk(model, inputs)
@@ -205,8 +207,8 @@ class MicrobatchRun:
         self._end_walk()
         visit = self._visits.pop(unit)
         with self._gate.opened():
-            for source in visit.sources.values():
-                self._outer.defer(get_gradient_edge(source), gradient, source.device)
+            for tensor, edge in visit.sources.values():
+                self._outer.defer(edge, gradient, tensor.device)
             self._enter(unit)
 
     def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
@@ -358,7 +360,7 @@ class MicrobatchRun:
             self._came = came
             return None
         where, outlet = (None, False) if self._state_of is None else self._state_of(unit)
-        visit = self._visits[unit] = visit_of(came, where, outlet=outlet)
+        visit = self._visits[unit] = visit_of(came, where, outlet=outlet, changed=self._changed)
         return visit
 
     def _arrive_at_last(self, unit: int) -> UnitVisit:
@@ -373,19 +375,17 @@ class MicrobatchRun:
         both = zip(roots, visit.box.values, strict=True)
         pairs = [(root, gradient) for root, gradient in both if gradient is not None and root is not None]
         roots.clear()
-        given = [(source, visit.leaves[position]) for position, source in reversed(visit.sources.items())]
+        given = [(source.edge, visit.leaves[at]) for at, source in reversed(visit.sources.items())]
         # Once, where one tensor is given twice.
-        for source, leaf in {
-            get_gradient_edge(source)[:2]: (source, leaf) for source, leaf in given
-        }.values():
-            if (sum_so_far := self._outer.take(get_gradient_edge(source))) is not None:
+        for edge, leaf in {edge[:2]: (edge, leaf) for edge, leaf in given}.values():
+            if (sum_so_far := self._outer.take(edge)) is not None:
                 pairs.insert(0, (get_gradient_edge(leaf), sum_so_far.to(leaf.device)))
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         del pairs
         for position, source in visit.sources.items():
             if (arrived := visit.arrived.values[position]) is not None:
-                self._outer.defer(get_gradient_edge(source), arrived, source.device)
+                self._outer.defer(source.edge, arrived, source.tensor.device)
         visit.leaves.clear()
         visit.arrived.values.clear()
         self._enter(unit)

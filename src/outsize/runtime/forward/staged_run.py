@@ -46,6 +46,7 @@ class StagedRun(MicrobatchRun):
         shortcuts: see there.
         outer: runs the model's own code.
         shared: unit and position of each argument that others use as well.
+        changed: as of `MicrobatchRun`.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -66,8 +67,9 @@ class StagedRun(MicrobatchRun):
         *,
         outer: OuterForward,
         shared: frozenset[tuple[int, int]] = frozenset(),
+        changed: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts)
+        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, changed=changed)
         self._glue = outer
         self._shared = shared
         self._staying: set[int] = set()  # memory of arguments that are shared
@@ -201,7 +203,7 @@ class StagedRun(MicrobatchRun):
         visit, device = self._visits[unit], self._glue.device()
         visit.box.values = [None if g is None else g.to(device) for g in visit.box.values]
         for position, source in visit.sources.items():
-            _refill(source, visit.leaves[position])
+            _refill(source.tensor, visit.leaves[position])
         super()._descend(unit, roots)
 
     def _enter_last(self) -> None:

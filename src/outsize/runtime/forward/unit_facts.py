@@ -28,6 +28,7 @@ class SideEffects:
         stashes: units whose graph reads weights that autograd has not saved: it cannot wait for its backward
             while other weights come to lie in their place.
         shared: unit and position of each of its inputs that others use as well.
+        changed: unit and position of each of its inputs that code changes in place behind it.
         crosses: the name of something by which code between units takes values past a unit, see `CrossedState`;
             empty for nothing.
     """
@@ -36,6 +37,7 @@ class SideEffects:
     outlets: frozenset[int] = frozenset()
     stashes: frozenset[int] = frozenset()
     shared: frozenset[tuple[int, int]] = frozenset()
+    changed: frozenset[tuple[int, int]] = frozenset()
     crosses: str = ""
 
     def __or__(self, other: "SideEffects") -> "SideEffects":
@@ -45,6 +47,7 @@ class SideEffects:
             self.outlets | other.outlets,
             self.stashes | other.stashes,
             self.shared | other.shared,
+            self.changed | other.changed,
             self.crosses or other.crosses,
         )
 

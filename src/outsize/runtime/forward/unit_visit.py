@@ -12,10 +12,10 @@ them, and when a backward pass reaches them their gradients are kept in a `Gradi
 The box holds no activation: what the surrounding code does not need is free at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,6 +169,13 @@ class Returned:
         return self.outline.build(leaves)[0][0]
 
 
+class Source(NamedTuple):
+    """A tensor that a unit is given, and what made it, which is something else once code has changed it in place."""
+
+    tensor: Tensor
+    edge: GradientEdge
+
+
 @dataclass(slots=True)
 class UnitVisit:
     """A unit called by the model: its arguments, and the gradients of what it returned.
@@ -178,7 +185,7 @@ class UnitVisit:
         given: the same as they were given, until it has run.
         names: of its keyword arguments, which come last.
         arguments: how the arguments hang together.
-        sources: position in ``leaves`` → the same tensor with its history, where it has one.
+        sources: position in ``leaves`` → where the same tensor comes from, where it has a history.
         box: gradients of the outputs, filled as later units and glue run backward.
         arrived: gradients of ``leaves``, by position there, once the unit has run backward.
         num_arguments: leaves that are not of its state.
@@ -195,7 +202,7 @@ class UnitVisit:
     given: list[Tensor]
     names: tuple[str, ...]
     arguments: Outline
-    sources: dict[int, Tensor]
+    sources: dict[int, Source]
     box: Gradients
     num_arguments: int
     where: UnitState | None = None
@@ -311,25 +318,34 @@ class UnitVisit:
         self.leaves = cut_at(self.leaves, self.sources, self.arrived)
 
 
-def visit_of(call: UnitCall, where: UnitState | None = None, *, outlet: bool = False) -> UnitVisit:
+def visit_of(
+    call: UnitCall,
+    where: UnitState | None = None,
+    *,
+    outlet: bool = False,
+    changed: Collection[tuple[int, int]] = (),
+) -> UnitVisit:
     """Return a unit that is called with these arguments, each differentiable one cut from its history.
 
     Args:
         call: of the unit.
         where: its state, if it changes any.
         outlet: whether what it leaves there has a history that others go on from.
+        changed: unit and position of tensors that code changes in place behind the unit, which is given copies.
     """
     given, arguments = outline_of((call.args, tuple(call.kwargs.values())))
     num_arguments, state = len(given), None
     if where is not None:
         lying, state = outline_of((), where.modules, where.others)
         given = given + lying
-    leaves, sources = list(given), dict[int, Tensor]()
+    leaves, sources = list(given), dict[int, Source]()
     for position, leaf in enumerate(given):
         if is_differentiable(leaf) and (position < num_arguments or leaf.requires_grad):
             if leaf.requires_grad:
-                sources[position] = leaf
+                sources[position] = Source(leaf, get_gradient_edge(leaf))
             leaves[position] = leaf.detach()
+        if (call.unit, position) in changed:
+            leaves[position] = leaves[position].clone()
     return UnitVisit(
         leaves,
         given,

@@ -342,11 +342,14 @@ class ComputeOps:
             inputs.pop("labels", None)
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
+        effects = self._settings.effects
         if self._stage is not None:
-            shared = self._settings.effects.shared
-            run: MicrobatchRun = StagedRun(*common, outer=self._stage.outer, shared=shared)
+            run: MicrobatchRun = StagedRun(
+                *common, outer=self._stage.outer, shared=effects.shared, changed=effects.changed
+            )
         else:
-            run = MicrobatchRun(*common, state_of=self._state_of if context.keeps else None)
+            state_of = self._state_of if context.keeps else None
+            run = MicrobatchRun(*common, state_of=state_of, changed=effects.changed)
         self._runs.add(run)
         return run
 

@@ -185,7 +185,7 @@ class TrialPass:
         pointers = [memory_key(tensor) for tensor in storages]
         several = several or self._shared.used_later or not self._returned.isdisjoint(pointers)
         self._row.shared = len(set(pointers)) < len(pointers) or several
-        self._row.effects |= SideEffects(shared=self._shared.places)
+        self._row.effects |= SideEffects(shared=self._shared.places, changed=frozenset(self._shared.changed))
         self._row.side = self._shared.num_bytes
         self._row.rest_users = {min(unit, last) for unit in self._uses.found} | units_that_share(self._split)
         self._row.outside = self._uses.names

@@ -25,6 +25,7 @@ from outsize.runtime.forward.unit_visit import (
     box_of,
     hand_out,
     is_differentiable,
+    versions_of,
     visit_of,
 )
 from outsize.runtime.ops.compute_ops import seed_of
@@ -138,10 +139,12 @@ class SharedInputs:
 
     Attributes:
         used_later: whether code outside of units uses one that its unit has taken: it must be there still.
+        changed: unit and position of each that such code has changed in place since.
     """
 
     def __init__(self) -> None:
         self.used_later = False
+        self.changed: set[tuple[int, int]] = set()
         self._places: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
         # As long as they are there, no other memory has the same key.
         self._memories: dict[int, object] = {}
@@ -172,6 +175,12 @@ class SharedInputs:
         self.used_later = self.used_later or not keys.isdisjoint(self._hidden)
         self._used |= keys
         self._shared |= self._used & self._places.keys()
+
+    def change(self, tensors: Iterable[Tensor]) -> None:
+        """Note what code outside of units has changed in place."""
+        for tensor in tensors:
+            if has_memory(tensor):
+                self.changed |= self._places.get(memory_key(tensor), set())
 
     def _known(self, tensor: Tensor) -> int:
         """Return the key of the memory of ``tensor``, which no other memory has from now on."""
@@ -236,8 +245,11 @@ class OuterUses(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in torch_private.leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = versions_of(tensors)
+        result = func(*args, **(kwargs or {}))
+        both = zip(tensors, versions, versions_of(tensors), strict=True)
+        self._shared.change(tensor for tensor, before, after in both if before != after)
         if func.__name__ not in READ_NO_VALUE:
             self._shared.use(tensors)
         given = [leaf for leaf in tensors if isinstance(leaf, nn.Parameter)]
