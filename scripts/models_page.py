@@ -228,7 +228,8 @@ def _severity(result: str) -> tuple[int, str]:
 def _targets(model: nn.Module, units: Sequence[str]) -> list[str]:
     """Return the names of the linear layers in units."""
     names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]
-    return [name for name in names if any(f"{name}.".startswith(f"{unit}.") for unit in units)]
+    within = [name for name in names if any(f"{name}.".startswith(f"{unit}.") for unit in units)]
+    return [name for name in within if not name.endswith("out_proj")]  # which PEFT refuses of Mamba
 
 
 def _adapted(trial: Trial, targets: list[str]) -> nn.Module:
@@ -239,6 +240,9 @@ def _adapted(trial: Trial, targets: list[str]) -> nn.Module:
 
 
 def _train(model: nn.Module, batch: Mapping[str, Any]) -> Course:
+    for part in model.modules():  # as training has no use for a cache, which lays keys out otherwise
+        if hasattr(config := getattr(part, "config", None), "use_cache"):
+            config.use_cache = False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     losses, output, gradients = [], [], {}

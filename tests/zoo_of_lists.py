@@ -337,7 +337,7 @@ def wav2vec2() -> Made:
 def umt5() -> Made:
     config = transformers.UMT5Config(
         vocab_size=160, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=3, num_heads=4,
-        dropout_rate=0.0, decoder_start_token_id=0,
+        dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(5, 150, (2, 10), generator=torch.Generator().manual_seed(1))
     return transformers.UMT5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}

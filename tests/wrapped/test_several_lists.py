@@ -175,6 +175,29 @@ class Changing(Model):
         return hidden * aside
 
 
+class Masking(Block):
+    """A layer that makes a mask, which has no gradient, and asks those of others whether they have one."""
+
+    def forward(self, hidden: Tensor, time: Tensor, mask: Tensor | None = None) -> Any:
+        mask = torch.ones(1, 5, WIDTH) if mask is None else mask
+        made = super().forward(hidden, time) * (mask + 1 if mask.requires_grad else mask)
+        return made, mask, time * made.mean()
+
+
+class Masks(Model):
+    """What has no gradient in a layer has none behind it: kernels of attention with a mask are chosen by that."""
+
+    def build(self) -> None:
+        self.first, self.second = (nn.ModuleList(Masking() for _ in range(2)) for _ in range(2))
+
+    def through(self, hidden: Tensor, text: Tensor, time: Tensor) -> Tensor:
+        mask, found = None, []
+        for block in (*self.first, *self.second):
+            hidden, mask, aside = block(hidden, time, mask)
+            found.append(aside)
+        return hidden + torch.stack(found).mean(0)
+
+
 class Bare(Model):
     """No list at all."""
 
@@ -197,6 +220,7 @@ ORDERS: dict[type[Model], list[str]] = {
     ],
     Named: ["parts.first", "chain.0", "chain.2", "parts.last"],
     Changing: ["first.0", "first.1", "second.0", "second.1"],
+    Masks: ["first.0", "first.1", "second.0", "second.1"],
     Bare: ["time", "inward", "first", "second", "outward"],
 }
 INPUTS = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -436,10 +436,29 @@ class Advancing(Net):
         return self.head(hidden)
 
 
-def test_what_code_between_blocks_changes_in_place_is_right_or_refused():
-    compare(Advancing, SETTINGS[0])
-    model = Advancing()
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_code_between_blocks_may_change_in_place_what_they_were_given(settings: dict[str, Any]):
+    compare(Advancing, settings)
+
+
+class ChangingLate(Advancing):
+    """Changes in place what a layer was given, but in no trial."""
+
+    late = False
+
+    def forward(self, x: Tensor) -> Any:
+        hidden, shift = self.embed(x), torch.zeros(16)
+        for layer in self.layers:
+            hidden = layer(hidden, shift)
+            shift = shift.add_(0.1) if self.late else shift + 0.1
+        return self.head(hidden)
+
+
+def test_what_no_trial_saw_changed_in_place_is_refused():
+    model = ChangingLate()
     with wrapped(model, **SETTINGS[1]), pytest.raises(ModelError, match="changed in place since"):
+        model(X)
+        model.late = True
         model(X).square().mean().backward()
 
 

@@ -34,6 +34,7 @@ from outsize.model.walk import Finished, UnitCall, Walk
 from outsize.runtime.forward.outer_code import OuterBackward
 from outsize.runtime.forward.saved_tensors import DivergedError, Keeping, SavedTensors, Selected, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
+from outsize.runtime.forward.unit_facts import NO_EFFECTS, SideEffects
 from outsize.runtime.forward.unit_state import UnitState
 from outsize.runtime.forward.unit_visit import (
     Forward,
@@ -42,6 +43,7 @@ from outsize.runtime.forward.unit_visit import (
     Returned,
     Roots,
     UnitVisit,
+    constants_of,
     cut,
     hand_out,
     is_differentiable,
@@ -69,7 +71,7 @@ class MicrobatchRun:
         shortcuts: runs units again where that may end early; None runs them in full.
         state_of: returns the state of a unit that changes any, and whether it leaves tensors there whose history others
             go on from; None where no unit does.
-        changed: unit and position of each argument that code changes in place behind the unit.
+        effects: what units do besides returning tensors.
 
     Attributes:
         below: units whose input lies in the memory below the device, too.
@@ -87,9 +89,10 @@ class MicrobatchRun:
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
         state_of: StateOf | None = None,
-        changed: frozenset[tuple[int, int]] = frozenset(),
+        effects: SideEffects = NO_EFFECTS,
     ) -> None:
-        self._shortcuts, self._state_of, self._changed = shortcuts, state_of, changed
+        self._shortcuts, self._state_of, self._effects = shortcuts, state_of, effects
+        self._constants: set[int] = set()  # of what waits
         self._gate = Gate(is_open=False)
         self._graph, self._ambient, self.inputs = graph, ambient, inputs
         self._walk = Walk(model, inputs)
@@ -180,8 +183,14 @@ class MicrobatchRun:
     def _set_waiting(self, unit: int, visit: UnitVisit, returned: Returned) -> None:
         """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
         self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
+        has_graph = any(leaf.requires_grad for leaf in returned.leaves)
+        self._constants = constants_of(returned.leaves) if has_graph else self._known_constants(unit)
         self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
+
+    def _known_constants(self, unit: int) -> set[int]:
+        """Return the positions of what ``unit`` returns that have no gradient, as a trial has seen."""
+        return {at for other, at in self._effects.constants if other == unit}
 
     def finish(self, unit: int) -> Any:
         """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history.
@@ -283,6 +292,11 @@ class MicrobatchRun:
                     f"unit {unit} returned {len(visit.box.values)} tensors, or left them, and {len(roots)} when it was "
                     "run again for its backward; a unit that does otherwise each time cannot be recomputed"
                 )
+            if any(roots[at] is not None for at in self._known_constants(unit)):
+                raise ModelError(
+                    f"unit {unit} returned a tensor with a gradient where a trial of the model saw none; a unit that does "
+                    "otherwise each time cannot be recomputed: set activations=keep"
+                )
             return roots
 
         run = call if self._shortcuts is None else partial(self._shortcuts.run, unit, call)
@@ -333,7 +347,7 @@ class MicrobatchRun:
         box, returned, self._box, self._returned = self._box, self._returned, None, None
         with torch.set_grad_enabled(self._graph), self._ambient():
             self._reseed(unit, True)
-            handed = waiting if box is None else hand_out(waiting, box)
+            handed = waiting if box is None else hand_out(waiting, box, self._constants)
             came = self._walk.advance(None if returned is None else returned.build(handed))
             if isinstance(came, UnitCall) and came.makes_graph:
                 self._outer.end_piece(came.unit, num_nodes())
@@ -360,7 +374,7 @@ class MicrobatchRun:
             self._came = came
             return None
         where, outlet = (None, False) if self._state_of is None else self._state_of(unit)
-        visit = self._visits[unit] = visit_of(came, where, outlet=outlet, changed=self._changed)
+        visit = self._visits[unit] = visit_of(came, where, outlet=outlet, changed=self._effects.changed)
         return visit
 
     def _arrive_at_last(self, unit: int) -> UnitVisit:

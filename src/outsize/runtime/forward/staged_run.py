@@ -27,6 +27,7 @@ from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun, Reseed, S
 from outsize.runtime.forward.outer_code import OuterBackward, OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
+from outsize.runtime.forward.unit_facts import NO_EFFECTS, SideEffects
 from outsize.runtime.forward.unit_visit import Forward, Roots, UnitVisit, box_of
 
 # What asks a tensor for its form, or makes another view of it.
@@ -45,8 +46,7 @@ class StagedRun(MicrobatchRun):
         ambient: see there.
         shortcuts: see there.
         outer: runs the model's own code.
-        shared: unit and position of each argument that others use as well.
-        changed: as of `MicrobatchRun`.
+        effects: as of `MicrobatchRun`.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -66,12 +66,10 @@ class StagedRun(MicrobatchRun):
         shortcuts: Shortcuts | None = None,
         *,
         outer: OuterForward,
-        shared: frozenset[tuple[int, int]] = frozenset(),
-        changed: frozenset[tuple[int, int]] = frozenset(),
+        effects: SideEffects = NO_EFFECTS,
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, changed=changed)
+        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, effects=effects)
         self._glue = outer
-        self._shared = shared
         self._staying: set[int] = set()  # memory of arguments that are shared
         self._outer = OuterBackward(leaves_wait=False)
         self.parameters: dict[int, dict[int, nn.Parameter]] = {}
@@ -79,6 +77,7 @@ class StagedRun(MicrobatchRun):
         self._ran_on: dict[int, int] = {}
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
+        self._handed: dict[int, tuple[frozenset[int], int]] = {}  # what came from the unit before, and input bytes
         self._copies: dict[tuple[torch.device, int, Form], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, Form]]] = {}
 
@@ -105,15 +104,26 @@ class StagedRun(MicrobatchRun):
             self._waiting = leaves
 
     def take_gradient(self, unit: int) -> list[Storage]:
-        """Take the gradient of the input of ``unit`` out, and return its storages, each once."""
-        box = self._visits[unit - 1].box
-        held = {i: gradient for i, gradient in enumerate(box.values) if gradient is not None}
-        storages = [storage for storage, _ in storages_of(held.values())]
+        """Take the gradient of the input of ``unit`` out, and return its storages, each once.
+
+        What the unit before returned besides (router logits) keeps its gradient here, where there is no room for more
+        than the input.
+        """
+        box, (passed, room) = self._visits[unit - 1].box, self._handed[unit]
+        arrived = {i: gradient for i, gradient in enumerate(box.values) if gradient is not None}
+        held: dict[int, Tensor] = {}
+        storages: list[Storage] = []
+        for i in sorted(arrived, key=lambda i: i not in passed):
+            more = {**held, i: arrived[i]}
+            taken = [storage for storage, _ in storages_of(more.values())]
+            if sum(storage.nbytes() for storage in taken) <= room:
+                held, storages = more, taken
         index = {storage_key(storage): i for i, storage in enumerate(storages)}
         self._gradient_forms[unit] = {
             i: (index[memory_key(gradient)], Form.of(gradient)) for i, gradient in held.items()
         }
-        box.values = [None] * len(box.values)
+        for i in held:
+            box.values[i] = None
         return storages
 
     def put_gradient(self, unit: int, storages: list[Storage]) -> None:
@@ -158,7 +168,7 @@ class StagedRun(MicrobatchRun):
                     "layers), and several workers hand on what every unit returned; use one device"
                 )
             received = _storages(visit.leaves)
-            self._staying |= {storage for i, storage in received.items() if (unit, i) in self._shared}
+            self._staying |= {storage for i, storage in received.items() if (unit, i) in self._effects.shared}
             addresses = set(before.values()) - self._staying
             self._moving[unit] = tuple(
                 i
@@ -168,6 +178,7 @@ class StagedRun(MicrobatchRun):
             # Blocks return more than the next one asks for (attention weights): that stays where it is.
             handed = frozenset(received.values()) - self._staying
             self._passed = frozenset(i for i, storage in before.items() if storage in handed)
+            self._handed[unit] = self._passed, sum(one.nbytes() for one in self.input_storages(unit))
         self._localise(self._visits[unit])
         return self._visits[unit]
 

@@ -29,6 +29,7 @@ class SideEffects:
             while other weights come to lie in their place.
         shared: unit and position of each of its inputs that others use as well.
         changed: unit and position of each of its inputs that code changes in place behind it.
+        constants: unit and position of each tensor that it returns that has no gradient though it could.
         crosses: the name of something by which code between units takes values past a unit, see `CrossedState`;
             empty for nothing.
     """
@@ -38,6 +39,7 @@ class SideEffects:
     stashes: frozenset[int] = frozenset()
     shared: frozenset[tuple[int, int]] = frozenset()
     changed: frozenset[tuple[int, int]] = frozenset()
+    constants: frozenset[tuple[int, int]] = frozenset()
     crosses: str = ""
 
     def __or__(self, other: "SideEffects") -> "SideEffects":
@@ -48,8 +50,12 @@ class SideEffects:
             self.stashes | other.stashes,
             self.shared | other.shared,
             self.changed | other.changed,
+            self.constants | other.constants,
             self.crosses or other.crosses,
         )
+
+
+NO_EFFECTS = SideEffects()
 
 
 class Yield(NamedTuple):

@@ -113,13 +113,13 @@ def cut(outputs: Any) -> Any:
     return torch_private.map_leaves(lambda leaf: leaf.detach() if is_differentiable(leaf) else leaf, outputs)
 
 
-def hand_out(outputs: Any, box: Gradients) -> Any:
-    """Return ``outputs`` cut from their history; their gradients end in ``box``.
+def hand_out(outputs: Any, box: Gradients, constants: Collection[int] = ()) -> Any:
+    """Return ``outputs`` cut from their history; their gradients end in ``box``, but for ``constants``, which have none.
 
     Autograd sums gradients of one tensor on the stream that is current now: that of the lane which reads the sum.
     """
     leaves, structure = torch_private.flatten(outputs)
-    positions = [at for at, leaf in enumerate(leaves) if is_differentiable(leaf)]
+    positions = [at for at, leaf in enumerate(leaves) if is_differentiable(leaf) and at not in constants]
     return torch_private.unflatten(cut_at(leaves, positions, box), structure)
 
 
@@ -136,6 +136,11 @@ def cut_at(leaves: Sequence[Any], positions: Iterable[int], box: Gradients) -> l
             hidden = (cut_off[position].detach(),)
             cut_off[position] = _Boundary.apply(anchor, box, position, hidden)  # type: ignore[no-untyped-call]
     return cut_off
+
+
+def constants_of(leaves: Sequence[Any]) -> set[int]:
+    """Return the positions of tensors that could have a gradient and have none, in a forward that makes a graph."""
+    return {at for at, leaf in enumerate(leaves) if is_differentiable(leaf) and not leaf.requires_grad}
 
 
 def roots_of(leaves: Sequence[Tensor]) -> Roots:

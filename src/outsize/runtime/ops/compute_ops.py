@@ -23,7 +23,7 @@ from outsize.runtime.forward.outer_code import OuterForward
 from outsize.runtime.forward.saved_tensors import Keeping, Selected
 from outsize.runtime.forward.short_recompute import Drawing, Shortcuts, is_watched, seed_generators
 from outsize.runtime.forward.staged_run import StagedRun
-from outsize.runtime.forward.unit_facts import Needed, SideEffects
+from outsize.runtime.forward.unit_facts import NO_EFFECTS, Needed, SideEffects
 from outsize.runtime.forward.unit_state import UnitState
 from outsize.runtime.ops.context import Microbatch, Naming, StepContext, handles, slots_used
 from outsize.runtime.ops.load_ops import WeightOps
@@ -49,7 +49,7 @@ class ComputeSettings:
     seed: int
     chunk_tokens: int | None = None
     graph_in_forward: bool = False
-    effects: SideEffects = field(default_factory=SideEffects)
+    effects: SideEffects = NO_EFFECTS
     needed: Mapping[int, Needed] = field(default_factory=dict)
     num_products: Mapping[int, int] = field(default_factory=dict)
 
@@ -344,12 +344,10 @@ class ComputeOps:
         common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
         effects = self._settings.effects
         if self._stage is not None:
-            run: MicrobatchRun = StagedRun(
-                *common, outer=self._stage.outer, shared=effects.shared, changed=effects.changed
-            )
+            run: MicrobatchRun = StagedRun(*common, outer=self._stage.outer, effects=effects)
         else:
             state_of = self._state_of if context.keeps else None
-            run = MicrobatchRun(*common, state_of=state_of, changed=effects.changed)
+            run = MicrobatchRun(*common, state_of=state_of, effects=effects)
         self._runs.add(run)
         return run
 

@@ -285,7 +285,7 @@ class TrialPass:
             return
         live.restart()
         with self._units.unnoticed(effects, unit, call, live):
-            _, saved = self._units.backward(unit, call, live)
+            _, saved, _ = self._units.backward(unit, call, live)
         self._row.kept[-1] = saved
         # What the loss adds: logits in fp32, their softmax and their gradient.
         logits = getattr(ending.output, "logits", None)

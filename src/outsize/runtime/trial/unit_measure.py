@@ -17,7 +17,7 @@ from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import States, Trial, random_states, set_random_states
 from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.forward.unit_state import UnitState, untouched
-from outsize.runtime.forward.unit_visit import Gradients, hand_out, is_differentiable, visit_of
+from outsize.runtime.forward.unit_visit import Gradients, constants_of, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
@@ -57,7 +57,7 @@ class UnitMeasure:
         self._split, self._bare, self._row, self._effects = split, forwards, row, effects
         self._device = device
         self._tracked = tracked_units(split.spec)
-        self._known: dict[Any, tuple[Trace, Trace, Kept, Any, PassedOn]] = {}
+        self._known: dict[Any, tuple[Trace, Trace, Kept, set[int], Any, PassedOn]] = {}
 
     def alike(self, unit: int) -> tuple[Trace, Trace, Kept]:
         """Return what units of equal form took in a forward and a backward, and what they kept; nothing if none ran."""
@@ -75,7 +75,7 @@ class UnitMeasure:
             with live.blind():  # a form to make others by, which takes no memory
                 outputs = torch_private.map_only(Tensor, lambda tensor: tensor.detach().to("meta"), sizes[-1])
             self._known[key] = *sizes[:-1], outputs, passed
-        forward, backward, saved, outputs, passed = self._known[key]
+        forward, backward, saved, constants, outputs, passed = self._known[key]
         self._row.forward.append(forward)
         self._row.backward.append(backward)
         if not self._tracked[unit]:  # it runs no backward
@@ -83,6 +83,7 @@ class UnitMeasure:
         self._row.kept.append(saved)
         if effects.state or effects.objects:
             return self.passed_on(unit, call, effects, live)
+        self._row.effects |= SideEffects(constants=frozenset((unit, at) for at in constants))
         given = given_tensors(call)
         leaves, structure = torch_private.flatten(outputs)
         leaves = [
@@ -90,7 +91,7 @@ class UnitMeasure:
             for at, leaf in enumerate(leaves)
         ]
         fresh = torch_private.unflatten(leaves, structure)
-        return hand_out(fresh, Gradients(fresh))
+        return hand_out(fresh, Gradients(fresh), constants)
 
     def effects_of(self, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
         """Return what a unit does besides returning tensors, and note it."""
@@ -148,7 +149,7 @@ class UnitMeasure:
 
     def _measure(
         self, unit: int, call: UnitCall, live: LiveBytes, effects: UnitEffects
-    ) -> tuple[Trace, Trace, Kept, Any]:
+    ) -> tuple[Trace, Trace, Kept, set[int], Any]:
         before = live.restart()
         state = self.random_states()
         with self.unnoticed(effects, unit, call, live), torch.no_grad():
@@ -158,13 +159,13 @@ class UnitMeasure:
         set_random_states(self._device, state)
         before = live.restart()
         with self.unnoticed(effects, unit, call, live):
-            same, saved = self.backward(unit, call, live, outline_of((outputs,))[0])
+            same, saved, constants = self.backward(unit, call, live, outline_of((outputs,))[0])
         self._row.graph_matters |= not same
-        return forward, live.since(before), saved, outputs
+        return forward, live.since(before), saved, constants, outputs
 
     def _measure_compiled(
         self, unit: int, call: UnitCall, live: LiveBytes
-    ) -> tuple[Trace, Trace, Kept, Any] | None:
+    ) -> tuple[Trace, Trace, Kept, set[int], Any] | None:
         """Measure a unit that runs compiled, with a graph in any case; None where it does not."""
         if not is_compiled(self._bare[unit]):
             return None
@@ -188,7 +189,8 @@ class UnitMeasure:
         flops = ran.flops()
         flops = flops._replace(gradient=2 * flops.forward)  # two products for each of the forward's
         saved = Kept(compiled.saved, num_saved=compiled.num_saved, flops=flops)
-        return compiled.forward, compiled.backward, saved, compiled.outputs
+        constants = constants_of(torch_private.leaves_of(compiled.outputs))
+        return compiled.forward, compiled.backward, saved, constants, compiled.outputs
 
     def _kind(self, unit: int) -> tuple[Any, Any]:
         spec = self._split.spec.units[unit]
@@ -197,11 +199,12 @@ class UnitMeasure:
 
     def backward(
         self, unit: int, call: UnitCall, live: LiveBytes, expected: Sequence[Tensor] = ()
-    ) -> tuple[bool, Kept]:
+    ) -> tuple[bool, Kept, set[int]]:
         """Run the unit with a graph and backward.
 
         Returns:
-            Whether it gave what was expected, bit for bit; and what it saved for its backward.
+            Whether it gave what was expected, bit for bit; what it saved for its backward; and which of what it returns
+            has no gradient.
         """
         before = live.now
         visit = visit_of(call)
@@ -218,6 +221,7 @@ class UnitMeasure:
         }
         saved = max(live.now - before - sum(made_bytes.values()), 0)
         leaves = [leaf for leaf in outputs if is_differentiable(leaf)]
+        constants = constants_of(outputs)
         del outputs
         others = [t for t in expected if is_differentiable(t)]
         same = self.is_same(leaves, others)
@@ -228,7 +232,7 @@ class UnitMeasure:
         last, needed = trial.saved_at[-1] if trial.saved_at else 0, trial.needed()
         yields = ran.yields(last, given | made_bytes.keys())
         flops = ran.flops(None if needed is None else last)
-        return same, Kept(saved, needed, yields, len(trial.saved_at), flops)
+        return same, Kept(saved, needed, yields, len(trial.saved_at), flops), constants
 
 
 def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]:
