@@ -389,5 +389,7 @@ def tensors_of(output: Any) -> list[Tensor]:
     """Return the tensors of whatever a model returns, in order."""
     if isinstance(output, Tensor):
         return [output]
-    parts = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    parts = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    )
     return [tensor for part in parts for tensor in tensors_of(part)]

@@ -294,8 +294,8 @@ class MicrobatchRun:
                 )
             if any(roots[at] is not None for at in self._known_constants(unit)):
                 raise ModelError(
-                    f"unit {unit} returned a tensor with a gradient where a trial of the model saw none; a unit that does "
-                    "otherwise each time cannot be recomputed: set activations=keep"
+                    f"unit {unit} returned a tensor with a gradient where a trial of the model saw none; a unit that "
+                    "does otherwise each time cannot be recomputed: set activations=keep"
                 )
             return roots
 

@@ -77,7 +77,9 @@ class StagedRun(MicrobatchRun):
         self._ran_on: dict[int, int] = {}
         self._moving: dict[int, tuple[int, ...]] = {}
         self._passed: frozenset[int] = frozenset()
-        self._handed: dict[int, tuple[frozenset[int], int]] = {}  # what came from the unit before, and input bytes
+        self._handed: dict[
+            int, tuple[frozenset[int], int]
+        ] = {}  # what came from the unit before, and input bytes
         self._copies: dict[tuple[torch.device, int, Form], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, Form]]] = {}
 

@@ -114,7 +114,7 @@ def cut(outputs: Any) -> Any:
 
 
 def hand_out(outputs: Any, box: Gradients, constants: Collection[int] = ()) -> Any:
-    """Return ``outputs`` cut from their history; their gradients end in ``box``, but for ``constants``, which have none.
+    """Return ``outputs`` cut from their history; gradients end in ``box``, but for ``constants``, which have none.
 
     Autograd sums gradients of one tensor on the stream that is current now: that of the lane which reads the sum.
     """
