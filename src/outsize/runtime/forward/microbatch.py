@@ -69,9 +69,9 @@ class MicrobatchRun:
         graph: whether the model's own code makes a graph for a backward.
         ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
         shortcuts: runs units again where that may end early; None runs them in full.
+        effects: what units do besides returning tensors.
         state_of: returns the state of a unit that changes any, and whether it leaves tensors there whose history others
             go on from; None where no unit does.
-        effects: what units do besides returning tensors.
 
     Attributes:
         below: units whose input lies in the memory below the device, too.
@@ -88,8 +88,8 @@ class MicrobatchRun:
         graph: bool = True,
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
-        state_of: StateOf | None = None,
         effects: SideEffects = NO_EFFECTS,
+        state_of: StateOf | None = None,
     ) -> None:
         self._shortcuts, self._state_of, self._effects = shortcuts, state_of, effects
         self._constants: set[int] = set()  # of what waits
@@ -109,10 +109,7 @@ class MicrobatchRun:
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
         """Run ``unit`` and forget how; its outputs wait for the next one.
 
-        Args:
-            unit: the unit.
-            forward: its own forward.
-            graph: whether to make a graph nevertheless, for kernels that give other bits with one.
+        With ``graph`` one is made nevertheless, for kernels that give other bits with one.
 
         Raises:
             ModelError: the model does not call its units once each, in order, or a unit changes its input in place.
@@ -183,21 +180,13 @@ class MicrobatchRun:
     def _set_waiting(self, unit: int, visit: UnitVisit, returned: Returned) -> None:
         """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
         self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
-        has_graph = any(leaf.requires_grad for leaf in returned.leaves)
-        self._constants = constants_of(returned.leaves) if has_graph else self._known_constants(unit)
+        known = constants_of(returned.leaves) | self._effects.constants_of(unit)
+        self._constants = {at for at in known if not returned.leaves[at].requires_grad}
         self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
 
-    def _known_constants(self, unit: int) -> set[int]:
-        """Return the positions of what ``unit`` returns that have no gradient, as a trial has seen."""
-        return {at for other, at in self._effects.constants if other == unit}
-
     def finish(self, unit: int) -> Any:
-        """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history.
-
-        Raises:
-            ModelError: the model calls a unit again.
-        """
+        """Let the model go on behind its last unit, ``unit``; returns what its forward returns, with its history."""
         ending = self._come(unit + 1)
         if not isinstance(ending, Finished):
             raise ModelError(f"the model calls unit {ending.unit} after its last unit {unit}")
@@ -223,8 +212,7 @@ class MicrobatchRun:
     def forward_backward(self, unit: int, forward: Forward, divisor: float) -> Tensor:
         """Run the last unit with a graph, finish the model's forward, and go backward from its loss.
 
-        Returns:
-            The model's loss divided by ``divisor``, a scalar without history; zero where ``divisor`` is infinite.
+        Returns the model's loss divided by ``divisor``, a scalar without history; zero where ``divisor`` is infinite.
 
         Raises:
             ModelError: the model's output holds no loss.
@@ -292,10 +280,9 @@ class MicrobatchRun:
                     f"unit {unit} returned {len(visit.box.values)} tensors, or left them, and {len(roots)} when it was "
                     "run again for its backward; a unit that does otherwise each time cannot be recomputed"
                 )
-            if any(roots[at] is not None for at in self._known_constants(unit)):
+            if any(roots[at] is not None for at in self._effects.constants_of(unit)):
                 raise ModelError(
-                    f"unit {unit} returned a tensor with a gradient where a trial of the model saw none; a unit that "
-                    "does otherwise each time cannot be recomputed: set activations=keep"
+                    f"unit {unit} returned a tensor with a gradient where a trial saw none; set activations=keep"
                 )
             return roots
 

@@ -45,8 +45,8 @@ class StagedRun(MicrobatchRun):
         graph: as of `MicrobatchRun`, as for the next two.
         ambient: see there.
         shortcuts: see there.
+        effects: see there.
         outer: runs the model's own code.
-        effects: as of `MicrobatchRun`.
 
     Attributes:
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
@@ -64,11 +64,11 @@ class StagedRun(MicrobatchRun):
         graph: bool = True,
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
+        effects: SideEffects = NO_EFFECTS,
         *,
         outer: OuterForward,
-        effects: SideEffects = NO_EFFECTS,
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, effects=effects)
+        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, effects)
         self._glue = outer
         self._staying: set[int] = set()  # memory of arguments that are shared
         self._outer = OuterBackward(leaves_wait=False)
@@ -117,9 +117,9 @@ class StagedRun(MicrobatchRun):
         storages: list[Storage] = []
         for i in sorted(arrived, key=lambda i: i not in passed):
             more = {**held, i: arrived[i]}
-            taken = [storage for storage, _ in storages_of(more.values())]
-            if sum(storage.nbytes() for storage in taken) <= room:
-                held, storages = more, taken
+            parts = [storage for storage, _ in storages_of(more.values())]
+            if sum(storage.nbytes() for storage in parts) <= room:
+                held, storages = more, parts
         index = {storage_key(storage): i for i, storage in enumerate(storages)}
         self._gradient_forms[unit] = {
             i: (index[memory_key(gradient)], Form.of(gradient)) for i, gradient in held.items()

@@ -139,8 +139,10 @@ def cut_at(leaves: Sequence[Any], positions: Iterable[int], box: Gradients) -> l
 
 
 def constants_of(leaves: Sequence[Any]) -> set[int]:
-    """Return the positions of tensors that could have a gradient and have none, in a forward that makes a graph."""
-    return {at for at, leaf in enumerate(leaves) if is_differentiable(leaf) and not leaf.requires_grad}
+    """Return the positions of tensors that could have a gradient and have none; nothing where no graph was made."""
+    could = {at for at, leaf in enumerate(leaves) if is_differentiable(leaf)}
+    constants = {at for at in could if not leaves[at].requires_grad}
+    return set() if constants == could else constants
 
 
 def roots_of(leaves: Sequence[Tensor]) -> Roots:
@@ -174,7 +176,7 @@ class Returned:
         return self.outline.build(leaves)[0][0]
 
 
-class Source(NamedTuple):
+class GivenTensor(NamedTuple):
     """A tensor that a unit is given, and what made it, which is something else once code has changed it in place."""
 
     tensor: Tensor
@@ -207,7 +209,7 @@ class UnitVisit:
     given: list[Tensor]
     names: tuple[str, ...]
     arguments: Outline
-    sources: dict[int, Source]
+    sources: dict[int, GivenTensor]
     box: Gradients
     num_arguments: int
     where: UnitState | None = None
@@ -343,11 +345,11 @@ def visit_of(
     if where is not None:
         lying, state = outline_of((), where.modules, where.others)
         given = given + lying
-    leaves, sources = list(given), dict[int, Source]()
+    leaves, sources = list(given), dict[int, GivenTensor]()
     for position, leaf in enumerate(given):
         if is_differentiable(leaf) and (position < num_arguments or leaf.requires_grad):
             if leaf.requires_grad:
-                sources[position] = Source(leaf, get_gradient_edge(leaf))
+                sources[position] = GivenTensor(leaf, get_gradient_edge(leaf))
             leaves[position] = leaf.detach()
         if (call.unit, position) in changed:
             leaves[position] = leaves[position].clone()

@@ -342,12 +342,11 @@ class ComputeOps:
             inputs.pop("labels", None)
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
-        effects = self._settings.effects
+        effects, state_of = self._settings.effects, self._state_of if context.keeps else None
         if self._stage is not None:
-            run: MicrobatchRun = StagedRun(*common, outer=self._stage.outer, effects=effects)
+            run: MicrobatchRun = StagedRun(*common, effects, outer=self._stage.outer)
         else:
-            state_of = self._state_of if context.keeps else None
-            run = MicrobatchRun(*common, state_of=state_of, effects=effects)
+            run = MicrobatchRun(*common, effects, state_of)
         self._runs.add(run)
         return run
 
