@@ -321,6 +321,17 @@ def paligemma() -> Made:
 
 
 @member
+def clip() -> Made:
+    """Images and texts, of other sizes each, are rows of one batch."""
+    vision, text = VISION, {**VISION, "vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 2}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    ids = torch.randint(5, 90, (2, 8), generator=torch.Generator().manual_seed(1))
+    return transformers.CLIPModel(config), {
+        "input_ids": ids, "pixel_values": _random(2, 3, 16, 16), "return_loss": True,
+    }  # fmt: skip
+
+
+@member
 def wav2vec2() -> Made:
     config = transformers.Wav2Vec2Config(
         vocab_size=32, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48,

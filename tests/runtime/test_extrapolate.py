@@ -44,3 +44,9 @@ def test_one_length_is_the_length():
 
 def test_there_is_never_less_than_nothing():
     assert extrapolate(LENGTHS, ((-5,), (-10,), (-20,)), 1024, 2) == 0
+
+
+def test_what_two_sequences_have_twice_is_there_for_each():
+    """Of 100 bytes for the weights, 50 for the image and 2 for each token of a sequence."""
+    traces = tuple((100 + rows * (50 + 2 * length),) for rows, length in ((1, 8), (1, 16), (1, 32), (2, 8)))
+    assert extrapolate((8, 16, 32), traces, 64, 3) == 100 + 3 * (50 + 2 * 64)

@@ -12,7 +12,7 @@ depends on values (which kernels a graph picks, what the loss makes of logits) i
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -150,9 +150,15 @@ class _Trial:
         return self.scaled(self.short(num_sequences, seq_len), None, num_sequences, seq_len)
 
     def short(self, num_sequences: int, seq_len: int) -> list[Row]:
-        """Return what passes over one sequence each note, at short lengths."""
+        """Return what passes over one sequence each note, at short lengths; of images, one over two as well."""
         lengths = trial_lengths(seq_len, num_sequences)
-        return self._noted(f"{self._device.type} {lengths}", [(1, length) for length in lengths], seq_len)
+        rows = self._noted(f"{self._device.type} {lengths}", [(1, length) for length in lengths], seq_len)
+        inputs_by_unit = zip(*(row.boundary for row in rows), strict=True)
+        if len(lengths) == 1 or not any(len(set(inputs)) == 1 and inputs[0] for inputs in inputs_by_unit):
+            return rows
+        with suppress(ModelError):  # of inputs that are not cut by rows
+            return [*rows, *self._noted(f"{self._device.type} two {lengths[0]}", [(2, lengths[0])], seq_len)]
+        return rows
 
     def full(self, num_sequences: int, seq_len: int) -> Row:
         """Return what a pass over a microbatch notes, up to the last unit."""

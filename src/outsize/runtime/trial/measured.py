@@ -34,11 +34,12 @@ def extrapolate(
 ) -> int:
     """Return the most bytes alive for ``num_sequences`` sequences of ``length``.
 
-    What does not depend on the length (gradients of weights) is there once, the rest for each sequence.
+    What does not depend on the length (gradients of weights) is there once, the rest for each sequence; but not
+    what two sequences have twice (patches of images), where a trace shows that.
 
     Args:
         lengths: what was measured, ascending.
-        traces: for each of them, with one sequence.
+        traces: for each of them, with one sequence; perhaps one more, of two sequences of the first length.
         length: what is asked for.
         num_sequences: sequences at once.
     """
@@ -50,6 +51,10 @@ def extrapolate(
 
 
 def _at(lengths: tuple[int, ...], values: Sequence[int], length: int, num_sequences: int) -> int:
+    if len(values) > len(lengths):
+        *values, two = values
+        once = min(max(2 * values[0] - two, 0), values[0])
+        return once + _at(lengths, [value - once for value in values], length, 1) * num_sequences
     if len(lengths) == 1:
         return max(values[0], 0) * num_sequences
     total, fixed = _through(lengths, values, length), _through(lengths, values, 0)
@@ -107,7 +112,7 @@ class Flops:
             tokens = sequences * seq_len / self.lengths[0]
             return tuple(flops * tokens for flops in rows[0])
         return tuple(
-            float(extrapolate(self.lengths, tuple((flops,) for flops in unit), seq_len, sequences))
+            float(sequences * extrapolate(self.lengths, tuple((flops,) for flops in unit), seq_len))
             for unit in zip(*rows, strict=True)
         )
 
@@ -235,7 +240,7 @@ def scale(
     """Return what microbatches of ``num_sequences`` sequences of ``seq_len`` tokens need.
 
     Args:
-        rows: one for each length that was run.
+        rows: one for each length that was run; perhaps one more, of two sequences of the first length.
         lengths: tokens of each.
         num_sequences: sequences per microbatch.
         seq_len: tokens per sequence.
@@ -251,7 +256,8 @@ def scale(
         exact = [] if full is None else [max(trace, default=0) for trace in traces(full)]
         return [*exact, *(at(traces(row)[unit] for row in rows) for unit in range(len(exact), len(boundary)))]
 
-    last, kept_by_unit = rows[-1], list(zip(*(row.kept for row in rows), strict=True))
+    singles, kept_by_unit = rows[: len(lengths)], list(zip(*(row.kept for row in rows), strict=True))
+    last = singles[-1]
     boundary = tuple(at((row.boundary[unit],) for row in rows) for unit in range(len(last.boundary)))
     backward = of_units(lambda row: row.backward)
     if chunk_tokens is not None and last.plain:
@@ -278,7 +284,7 @@ def scale(
         products=tuple(_yield([one.yields.products for one in unit], at) for unit in kept_by_unit),
         num_products=_same_counts(kept_by_unit),
         effects=reduce(or_, (row.effects for row in rows)),
-        flops=Flops(lengths, tuple(tuple(one.flops for one in row.kept) for row in rows)),
+        flops=Flops(lengths, tuple(tuple(one.flops for one in row.kept) for row in singles)),
         num_saved=tuple(max(one.num_saved for one in unit) for unit in kept_by_unit),
         num_sequences=num_sequences,
         seq_len=seq_len,
