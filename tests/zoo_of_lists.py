@@ -309,6 +309,17 @@ def smolvlm() -> Made:
 
 
 @member
+def clip() -> Made:
+    """Images and texts, of other sizes each, are rows of one batch."""
+    vision, text = VISION, {**VISION, "vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 2}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    ids = torch.randint(5, 90, (2, 8), generator=torch.Generator().manual_seed(1))
+    return transformers.CLIPModel(config), {
+        "input_ids": ids, "pixel_values": _random(2, 3, 16, 16), "return_loss": True,
+    }  # fmt: skip
+
+
+@member
 def paligemma() -> Made:
     config = transformers.PaliGemmaConfig(
         text_config={**TEXT, "head_dim": 8, "model_type": "gemma"},
@@ -318,17 +329,6 @@ def paligemma() -> Made:
     batch = _seen(16, pixel_values=_random(2, 3, 16, 16))
     kinds = torch.zeros_like(batch["input_ids"])
     return transformers.PaliGemmaForConditionalGeneration(config), {**batch, "token_type_ids": kinds}
-
-
-@member
-def clip() -> Made:
-    """Images and texts, of other sizes each, are rows of one batch."""
-    vision, text = VISION, {**VISION, "vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 2}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    ids = torch.randint(5, 90, (2, 8), generator=torch.Generator().manual_seed(1))
-    return transformers.CLIPModel(config), {
-        "input_ids": ids, "pixel_values": _random(2, 3, 16, 16), "return_loss": True,
-    }  # fmt: skip
 
 
 @member
