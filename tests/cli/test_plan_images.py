@@ -61,18 +61,21 @@ def test_what_is_no_sample_is_refused_by_name(config: dict[str, Any], asked: tup
         sample_of(config, *asked)
 
 
-@pytest.mark.parametrize("name", ["flux", "sd3", "wan", "hunyuan_video", "cogvideox", "sana"])
+IMAGES = ["flux", "flux2", "chroma", "sd3", "qwen_image", "pixart", "sana", "lumina2", "z_image"]
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "wan", "ltx", "hunyuan_video", "cogvideox"])
 def test_flops_are_those_that_torch_counts_of_a_real_sample(name: str):
     model = zoo_of_lists.build(name)[0]
     fields = {**model.config, CLASS: type(model).__name__}
-    sample = Sample(288, 96)  # longer than what is tried
+    sample = {"lumina2": Sample(576, 32), "z_image": Sample(2304, 128)}.get(name, Sample(288, 96))
     settings = {
         "model": {"path": "unused", "dtype": "fp32"},
         "data": {"path": "unused", "seq_len": sample.tokens},
         "train": {"tokens_per_step": sample.tokens},
     }
     counts = count_model({**fields, SAMPLE: list(sample)}, parse_config(settings))
-    assert counts.lengths[-1] < sample.tokens
+    assert counts.lengths[-1] < sample.tokens  # what is tried is shorter
     counter = FlopCounterMode(model, display=False)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # it knows no flash attention of a CPU
         model(**made_up_sample(model, fields, sample))
