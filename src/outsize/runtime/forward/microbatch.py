@@ -180,8 +180,8 @@ class MicrobatchRun:
     def _set_waiting(self, unit: int, visit: UnitVisit, returned: Returned) -> None:
         """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
         self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
-        known = constants_of(returned.leaves) | self._effects.constants_of(unit)
-        self._constants = {at for at in known if not returned.leaves[at].requires_grad}
+        candidates = constants_of(returned.leaves) | self._effects.constants_of(unit)
+        self._constants = {at for at in candidates if not returned.leaves[at].requires_grad}
         self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
 
