@@ -113,7 +113,9 @@ def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_p
     assert run(model, "--data", data, "--out", tmp_path / "x", "--context", 16, *ROOM) == 0
 
 
-def test_a_completion_is_scored_whole_or_refused(model: Path, tmp_path: Path, capsys: Any):
+def test_a_completion_is_scored_whole_or_refused(
+    model: Path, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
+):
     merging = shutil.copytree(model, tmp_path / "merging")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["import"])
@@ -124,7 +126,12 @@ def test_a_completion_is_scored_whole_or_refused(model: Path, tmp_path: Path, ca
         data.write_text("\n".join(map(json.dumps, records)))
         return run(merging, "--data", data, "--out", tmp_path / f"{name}.out", *ROOM)
 
-    assert status("merged", {"prompt": "x imp", "completion": "ort"}) == 0
+    assert status("merged", {"prompt": "x imp", "completion": "ort", "label": 1}) == 0
+    assert "these fields are not read (records that have them): label (1)" in caplog.text
+    assert (
+        run(model, "--data", tmp_path / "merged.jsonl", "--out", tmp_path / "x", "--context", 9, *ROOM) == 2
+    )
+    assert "--context cuts a text file into pieces" in capsys.readouterr().err
     (line,) = map(json.loads, (tmp_path / "merged.out").read_text().splitlines())
     assert (len(line["token_logprobs"]), line["is_greedy"]) == (1, False)
     capsys.readouterr()

@@ -1,6 +1,7 @@
 """Moments of `outsize.AdamW` in fewer bits."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import outsize
 import zoo
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, OutsizeError
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.optim.planes import StatePlanes
@@ -149,6 +150,23 @@ def test_what_is_no_argument_is_refused_with_what_is(settings: dict[str, Any], s
     with pytest.raises(ConfigError, match=says):
         outsize.wrap(model, **{**ROOM, **settings})
     model(**BATCHES[0]).loss.backward()  # as it was
+
+
+def test_arguments_without_effect_are_told(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    def told(**settings: Any) -> list[str]:
+        caplog.clear()
+        with pytest.raises(OutsizeError):  # before which they are read
+            outsize.load(tmp_path / "none", **settings)
+        return [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+
+    host = "the home is in host memory"
+    assert told(home="host", disk_memory="1GiB", store_dir=tmp_path / "store") == [
+        f"outsize.load: {key} has no effect: {host}" for key in ("disk_memory", "store_dir")
+    ]
+    assert told(device="cpu", link_gb_per_s=2.0) == [
+        "outsize.load: link_gb_per_s has no effect: only emulated devices have a throttled link"
+    ]
+    assert told(home="disk", disk_memory="1GiB", device="emulated:1", slots=3) == []
 
 
 def test_what_is_no_argument_of_load_is_refused_as_such():

@@ -87,8 +87,9 @@ class GenerateOptions(ModelOptions):
         typer.Option("--min-p", help="Of --sample: least share of the likeliest token's probability."),
     ] = None
     seed: Annotated[
-        int, typer.Option("--seed", help="Of --sample: prompt number i is drawn by this and i.")
-    ] = 0
+        int | None,
+        typer.Option("--seed", help="Of --sample: prompt number i is drawn by this and i; default: 0."),
+    ] = None
 
 
 _SIGN = "> "  # before what a user is to type
@@ -113,7 +114,10 @@ def generate(options: GenerateOptions, output: Output) -> None:
     prompts = read_prompts(options.prompt or [], options.prompts, chat=options.chat, system=options.system)
     talks = options.chat and not (prompts or output.as_json or options.json_lines or options.out)
     check_question(len(prompts) + talks, options.max_new_tokens, options.batch_size)
-    options, how = replace(options, model=servable(options.model)), _how(options)
+    if talks:
+        _tell_idle(options, output, ("batch_size", "in_flight"), "in a conversation")
+    options = replace(options, model=servable(options.model), seed=options.seed or 0)
+    how, seed = _how(options), options.seed or 0
     with contextlib.ExitStack() as stack:
         if options.out is not None:
             stack.enter_context(results_at(options.out, _settings(options, prompts)))
@@ -122,8 +126,7 @@ def generate(options: GenerateOptions, output: Output) -> None:
             turns = count()
 
             def reply(conversation: "Conversation") -> str:
-                seed = options.seed + next(turns)
-                alone = {**how, "batch_size": 1, "seed": seed}
+                alone = {**how, "batch_size": 1, "seed": seed + next(turns)}
                 text = writer.write([conversation], _print, **alone)[0][0].text
                 output.print_result("")
                 return text
@@ -140,7 +143,7 @@ def generate(options: GenerateOptions, output: Output) -> None:
             prompts[num_done:],
             _print if streams else (lambda _: None),
             on_written=show,
-            **{**how, "seed": options.seed + num_done},
+            **{**how, "seed": seed + num_done},
         )
     output.say(_summary(figures))
     summary = {} if options.out is not None else {"written": [asdict(one) for one in written]}
@@ -204,17 +207,22 @@ def _check_drawing(options: GenerateOptions, output: Output) -> None:
         raise ConfigError("--stop is an empty string, which every text begins with; leave it out")
     if options.system is not None and not options.chat:
         raise ConfigError("--system is the system message of --chat; add --chat, or leave it out")
+    if not options.sample:
+        _tell_idle(options, output, (*_DRAWING, "seed"), "without --sample")
+        return
     for name, (least, most) in _DRAWING.items():
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
-        if value is None:
-            continue
-        if not options.sample:
-            output.say(f"note: {flag} has no effect without --sample")
-        elif not least < value <= most:
+        if value is not None and not least < value <= most:
             bound = "above zero" if math.isinf(most) else f"above {least:g} and at most {most:g}"
             raise ConfigError(
                 f"{flag} is {value:g}; it has to be {bound}; leave --sample out for the likeliest token"
             )
+
+
+def _tell_idle(options: GenerateOptions, output: Output, names: Sequence[str], where: str) -> None:
+    for name in names:
+        if getattr(options, name) != getattr(GenerateOptions, name):
+            output.say(f"note: --{name.replace('_', '-')} has no effect {where}")
 
 
 def _how(options: GenerateOptions) -> dict[str, Any]:

@@ -184,6 +184,8 @@ def export(
             raise ConfigError(
                 "--public says who sees what --push sends; add --push OWNER/NAME, or leave it out"
             )
+        if trust_remote_code and not merge:
+            output.say("note: --trust-remote-code has no effect without --merge: no code of the model runs")
         if gguf is not None:
             exporter.check_gguf(run_dir, gguf, merge=merge, base=base)
         target = out_dir or run_dir / "export"

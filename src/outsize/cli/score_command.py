@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from outsize.wrapped.writing.scoring import ScoredText
 
 
+_CONTEXT = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(ModelOptions):
     """What can be asked of the command, option by option."""
@@ -40,8 +43,11 @@ class ScoreOptions(ModelOptions):
     ]
     want: Annotated[Scored, typer.Option("--want", help="What is wanted of each text.")] = "logprobs"
     context: Annotated[
-        int, typer.Option("--context", min=2, help="Tokens of the pieces that a text file is cut into.")
-    ] = 1024
+        int | None,
+        typer.Option(
+            "--context", min=2, help="Tokens of the pieces that a text file is cut into; default: 1024."
+        ),
+    ] = None
     top_k: Annotated[
         int | None,
         typer.Option("--top-k", min=1, help="Of logits write the K largest alone; less than all of them."),
@@ -61,7 +67,12 @@ def score(options: ScoreOptions, output: Output) -> None:
 
     if options.top_k is not None and options.want != "logits":
         raise ConfigError("--top-k is of --want logits; leave it out")
-    options = replace(options, model=servable(options.model))  # a run may save a newer checkpoint meanwhile
+    if options.context is not None and (_is_run(options) or options.data.suffix == ".jsonl"):
+        raise ConfigError(f"--context cuts a text file into pieces, and {options.data} is none; leave it out")
+    context = options.context or _CONTEXT
+    options = replace(
+        options, model=servable(options.model), context=context
+    )  # a run may save a newer checkpoint meanwhile
     figures, tell = ScoringFigures(), now_and_then(output.say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results_at(options.out, _settings(options), in_files=options.in_files))
@@ -116,7 +127,7 @@ def _sequences(
 
 
 def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
-    from outsize.cli.text.prompts import read_records
+    from outsize.cli.text.prompts import read_records, tell_unread
     from outsize.training.run_data import read_prompt
     from outsize.wrapped.writing.scoring import ScoredText
 
@@ -127,12 +138,13 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             raise DataError(
                 f"{options.data} cannot be read as text: {error}; name a file in UTF-8"
             ) from error
-        for start in range(
-            0, max(len(ids) - 1, 1), options.context - 1
-        ):  # every token but the first counts once
-            yield _with_tokens(ScoredText(ids[start : start + options.context]), str(options.data))
+        context = options.context or _CONTEXT
+        for start in range(0, max(len(ids) - 1, 1), context - 1):  # every token but the first counts once
+            yield _with_tokens(ScoredText(ids[start : start + context]), str(options.data))
         return
-    for record, where in read_records(options.data):
+    records = read_records(options.data)
+    tell_unread((name for record, _ in records for name in _unread(record)), options.data)
+    for record, where in records:
         completion = record.get("completion")
         if completion is None and isinstance(record.get("text"), str):
             yield _with_tokens(writer.scored_text(record["text"], None), where)
@@ -154,6 +166,15 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             )
         else:
             yield _with_tokens(writer.scored_text(read_prompt(record, where), None), where)
+
+
+def _unread(record: dict[str, Any]) -> list[str]:
+    from outsize.data.reading.formats import unread_fields
+    from outsize.training.run_data import unread_of
+
+    if record.get("completion") is None and isinstance(record.get("text"), str):
+        return unread_fields(record, {"text"})
+    return [name for name in unread_of(record) if name != "completion"]
 
 
 def _with_tokens(text: "ScoredText", where: str) -> "ScoredText":

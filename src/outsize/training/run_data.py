@@ -17,6 +17,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.data.reading.conversations import (
     SYSTEM_FIELDS,
     as_messages,
+    holds_messages,
     is_blank,
     read_messages,
     read_template_arguments,
@@ -70,7 +71,7 @@ def read_prompt(record: Mapping[str, Any], where: str, *, chat: bool = False) ->
     if not name or not isinstance(record[name], str | list | dict):
         raise DataError(f"{where}: a record needs 'prompt', a text, or 'messages', a list of objects")
     text = record[name]
-    if name == "prompt" and isinstance(text, str) and not chat:
+    if name == "prompt" and isinstance(text, str) and not chat and not holds_messages(text):
         beside = [each for each in _BESIDE if not is_blank(record.get(each))]
         if beside:
             raise DataError(

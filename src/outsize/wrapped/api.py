@@ -100,7 +100,7 @@ def wrap(
         BudgetExceededError: the home does not fit its tier.
     """
     settings = WrapSettings(
-        memory=memory_of(wrap, device, device_memory, home, memory),
+        memory=memory_of(wrap, device, device_memory, home, memory, store_dir),
         microbatches=microbatches,
         store_dir=store_dir_of(store_dir),
         codecs=(base_codec, table_codec),
@@ -157,7 +157,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
         OutsizeError: as `wrap`, and a `StorageError` of a disk that fails, whichever library read it.
     """
     settings = WrapSettings(
-        memory=memory_of(load, device, device_memory, home, memory),
+        memory=memory_of(load, device, device_memory, home, memory, store_dir),
         microbatches=microbatches,
         store_dir=store_dir_of(store_dir),
         codecs=(base_codec, table_codec),

@@ -1,5 +1,6 @@
 """What a user says to `outsize.wrap` and `outsize.load`, checked before anything is moved."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,11 +16,14 @@ from outsize.accelerators import Devices
 from outsize.choices import Home, Moments
 from outsize.codecs.codec_spec import FrozenCodec
 from outsize.codecs.transport import Transport
+from outsize.config import Config, Surroundings
 from outsize.config.memory_section import MemoryConfig
 from outsize.config.model_section import OptimizerConfig
 from outsize.errors import ConfigError
 from outsize.group.gloo import launched
 from outsize.streamed.spec import BlockSettings, devices_of
+
+_log = logging.getLogger(__name__)
 
 Head = Literal["auto", "streamed", "resident"]
 _WITH_HEAD: Mapping[Head, bool | None] = {"auto": None, "streamed": True, "resident": False}
@@ -94,6 +98,7 @@ def memory_of(
     device_memory: str | int | None,
     home: Home,
     others: dict[str, Any],
+    store_dir: str | PathLike[str] | None = None,
 ) -> MemoryConfig:
     """Return the section ``memory`` that the arguments make.
 
@@ -103,6 +108,7 @@ def memory_of(
         device_memory: see there.
         home: see there.
         others: more keys of the section.
+        store_dir: see there.
 
     Raises:
         ConfigError: a key or a value that cannot be.
@@ -115,10 +121,16 @@ def memory_of(
         known = [argument for argument in signature(called).parameters if argument != "memory"]
         raise ConfigError(f"{name}: {unknown}: {_unknown(unknown, known[1:])}")
     try:
-        return MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
+        section = MemoryConfig(device=device, device_memory=device_memory, home=home, **others)  # type: ignore[arg-type]
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise ConfigError(f"{name}: " + "; ".join(lines)) from error
+    run = Config.model_validate({"model": {"path": name}, "data": {"path": name}})
+    given = section.model_copy(update={"store_dir": store_dir})
+    for note in run.model_copy(update={"memory": given}).notes(Surroundings(by_trainer=True)):
+        if note.startswith("memory."):
+            _log.warning("%s: %s", name, note.removeprefix("memory."))
+    return section
 
 
 def _unknown(key: str, others: Sequence[str]) -> str:

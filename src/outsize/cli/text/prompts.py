@@ -41,7 +41,7 @@ def read_prompts(
             prompts += [
                 read_prompt(record, at, chat=chat) for record, (_, at) in zip(records, lines, strict=True)
             ]
-            _tell_unread(records, file)
+            tell_unread((name for record in records for name in unread_of(record)), file)
         else:
             prompts += [_spoken(line) if chat else line for line, _ in lines]
     if system is None:
@@ -101,11 +101,12 @@ def _record(line: str, where: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _tell_unread(records: Sequence[dict[str, Any]], file: Path) -> None:
-    unread = Counter(name for record in records for name in unread_of(record))
-    if unread:
-        counts = ", ".join(f"{name} ({count})" for name, count in unread.items())
-        _log.warning("%s: no prompt is made of these fields (records that have them): %s", file, counts)
+def tell_unread(unread: Iterable[str], file: Path) -> None:
+    """Say which fields of the records of a file are not read, and how many have them."""
+    counts = Counter(unread)
+    if counts:
+        named = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        _log.warning("%s: these fields are not read (records that have them): %s", file, named)
 
 
 def _spoken(text: str) -> Conversation:
