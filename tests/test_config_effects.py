@@ -87,7 +87,6 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             "r": "4",
             "from": "adapters",
             "lora_alpha": "4",
-            "lora_dropout": "0.1",
             "target_modules": "[up]",
             "target_parameters": "[up]",
             "bias": "all",
@@ -104,6 +103,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             "table_codec": "nf4",
         }.items()
     },
+    "lora.lora_dropout": ("0.1", [([], ONE), (["train.method=lora", DPO], ONE)]),
     "optimizer.max_grad_norm": ("2.0", [(["optimizer.clip=none"], ONE)]),
     "optimizer.clip": ("unit", [(["optimizer.max_grad_norm=0.0"], ONE)]),
     "optimizer.gradients": ("bf16", [(["optimizer.clip=unit"], ONE), (["optimizer.max_grad_norm=0.0"], ONE)]),

@@ -14,6 +14,7 @@ OBJECTIVES_OF: Mapping[str, tuple[Objective, ...]] = {
     "beta": ("dpo", "orpo", "kto", "distill"),
     "temperature": ("embed", "distill"),
     "teacher": ("distill",),
+    "no dropout": ("dpo", "orpo", "kto", "reward"),
 }
 # Whose records are conversations and texts; others have fields of their own.
 OF_TEXTS: tuple[Objective, ...] = ("sft", "distill")

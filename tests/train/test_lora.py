@@ -17,7 +17,8 @@ from outsize.checkpoint.checkpoint_state import latest
 from outsize.checkpoint.export import export
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
-from outsize.model.adapters import AdapterSource, base_name
+from outsize.model.adapters import AdapterSource, base_name, peft_config, put_in
+from outsize.model.build import build_skeleton, load_hf_config
 from outsize.planner.memory.step_bytes import encoded_bytes, load_bytes
 from outsize.planner.search import upgrades
 from outsize.planner.search.sizing import Knobs, Sizing
@@ -312,6 +313,18 @@ def test_a_model_with_code_of_its_own_is_merged_where_that_code_may_run(
     assert not (tmp_path / "merged").exists()
     out = export(tmp_path / "run", tmp_path / "merged", merge=True, trust_remote_code=True)
     assert list(out.glob("*.safetensors"))
+
+
+def test_biases_that_a_model_does_not_have_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name, told in (("llama", 1), ("qwen2", 0)):
+        run = lora_run(tmp_path / name, name, lora={"bias": "all"})
+        caplog.clear()
+        put_in(
+            build_skeleton(load_hf_config(run.model.path), "fp32"),
+            peft_config(run.lora.for_peft(), "", True),
+            0,
+        )
+        assert caplog.text.count("lora.bias=all has no effect") == told
 
 
 @pytest.mark.parametrize("module", ["lm_head", "wte"])

@@ -163,10 +163,7 @@ def export(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: everybody may see it.")] = False,
     trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="With --merge: let Python code that comes with the model run."
-        ),
+        bool, typer.Option("--trust-remote-code", help="With --merge: let code of the model run.")
     ] = False,
     base: Annotated[
         str | None,

@@ -269,7 +269,15 @@ class LoraConfig(_Begun):
     lora_alpha: Positive = Field(
         default=8, description="Adapters are scaled by lora_alpha / r, or lora_alpha / sqrt(r)."
     )
-    lora_dropout: Fraction = Field(default=0.0, description="Dropout on the inputs of adapters.")
+    lora_dropout: Annotated[
+        Fraction,
+        Idle(
+            (
+                "trainers of preferences turn all dropout off",
+                lambda case: case.learns(*OBJECTIVES_OF["no dropout"]),
+            )
+        ),
+    ] = Field(default=0.0, description="Dropout on the inputs of adapters.")
     target_modules: Modules | None = Field(
         default=None,
         description="Modules that get an adapter: names or ends of names; a text is a regular expression, or "

@@ -7,6 +7,7 @@ with, or what a checkpoint of them holds, and the weights of the model under the
 """
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from outsize.compat.torch_private import parameters_of, version_of
 from outsize.errors import CheckpointError, ConfigError
 from outsize.model.compiled import Apart, frozen_part, matrices_and_tables
 from outsize.model.sizes.model_spec import PartKind
+
+_log = logging.getLogger(__name__)
 
 # What PEFT calls an adapter that nobody named, and what it puts into the names of the modules that it wraps.
 ADAPTER_NAME = "default"
@@ -126,6 +129,10 @@ def put_in(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if trains:
         _check(trained)
+        if getattr(config, "bias", "none") != "none" and not any(name.endswith(".bias") for name in trained):
+            _log.warning(
+                "lora.bias=%s has no effect: what is adapted of this model has no biases", config.bias
+            )
     _replace(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"))
     return Adapters(config, _stored_names(adapted, trained) if trains else {}, initial, base, adapted)
 
