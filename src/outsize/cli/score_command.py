@@ -128,7 +128,7 @@ def _sequences(
 
 def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
     from outsize.cli.text.prompts import read_records, tell_unread
-    from outsize.training.run_data import read_prompt
+    from outsize.training.run_data import read_prompt, unread_of
     from outsize.wrapped.writing.scoring import ScoredText
 
     if options.data.suffix != ".jsonl":
@@ -143,7 +143,7 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             yield _with_tokens(ScoredText(ids[start : start + context]), str(options.data))
         return
     records = read_records(options.data)
-    tell_unread((name for record, _ in records for name in _unread(record)), options.data)
+    tell_unread((name for record, _ in records for name in unread_of(record, is_scored=True)), options.data)
     for record, where in records:
         completion = record.get("completion")
         if completion is None and isinstance(record.get("text"), str):
@@ -166,15 +166,6 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             )
         else:
             yield _with_tokens(writer.scored_text(read_prompt(record, where), None), where)
-
-
-def _unread(record: dict[str, Any]) -> list[str]:
-    from outsize.data.reading.formats import unread_fields
-    from outsize.training.run_data import unread_of
-
-    if record.get("completion") is None and isinstance(record.get("text"), str):
-        return unread_fields(record, {"text"})
-    return [name for name in unread_of(record) if name != "completion"]
 
 
 def _with_tokens(text: "ScoredText", where: str) -> "ScoredText":

@@ -89,9 +89,11 @@ def read_prompt(record: Mapping[str, Any], where: str, *, chat: bool = False) ->
     )
 
 
-def unread_of(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a record to be answered that hold something and are not read."""
-    return unread_fields(dict(record), {_field_of(record), *_BESIDE})
+def unread_of(record: Mapping[str, Any], *, is_scored: bool = False) -> list[str]:
+    """Return the fields of a record to be answered, or scored, that hold something and are not read."""
+    if is_scored and record.get("completion") is None and isinstance(record.get("text"), str):
+        return unread_fields(dict(record), {"text"})
+    return unread_fields(dict(record), {_field_of(record), *_BESIDE, *(("completion",) if is_scored else ())})
 
 
 def _field_of(record: Mapping[str, Any]) -> str:
