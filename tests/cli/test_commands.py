@@ -148,6 +148,7 @@ def test_every_flag_sets_its_key(backend):
         "--tokens-per-step": "8",
         "--device": "emulated:3",
         "--device-memory": "64MiB",
+        "--host-memory": "64MiB",
         "--home": "disk",
         "--dtype": "bf16",
         "--method": "lora",
@@ -165,7 +166,8 @@ def test_every_flag_sets_its_key(backend):
     assert status_of("train", *arguments) == 0
     config = backend.calls[0].model_dump()
     found = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
-    assert found == expected | {"memory.device_memory": 64 * 2**20}
+    sizes = {"memory.device_memory": 64 * 2**20, "memory.host_memory": 64 * 2**20}
+    assert found == expected | sizes
     assert status_of("train", *PATHS, "--batch-size", "3", "--seq-len", "4") == 0
     assert backend.calls[-1].tokens_per_step == 12
 

@@ -146,7 +146,7 @@ class ModelAtHome(ABC):
             instead = "a larger disk_memory" if on_disk else 'home="disk", or a larger host_memory'
             raise BudgetExceededError(
                 f"{format_bytes(state_bytes)} rest at home: wrap with {instead}; {error}"
-            ) from error
+            ) from None  # the last line says it all
 
     def _move_in(self, model: nn.Module, fill: Fill, moving: Moving | None = None) -> None:
         """Make a home for the parameters that ``model`` has now, and move them there, see `HomeParameters`."""

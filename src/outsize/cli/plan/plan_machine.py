@@ -272,7 +272,8 @@ def check_nodes(options: PlanFlags, num_gpus: int) -> None:
         raise ConfigError(
             f"--nodes {options.nodes}: each process of such a run has one GPU, and this machine has {num_gpus}: ask "
             f"about nodes of one GPU,{one} --nodes {options.nodes * num_gpus}, each with its share of its machine's "
-            "--ram, --cpu-cores and --net (docs/nodes.md); or about one machine, without --nodes"
+            "--ram, --cpu-cores, --net and, with the state on disk, --disk, --disk-read and --disk-write "
+            "(docs/nodes.md); or about one machine, without --nodes"
         )
     if options.nodes > 1 and options.clip == "unit":
         raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")

@@ -38,6 +38,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--microbatches", "train.microbatches", int, "Slices of a step that pass through a unit in turn."),
     ("--device", "memory.device", str, "cpu, cuda, cuda:N, cuda:0,1, cuda:all, emulated:N or auto."),
     ("--device-memory", "memory.device_memory", str, "Budget on the device, e.g. 64MiB or 20GiB."),
+    ("--host-memory", "memory.host_memory", str, "Budget in host memory, e.g. 48GiB."),
     ("--home", "memory.home", str, "Where the training state rests: host, disk or auto."),
     ("--seed", "train.seed", int, "Seed of data order, dropout and fresh weights."),
     ("--run-dir", "train.run_dir", str, "Directory of the run; default: runs/<date and time>."),
