@@ -15,6 +15,7 @@ from outsize.accelerators import Devices
 from outsize.errors import ExecutionError
 from outsize.runtime.device.device import open_device
 from outsize.runtime.forward.short_recompute import Shortcuts
+from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.session.session import Session
 from outsize.storage.ledger import Ledger
 from outsize.training.run import train
@@ -95,22 +96,28 @@ def test_the_model_of_torchs_allocator_splits_joins_and_gives_back():
         allocator.run([(0, 9, 30 * MIB, 7)])
 
 
-def notes_of(directory: Path, monkeypatch: pytest.MonkeyPatch, **memory: Any) -> SimpleNamespace:
+SHAPES: dict[str, dict[str, Any]] = {
+    "wide": {"hidden_size": 256, "num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "deep": {"hidden_size": 128, "num_hidden_layers": 6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+}
+SEQ_LEN = {"wide": 64, "deep": 128}
+
+
+def notes_of(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, shape: str = "wide", **memory: Any
+) -> SimpleNamespace:
     """Return what a run of three steps allocates on the device: before its lanes begin, and up to each step."""
     make_model_dir(
         directory / "model",
-        hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
         max_position_embeddings=128,
+        **SHAPES[shape],
     )
     config = make_run(
         directory,
         model={"dtype": "bf16"},
-        data={"seq_len": 64},
+        data={"seq_len": SEQ_LEN[shape]},
         train={"tokens_per_step": 1024, "microbatches": 2, "steps": 3},
         memory={"device": "late:0", "home": "host", **memory},
     )
@@ -162,14 +169,38 @@ def retries_by_step(notes: SimpleNamespace, limit: int, lag: int) -> Sequence[in
     return counts
 
 
+AUTO = (("wide", "76MiB"), ("wide", "80MiB"), ("deep", "74MiB"), ("deep", "84MiB"))
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    *(("wide", {"activations": each}) for each in ("keep", "keep-attention", "offload-products")),
+    ("wide", {"activations": "recompute", "slots": 3, "offload": True}),
+    *(("deep", {"activations": each}) for each in ("recompute", "offload-attention")),
+    *((shape, {"activations": "offload"}) for shape in SHAPES),
+    # What auto makes of budgets between the least and what keeps all: some of everything.
+    *((shape, {"device_memory": size}) for shape, size in AUTO),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("activations", "slots"), [("keep", 2), ("recompute", 2), ("recompute", 3), ("offload-attention", 2)]
-)
+@pytest.mark.parametrize(("shape", "memory"), PLANS)
 def test_a_plan_fits_torchs_allocator(
-    activations: str, slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, memory: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The margin of a budget is a tenth: within it nothing is flushed. Whole blocks that leave: docs/devices.md."""
-    notes = notes_of(tmp_path, monkeypatch, device_memory="512MiB", activations=activations, slots=slots)
+    """The margin of a budget is a tenth: within it nothing is flushed, and no more than it is reserved."""
+    notes = notes_of(tmp_path, monkeypatch, shape, **{"device_memory": "512MiB", **memory})
     for lag in (0, 200):
         assert retries_by_step(notes, int(notes.planned * 64 / 0.9), lag) == [0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_comes_up_waits_for_no_more_than_the_op_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its memory is taken before the next op computes, behind which it would come too late."""
+    waited: list[bool] = []
+    of_class = ActivationOps._room
+
+    def room(self: ActivationOps, place: Any, *args: Any) -> Any:
+        waited.append(place not in self._made)
+        return of_class(self, place, *args)
+
+    monkeypatch.setattr(ActivationOps, "_room", room)
+    notes_of(tmp_path, monkeypatch, "deep", device_memory="74MiB")
+    assert 3 * sum(waited) < len(waited)  # the first of a step may come while what it is has not left

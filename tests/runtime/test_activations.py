@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.planner.program.program import parse_op
+from outsize.planner.program.program import parse, parse_op
 from outsize.planner.program.stages import Choice, Extent
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.saved_tensors import storages_of
 from outsize.runtime.ops.activation_ops import ActivationOps
+from outsize.runtime.ops.context import arrivals_behind
 from outsize.storage.ledger import Arena
 from outsize.storage.prealloc import IOPool
 from outsize.storage.scratch import DiskScratch, HostScratch
@@ -55,6 +56,12 @@ def test_a_save_followed_by_a_fetch_changes_nothing_but_memory(scratch):
     assert torch.equal(view, copies[0][1])
     assert scratch.statistics().num_held == 0
     assert ops.bytes_up == ops.bytes_down == 1200 + 100
+
+
+def test_room_is_made_behind_the_op_before_unless_something_leaves_between():
+    ops = parse("FA 2.0@w0 OFFLOAD 2.0@w0 ONLOAD 2.0@w0 B 3.0@w0 FETCH 1.0@w0 ONLOAD 1.0@w0 B 2.0@w0 FETCH 4.1@w1").ops
+    arrivals = {str(op): [str(each) for each in coming] for op, coming in arrivals_behind(ops).items()}
+    assert arrivals == {"B 3.0@w0": ["FETCH 1.0@w0", "ONLOAD 1.0@w0"]}
 
 
 @pytest.mark.parametrize("what", ["put", "take"])

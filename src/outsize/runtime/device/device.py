@@ -7,6 +7,7 @@
   lane on its thread.
 """
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -101,6 +102,10 @@ class Device(ABC):
     def computing(self) -> AbstractContextManager[None]:
         """Return a context for one computation; where RAM is the device's memory, it keeps to the budget in it."""
         return nullcontext()
+
+    def set_ahead(self, num_bytes: int, lane: str) -> object:
+        """Have ``num_bytes`` at hand for what ``lane`` makes, once what this returns is let go."""
+        return None
 
     def look(self) -> None:  # noqa: B027 - most devices need no looking after
         """Hand free memory back where RAM is the device's memory and the process is over the budget."""
@@ -251,6 +256,15 @@ class Accelerator(Device):
         self.catch_up()
         self._held.append(tensor)
         return tensor
+
+    def set_ahead(self, num_bytes: int, lane: str) -> Tensor | None:
+        """See `Device.set_ahead`: torch's allocator goes on to cut this block up for its stream.
+
+        Of blocks that it asks the driver for one by one, none serves what is larger, and a plan would not fit its budget.
+        """
+        with self.behind(lane), contextlib.suppress(torch.OutOfMemoryError):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        return None
 
     def _hold_to_free_memory(self, device: Devices) -> None:
         """Have torch reserve no more than is free now: Windows would go on in RAM, at the rate of the link."""

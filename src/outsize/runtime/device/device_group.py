@@ -32,6 +32,7 @@ class Workers(Device):
         self.devices = tuple(devices)
         self.name = ",".join(device.name for device in self.devices)
         self.torch_device = self.devices[0].torch_device
+        self.asynchronous = self.devices[0].asynchronous
 
     def of(self, lane: str) -> Device:
         """The device that a lane works for, or starts from; that of worker 0 for lanes of the machine."""

@@ -33,7 +33,7 @@ from outsize.runtime.engine.workers import Resources, make_crew, rule_on, take_s
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import CommitOps, Sink, StoreOps
-from outsize.runtime.ops.context import Microbatch, StepContext, slots_used
+from outsize.runtime.ops.context import Microbatch, StepContext, arrivals_behind, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gather_state import collector_of
 from outsize.runtime.ops.gradient_ops import GradientOps
@@ -106,6 +106,7 @@ class Engine:
         self._last: StepHandle | None = None
         self._num_begun = 0
         self.ranges = OpRanges(resources.device.torch_device)
+        self._asynchronous = resources.device.asynchronous
         self._links = links_of(self._crew, layout.peers, self.exchange, self.optimizer)
         self._executor = self._open_lanes(resources)
 
@@ -150,7 +151,8 @@ class Engine:
             for place in (resources.home, resources.scratch, *resources.rooms.values())
             if place is not None and place.tally is not None
         ]
-        run = partial(run_on_worker, run_op, tables, turns, self.ranges, MovedByOp(self._links, files))
+        rooms = [worker.activations.make_room for worker in self._crew.workers]
+        run = partial(run_on_worker, run_op, tables, turns, rooms, self.ranges, MovedByOp(self._links, files))
         return Executor(resources.device, lane_of, run, hazards, around)
 
     def begin(self, context: StepContext) -> StepHandle:
@@ -159,7 +161,7 @@ class Engine:
         release_team()
         context.program = self._num_begun % len(programs)
         self._num_begun += 1
-        tasks = self._executor.submit(programs[context.program].ops, context)
+        tasks = self._submit(programs[context.program], context)
         kinds = {Kind.CLIP} if self.plan.layout.clip else COMPUTE_KINDS | {Kind.GRAD, Kind.UPDATE}
         self._last = StepHandle(context, tasks, [task for task in tasks if task.op.kind in kinds])
         return self._last
@@ -168,9 +170,14 @@ class Engine:
         """Submit another program than the plan's, made for the same layout; returns at once."""
         release_team()
         self.num_submitted += 1
-        tasks = self._executor.submit(program.ops, context)
+        tasks = self._submit(program, context)
         self._last = StepHandle(context, tasks, tasks)
         return self._last
+
+    def _submit(self, program: Program, context: StepContext) -> list[LaneTask]:
+        if self._asynchronous:
+            context.arrivals = arrivals_behind(program.ops)
+        return self._executor.submit(program.ops, context)
 
     def measure(self, microbatches: tuple[Microbatch, ...]) -> float:
         """Return the loss of ``microbatches``, at most as many as a step has; between steps, of one worker.

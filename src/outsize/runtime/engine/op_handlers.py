@@ -103,16 +103,19 @@ def run_on_worker(
     run: RunOp,
     tables: Sequence[HandlerTable],
     turns: Sequence[contextlib.AbstractContextManager[Any]],
+    make_room: Sequence[Callable[[Op, Any], None]],
     ranges: OpRanges,
     counting: "MovedByOp",
     op: Op,
     context: Any,
 ) -> None:
-    """Have an op run by the handlers of its worker, counted and in its turn."""
+    """Have an op run by the handlers of its worker, counted and in its turn; then make room for what comes next."""
     worker, computes = op.worker or 0, op.kind in COMPUTE_KINDS
     with ranges.around(op), turns[worker] if computes else contextlib.nullcontext(), counting.of(op, context):
         run(tables[worker], op, context)
-    if not computes:
+    if computes:
+        make_room[worker](op, context)
+    else:
         release_team()
 
 

@@ -16,6 +16,7 @@ from outsize.model.walk import Boundaries
 from outsize.optim.muon import Muon
 from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.memory.step_bytes import largest_plane
+from outsize.planner.program.program import Lane
 from outsize.planner.program.stages import Extent
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import num_handed_over
@@ -180,6 +181,9 @@ def make_crew(
         _Memory(split, plan, each, resources.home, host_buffers, settings, encoded, gradient_tiles)
         for each in devices
     ]
+    made_bytes = sum(plan.memory["device"].get(name, 0) for name in ("activations", "workspace"))
+    ahead = [each.set_ahead(made_bytes, Lane("compute", index)) for index, each in enumerate(devices)]
+    del ahead  # each block was another one
     if layout.stages is None:
         outer, originals, units = None, None, [ModuleReplica(split, boundaries.forwards)]
     else:

@@ -6,6 +6,9 @@ SAVE and FETCH move the input of a unit, OFFLOAD and ONLOAD what its forward kep
 input, all by way of the memory below the devices. PASS and RETURN copy an input and its gradient from one device's
 memory to another's, as it is. Whoever makes the plan has counted a place there for each.
 
+What comes up lies in memory of the lane that computes, taken in the order of the program (`ActivationOps.make_room`):
+torch's allocator has a pool for each stream, and what two lanes took by turns would be reserved twice.
+
 What has left is empty, whoever still refers to it. What comes back to the only worker fills the storages that were
 emptied, so that all parts of the autograd graph that refer to them stay valid. With several workers it lies in fresh
 memory of the one that runs the op, which need not be the one it left; and an input stays below until its last FETCH of
@@ -20,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -84,6 +87,8 @@ def unpack(codec: Codec | None, parcel: EncodedTensor, arrived: Tensor, content:
 
 
 Storage = torch.UntypedStorage
+# What an op brings up of its unit and microbatch.
+_CONTENT_OF = {Kind.FETCH: "input", Kind.RECV: "gradient", Kind.ONLOAD: "kept"}
 FetchCounts = Counter[tuple[int | None, int | None]]
 Key = tuple[int, int, int]
 """Number of a step, unit, microbatch."""
@@ -141,6 +146,7 @@ class ActivationOps:
         self._choices = choices
         self._fetches = fetches
         self._below = below or Below()
+        self._made: dict[tuple[Key, str], tuple[list[Tensor], Any]] = {}
         self.num_let_go = 0
         self.up = self.down = Moved()
         self.across: defaultdict[int, Moved] = defaultdict(Moved)
@@ -236,18 +242,49 @@ class ActivationOps:
         if held is None or key not in self._below.kept:
             return
         room, sizes = self._below.kept[key]
-        device = self._device.torch_device
-        contents = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        contents = self._room((key, "kept"), op, sizes)
         with self._device.link(sum(sizes)):
             room.take(key, *contents)
         del self._below.kept[key]  # what fails before this can be forgotten
         self.up = self.up.and_then(sum(sizes), sum(sizes))
-        for content in contents:
-            self._device.hold(content, Lane("compute", op.worker))
         held.put(content.untyped_storage() for content in contents)
+
+    def make_room(self, op: Op, context: StepContext) -> None:
+        """Take memory for what comes up before the worker computes again; the lane calls that has computed ``op``.
+
+        What it does not know the size of yet is left to the lane that brings it up.
+        """
+        for arrival in context.arrivals.get(op, ()):
+            if arrival.microbatch not in context.runs:
+                continue
+            key, run = _find(arrival, context)
+            place, fetched = (key, _CONTENT_OF[arrival.kind]), arrival.kind is Kind.FETCH
+            sizes = self._sizes_below(place)
+            if sizes and (not fetched or key[1] in run.below):
+                into = run.emptied(key[1]) if fetched else ()
+                self._made[place] = _taken(sizes, into, self._device), self._device.here()
+
+    def _sizes_below(self, place: tuple[Key, str]) -> list[int]:
+        """Return the bytes of each part of what lies below; none where nothing does yet."""
+        if place[1] == "kept":
+            return self._below.kept[place[0]][1] if place[0] in self._below.kept else []
+        return [parcel.num_bytes for parcel in self._below.parcels.get(place, ())]
+
+    def _room(
+        self, place: tuple[Key, str], op: Op, sizes: Sequence[int], into: Sequence[Storage] = ()
+    ) -> list[Tensor]:
+        """Return memory that the calling lane may fill: behind all that has used it."""
+        made = self._made.pop(place, None)
+        if made is None:
+            with self._device.behind(Lane("compute", op.worker)):
+                made = _taken(sizes, into, self._device), self._device.here()
+        contents, mark = made
+        self._device.rejoin(mark)
+        return contents
 
     def forget(self, number: int) -> None:
         """Free what left for the step of that number and will not come back."""
+        self._made.clear()
         for key in [key for key in self._below.kept if key[0] == number]:
             self._below.kept.pop(key)[0].forget(key)
         for place in [place for place in self._below.parcels if place[0][0] == number]:
@@ -304,19 +341,13 @@ class ActivationOps:
         """Bring up what lies below, into empty storages or fresh ones."""
         assert self._scratch is not None
         parcels = self._below.parcels[place]
-        contents = [
-            bytes_of(into[index].resize_(parcel.num_bytes))
-            if into
-            else torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            for index, parcel in enumerate(parcels)
-        ]
+        contents = self._room(place, op, [parcel.num_bytes for parcel in parcels], into)
         arrived = [room_for(parcel, content) for parcel, content in zip(parcels, contents, strict=True)]
         sent_bytes = sum(parcel.sent_bytes for parcel in parcels)
         with self._device.link(sent_bytes):
             (self._scratch.take if last else self._scratch.read)(place, *arrived)
         for parcel, encoding, content in zip(parcels, arrived, contents, strict=True):
             unpack(self._codec, parcel, encoding, content)
-            self._device.hold(content, Lane("compute", op.worker))
         self.up = self.up.and_then(sent_bytes, sum(parcel.num_bytes for parcel in parcels))
         if last:
             del self._below.parcels[place]  # what fails before this can be forgotten
@@ -326,6 +357,13 @@ class ActivationOps:
 def count_fetches(program: Iterable[Op] | Program) -> FetchCounts:
     """How often each input (unit, microbatch) is fetched in ``program``."""
     return Counter((op.unit, op.microbatch) for op in program if op.kind is Kind.FETCH)
+
+
+def _taken(sizes: Sequence[int], into: Sequence[Storage], device: Device) -> list[Tensor]:
+    """Return memory of the calling lane, uint8: empty storages that are filled again, or fresh ones."""
+    if into:
+        return [bytes_of(storage.resize_(size)) for storage, size in zip(into, sizes, strict=True)]
+    return [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for size in sizes]
 
 
 def _find(op: Op, context: StepContext) -> tuple[Key, MicrobatchRun]:

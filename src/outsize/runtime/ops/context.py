@@ -1,7 +1,7 @@
 """State that the ops of a step share, and the method that runs each op."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -64,6 +64,7 @@ class StepContext:
             each piece of it has a seed.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         again: whether that backward will run this forward again, so that nothing is kept of it either.
+        arrivals: see `arrivals_behind`; none where nothing is enqueued.
         slots: see `slots_used`, where the program is not the plan's own.
         times_home: how often the gradient of each unit comes home, likewise.
         deliver: called with each microbatch's number and what the model returned for it, where the step is cut; by
@@ -98,6 +99,7 @@ class StepContext:
     draws_on: bool = False
     keeps: bool = True
     again: bool = False
+    arrivals: Mapping[Op, Sequence[Op]] = field(default_factory=dict)
     slots: Mapping[Op, Mapping[int, int]] | None = None
     times_home: Mapping[int, int] | None = None
     deliver: Callable[[int, Any], None] = lambda *_: None
@@ -153,6 +155,23 @@ def slots_used(program: Program) -> dict[Op, dict[int, int]]:
             there = slots[op.worker]
             slots_by_op[op] = distinct.setdefault(frozenset(there.items()), dict(there))
     return slots_by_op
+
+
+def arrivals_behind(ops: Iterable[Op]) -> dict[Op, list[Op]]:
+    """For each F, FB, R and B of ``ops``: what comes up to its worker before the next one there.
+
+    What stands behind something that leaves is not among it: its memory may be that, which is not free yet.
+    """
+    arrivals: defaultdict[Op, list[Op]] = defaultdict(list)
+    computed: dict[int | None, Op] = {}
+    for op in ops:
+        if op.kind in COMPUTE_KINDS:
+            computed[op.worker] = op
+        elif op.kind in (Kind.SAVE, Kind.OFFLOAD, Kind.SEND):
+            computed.pop(op.worker, None)
+        elif op.kind in (Kind.FETCH, Kind.ONLOAD, Kind.RECV) and op.worker in computed:
+            arrivals[computed[op.worker]].append(op)
+    return dict(arrivals)
 
 
 # By the verb, and whether the op is about a tile.
