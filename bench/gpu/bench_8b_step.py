@@ -101,6 +101,7 @@ def configure(args: argparse.Namespace, shape: dict[str, int], directory: Path) 
         f"train.tokens_per_step={args.seq_len * args.microbatches * args.sequences}",
         f"train.microbatches={args.microbatches}",
         f"train.head_chunk_tokens={args.head_chunk_tokens}",
+        f"train.deterministic={args.deterministic == 'on'}",
         f"memory.device={args.device}",
         f"memory.device_memory={args.device_memory}",
         f"memory.home={args.home}",
@@ -322,6 +323,8 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, help=f"{FULL_LAYERS} make 8B; default: as many as host memory holds"
     )
+    parser.add_argument("--most-layers", type=int, default=FULL_LAYERS)
+    parser.add_argument("--deterministic", choices=("on", "off"), default="on")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=1, help="per microbatch")
@@ -334,14 +337,14 @@ def main() -> None:
     args = parser.parse_args()
     shape = TINY if args.tiny else SHAPE
     machine = common.machine()
-    args.layers = args.layers or (4 if args.tiny else layers_that_fit(shape))
+    args.layers = args.layers or min(args.most_layers, 4 if args.tiny else layers_that_fit(shape))
     args.label = args.label or f"{(machine['gpu'] or 'cpu').lower().replace(' ', '_')}_{machine['month']}"
     args.device_memory = args.device_memory or default_cap(args.device)
     args.results.mkdir(parents=True, exist_ok=True)
     cap_device(args.device, parse_bytes(args.device_memory))
     with (
         tempfile.TemporaryDirectory() as name,
-        borrowed_torch(deterministic=True, devices=Devices.parse(args.device)),
+        borrowed_torch(deterministic=args.deterministic == "on", devices=Devices.parse(args.device)),
     ):
         result = run(args, configure(args, shape, Path(name)), Path(name))
         if args.card or args.device.startswith("cuda"):

@@ -5,6 +5,7 @@
 #
 #   bench/gpu/run_all.sh                 # everything; goes on after a part that fails, and fails at the end
 #   bench/gpu/run_all.sh tests verify    # or some of: decode verify tests step probe families accelerator
+#   ALL_S=800 bench/gpu/run_all.sh first # what no GPU has answered yet, in order of what hangs on it
 #   DEVICE=emulated:1 bench/gpu/run_all.sh   # that it runs, on a machine without a GPU
 #
 # PYTHON names the interpreter. Packages that it lacks are installed into a virtual environment beside the checkout,
@@ -89,6 +90,22 @@ run_decode() {
     run_pytest kernels 90 tests/gpu/test_device_kernels.py
     part decode 60 bash -o pipefail -c '"$@" | tee "$0"' "$RESULTS/gpu_decode.json" \
         "$PYTHON" bench/gpu/bench_decode.py "${few[@]}"
+}
+
+# Kernels and their rates, a row of MEASURED.md, how soon an 8B model starts and whether its peak is the planned one, what
+# determinism costs, and products in fp8 in compiled blocks.
+run_first() {
+    local on=(--device cuda:0)
+    [[ $DEVICE == cuda ]] || on=(--tiny --device "$DEVICE" --device-memory 64MiB)
+    run_decode
+    part "bench" 150 "$PYTHON" -m outsize bench --device "$DEVICE" --output "$RESULTS/gpu_bench.json"
+    # As many layers as host memory holds; of the result read prepare_s, planned_device_bytes, max_reserved_bytes.
+    part "8B start" 150 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" --label start --steps 2 "${on[@]}"
+    for deterministic in off on; do
+        part "deterministic $deterministic" 120 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" --steps 3 \
+            --label "deterministic_$deterministic" --deterministic "$deterministic" --most-layers 24 "${on[@]}"
+    done
+    run_pytest fp8 90 tests/gpu/test_cuda.py -k "fp8-rowwise-blocks"
 }
 
 run_probe() {

@@ -97,8 +97,18 @@ def test_the_model_of_torchs_allocator_splits_joins_and_gives_back():
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "wide": {"hidden_size": 256, "num_hidden_layers": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-    "deep": {"hidden_size": 128, "num_hidden_layers": 6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "wide": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    },
+    "deep": {
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
 }
 SEQ_LEN = {"wide": 64, "deep": 128}
 

@@ -257,7 +257,7 @@ def test_pieces_are_decoded_beside_the_copies_of_the_next_ones(
         arrived = plane.cpu()
     assert same_bits(arrived, source)
     assert late.offences() == []
-    with device.lane("up"), late.held_up(cast(Accelerator, device)._stream("decode")):
+    with device.lane("up"), late.held_up(cast(Accelerator, device)._streams.of("decode")):
         device.beside(device.here(), lambda: staging[1].fill_(1))
         staging[0].zero_()
         assert staging[0].cpu().sum() == 0  # the lane goes on

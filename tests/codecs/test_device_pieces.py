@@ -1,6 +1,8 @@
 """Off the host a piece costs launches, whatever its size: few large ones there, with the bits of many small ones."""
 
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contracts.device_contract import encode, normal
 from outsize.codecs import blockwise, frozen
 from outsize.codecs.codec import open_codec
+from outsize.codecs.transport import PIECE_ELEMENTS, Transport, staging_bytes
+from outsize.codecs.window import WindowCodec
+from outsize.codecs.window_layout import WindowSections
+from outsize.model.sizes.model_spec import pack_unit
 from outsize.runtime.ops import gradient_ops
+from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.link_codecs import GradientCarrier, bring_up
 
 # Of one block of an 8B model, its largest matrix, and that of a 70B one.
 LARGEST = (4096 * 14336, 8192 * 28672)
@@ -69,6 +77,67 @@ def test_gradients_are_encoded_without_a_wait(name: str):
         )
     assert kernels.count <= 28
     assert kernels.waits == []
+
+
+class Launches:
+    """In the place of kernels by Triton: counts how often one is launched."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def launch(*_: Any) -> None:
+            self.count += 1
+
+        return launch
+
+
+DEVICE: Any = SimpleNamespace(
+    link=lambda _: nullcontext(),
+    here=lambda: None,
+    rejoin=lambda _: None,
+    beside=lambda _, work: work(),
+)
+BLOCK = 218_112_000  # of an 8B Llama
+
+
+@pytest.mark.parametrize("name", ["lossless4", "lossless3"])
+def test_the_load_of_a_block_is_decoded_in_eight_launches(name: str):
+    kernels, into = Launches(), torch.empty(BLOCK, dtype=torch.bfloat16, device="meta")
+    codec = cast(WindowCodec, open_codec(name)).by(kernels)
+    transport = Transport(weights=name)
+    pieces = [
+        torch.empty(WindowSections(codec._layout(into.dtype), part.numel()).num_bytes(0), dtype=torch.uint8)
+        for part in into.split(PIECE_ELEMENTS)  # type: ignore[no-untyped-call]
+    ]
+    size = staging_bytes(transport, "weights", (BLOCK, "bf16"))
+    staging = [torch.empty(size, dtype=torch.uint8, device="meta") for _ in range(2)]
+    bring_up(DEVICE, codec, [piece.to("meta") for piece in pieces], into, staging)
+    assert 0 < kernels.count <= 8
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8", "int4", "int8-asymmetric"])
+def test_a_frozen_plane_and_activations_are_decoded_in_one_launch(name: str):
+    kernels, into = Launches(), torch.empty(BLOCK, dtype=torch.bfloat16, device="meta")
+    codec = open_codec(name).by(kernels)
+    codec.decode(torch.empty(codec.spec.max_bytes(BLOCK, "bf16"), dtype=torch.uint8, device="meta"), into)
+    assert kernels.count == 1
+
+
+def test_the_gradient_of_a_block_goes_down_in_pieces_that_take_less_to_launch_than_to_copy():
+    kernels, transport = Launches(), Transport(gradients="int8")
+    codec = open_codec("int8").by(kernels)
+    size = staging_bytes(transport, "gradients", (BLOCK, "fp32"))
+    rooms = [torch.empty(size, dtype=torch.uint8, device="meta") for _ in range(4)]
+    carrier = GradientCarrier(codec, DEVICE, rooms[:2], rooms[2:])
+    plane = torch.empty(BLOCK, device="meta")
+    unit = pack_unit(0, "block", "block", [("weight", (BLOCK,), True, True)])
+    context = StepContext(number=0, learning_rate=0.1, microbatches=(), touched={0: frozenset({0})})
+    with Kernels() as counted:
+        carrier.bring_home(unit, plane, torch.empty_like(plane), context)
+    assert kernels.count == 2 * 27  # there and, since all of this lies on one device, back
+    assert counted.count <= 28  # a copy each, and zeros for what lies between tensors
+    assert counted.waits == []
 
 
 @pytest.mark.parametrize("finite", [True, False])

@@ -154,6 +154,15 @@ def test_a_superchip_has_its_own_host():
     assert machine.links[0].up_bytes_per_s.value <= machine.host.bytes_per_s.value
 
 
+def test_a_rented_gpu_has_the_cores_and_memory_that_are_rented_out_beside_it():
+    """As they were measured beside an H200: half the optimizer's rate of a server."""
+    one, eight, own = parse_gpus("H200 cloud"), parse_gpus("8xh200-cloud"), parse_gpus("h200")
+    assert (one.name, one.host.cores, eight.host.cores) == ("1xh200-cloud", 16, 128)
+    assert one.host.adamw_params_per_s.value == 4.4e9 < own.host.adamw_params_per_s.value / 2
+    assert eight.host.memory_bytes == 8 * one.host.memory_bytes
+    assert one.gpus[0].peak_flops_per_s == own.gpus[0].peak_flops_per_s
+
+
 def test_an_unknown_name_suggests_near_ones():
     with pytest.raises(ConfigError, match=r"did you mean .*4090"):
         parse_gpus("8x4091")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.planner.program.program import parse, parse_op
+from outsize.planner.program.program import parse_op
 from outsize.planner.program.stages import Choice, Extent
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.saved_tensors import storages_of
@@ -59,7 +59,8 @@ def test_a_save_followed_by_a_fetch_changes_nothing_but_memory(scratch):
 
 
 def test_room_is_made_behind_the_op_before_unless_something_leaves_between():
-    ops = parse("FA 2.0@w0 OFFLOAD 2.0@w0 ONLOAD 2.0@w0 B 3.0@w0 FETCH 1.0@w0 ONLOAD 1.0@w0 B 2.0@w0 FETCH 4.1@w1").ops
+    text = "FA 2.0, OFFLOAD 2.0, ONLOAD 2.0, B 3.0, FETCH 1.0, ONLOAD 1.0, B 2.0"
+    ops = [*(parse_op(f"{op}@w0") for op in text.split(", ")), parse_op("FETCH 4.1@w1")]
     arrivals = {str(op): [str(each) for each in coming] for op, coming in arrivals_behind(ops).items()}
     assert arrivals == {"B 3.0@w0": ["FETCH 1.0@w0", "ONLOAD 1.0@w0"]}
 

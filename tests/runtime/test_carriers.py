@@ -15,13 +15,13 @@ from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.link_codecs import GradientCarrier, bring_up
 
 UNIT = pack_unit(3, "block", "block", [("weight", (64, 128), True, True)])
-DEVICE: Any = SimpleNamespace(link=lambda _: nullcontext())
+DEVICE: Any = SimpleNamespace(link=lambda _: nullcontext(), here=lambda: None)
 
 
 def carrier(gradients: str) -> GradientCarrier:
     transport = Transport(gradients=gradients)
-    staging = [torch.empty(staging_bytes(transport, "gradients"), dtype=torch.uint8) for _ in range(2)]
-    return GradientCarrier(open_codec(gradients), DEVICE, staging)
+    one, other, *landing = torch.empty((4, staging_bytes(transport, "gradients")), dtype=torch.uint8)
+    return GradientCarrier(open_codec(gradients), DEVICE, (one, other), landing)
 
 
 def sent(through: GradientCarrier, source: Tensor, number: int) -> Tensor:

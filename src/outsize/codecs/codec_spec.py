@@ -22,6 +22,7 @@ _LINKS: Final = frozenset({"weights", "activations", "gradients"})
 _NF4_DEVICE_DECODE_BYTES, _INT8_DEVICE_DECODE_BYTES, _FP8_DEVICE_DECODE_BYTES = 2.5625, 3.015625, 7.0
 # Elements a second that an H200 decoded, far from its memory's rate: bench/results/gpu_h200_2026-11.json.
 _NF4_DEVICE_DECODE_RATE, _INT8_DEVICE_DECODE_RATE, _FP8_DEVICE_DECODE_RATE = 280e9, 358e9, 171e9
+_H200_FP32_FLOPS = 66.9e12
 _BLOCKWISE = "outsize.codecs.blockwise.BlockwiseCodec"
 
 
@@ -70,9 +71,14 @@ class CodecSpec:
     device_decode_bytes: float = _NF4_DEVICE_DECODE_BYTES
     device_decode_rate: float = _NF4_DEVICE_DECODE_RATE
 
-    def element_s(self, memory_bytes_per_s: float) -> float:
-        """Return the seconds that a device with such memory takes to decode an element."""
-        return max(self.device_decode_bytes / memory_bytes_per_s, 1 / self.device_decode_rate)
+    def element_s(self, memory_bytes_per_s: float, fp32_flops: float = _H200_FP32_FLOPS) -> float:
+        """Return the seconds that a device with such memory and cores takes to decode an element.
+
+        What was measured on an H200 was bound by its cores: others are taken to be as fast by their fp32, none faster,
+        and none slower than a twentieth.
+        """
+        share = min(1.0, max(0.05, fp32_flops / _H200_FP32_FLOPS))
+        return max(self.device_decode_bytes / memory_bytes_per_s, 1 / (share * self.device_decode_rate))
 
     def __post_init__(self) -> None:
         if self.lossless and self.error:

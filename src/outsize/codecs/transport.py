@@ -22,7 +22,10 @@ from outsize.units import align_up
 # What is sent is encoded in pieces of so many elements: some are decoded while the next ones are under way.
 PIECE_ELEMENTS: Final = 2**20
 # Of weights so many pieces are decoded at once, by one kernel on a GPU: each would take as long to launch as to copy.
-PIECES_AT_ONCE: Final = 16
+# So a unit of an 8B model is decoded in 7.
+PIECES_AT_ONCE: Final = 32
+# Of gradients so many elements are encoded at once: they take less time to launch than to copy.
+GRADIENT_ELEMENTS: Final = 2**23
 # What a codec works on at once off the host, where a piece costs a few launches whatever its size; it holds 4 to 6
 # bytes per element meanwhile.
 DEVICE_PIECE_ELEMENTS: Final = 2**24
@@ -100,11 +103,13 @@ def staging_bytes(transport: Transport, crossing: str, largest: tuple[int, str] 
     Args:
         transport: names the codecs.
         crossing: which one.
-        largest: elements and dtype of the largest plane of which several pieces are decoded at once; none without it.
+        largest: elements and dtype of the largest plane that crosses; without it, of weights one piece at a time.
     """
     if transport.is_raw(crossing):
         return 0
     spec, (numel, dtype) = transport.spec(crossing), largest
+    if crossing == "gradients":
+        return spec.max_bytes(min(numel or GRADIENT_ELEMENTS, GRADIENT_ELEMENTS), "fp32")
     at_once = min(PIECES_AT_ONCE, -(-numel // PIECE_ELEMENTS))
     several = at_once * spec.max_bytes(PIECE_ELEMENTS, dtype) if numel else 0
     return max(several, spec.max_bytes(PIECE_ELEMENTS, "fp32"))

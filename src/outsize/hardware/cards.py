@@ -137,6 +137,7 @@ class Card:
         peer: how it copies to others: ``none``, ``pcie``, ``nvlink``, ``c2c`` or ``unified``.
         peer_bytes_per_s: per direction, of ``nvlink`` to another GPU, of ``c2c`` and ``unified`` to the host; 0 else.
         source: of its figures.
+        rented: whether it is asked for as a part of a cloud's machine.
     """
 
     name: str
@@ -150,11 +151,12 @@ class Card:
     peer: str
     peer_bytes_per_s: float
     source: str
+    rented: bool = False
 
     @property
     def is_desktop(self) -> bool:
         """Whether a usual host of one or two is a desktop."""
-        return not self.kind.startswith("server")
+        return not (self.rented or self.kind.startswith("server"))
 
     def gpu(self, kernels: Kernels = "eager", *, fp8: bool = False) -> Gpu:
         """Return it as a device that runs such kernels, and with ``fp8`` products of linear layers in that.
@@ -208,8 +210,15 @@ def find_card(name: str) -> Card:
 
 
 def known_card(name: str) -> Card | None:
-    """Return the card that is called ``name`` exactly, spelling apart; None where none is."""
-    return _by_key().get(_key(name))
+    """Return the card that is called ``name`` exactly, spelling apart; None where none is.
+
+    ``h200-cloud`` is an H200 with the virtual cores and the memory that clouds rent out beside one.
+    """
+    key = _key(name)
+    card = _by_key().get(key)
+    if card is None and (card := _by_key().get(key.removesuffix("cloud"))) is not None:
+        return replace(card, name=f"{card.name}-cloud", rented=True)
+    return card
 
 
 @cache
@@ -277,6 +286,14 @@ _GRACE = Host(
     ),
     cores=72,
     adamw_params_per_s=Figure(value=14.2e9, source="assumed: bound by memory, 28 bytes per parameter"),
+)
+# For each GPU.
+_CLOUD = "one rented machine with an H200, 16 virtual cores and 125 GiB (bench/results/gpu_h200_2026-11.json)"
+_RENTED = Host(
+    memory_bytes=125 * GIB,
+    bytes_per_s=Figure(value=123e9, source=f"what AdamW moved, 28 bytes per parameter: {_CLOUD}"),
+    cores=16,
+    adamw_params_per_s=Figure(value=4.4e9, source=_CLOUD),
 )
 NVME = Disk(
     capacity_bytes=2 * 10**12,
@@ -351,6 +368,8 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool 
         card.gpu(kernels, fp8=fp8),
         _GRACE if card.peer == "c2c" else _DESKTOP if is_desktop else _SERVER,
     )
+    if card.rented:
+        host = _times(_RENTED, count)
     if card.peer == "unified":
         gpu = replace(gpu, memory_bytes=gpu.memory_bytes // 2)
         host = _sharing(card, host)
@@ -361,6 +380,17 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool 
         host=host,
         disk=NVME,
         peers=_peers(card, count),
+    )
+
+
+def _times(host: Host, count: int) -> Host:
+    rates = host.bytes_per_s, host.adamw_params_per_s
+    memory, stepped = (replace(figure, value=figure.value * count) for figure in rates)
+    return Host(
+        memory_bytes=host.memory_bytes * count,
+        bytes_per_s=memory,
+        cores=host.cores * count,
+        adamw_params_per_s=stepped,
     )
 
 

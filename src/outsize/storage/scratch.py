@@ -151,6 +151,7 @@ class Scratch(ABC):
         try:
             for at, tensor in _places(tensors):
                 self._write(index, at, tensor)
+            self._finish(tensors)
         except BaseException:
             self._extents.drop(key)
             raise
@@ -171,6 +172,7 @@ class Scratch(ABC):
         index = self._extents.find(key, into)
         for at, tensor in _places(into):
             self._read(index, at, tensor)
+        self._finish(into)
         self._count(bytes_out=sum(tensor.nbytes for tensor in into))
 
     def holds(self, *tensors: Tensor) -> bool:
@@ -197,6 +199,9 @@ class Scratch(ABC):
     def _read(self, index: int, at: int, into: Tensor) -> None:
         """Fill ``into`` from an extent, from byte ``at`` on."""
 
+    def _finish(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - most have moved when they have been moved
+        """Return when what was written or read of ``tensors`` has moved."""
+
     def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         self._extents.count(bytes_in=bytes_in, bytes_out=bytes_out)
 
@@ -221,10 +226,17 @@ class HostScratch(Scratch):
         self._memory.clear()
 
     def _write(self, index: int, at: int, tensor: Tensor) -> None:
-        self._view(index, at, tensor).copy_(tensor.detach())
+        self._view(index, at, tensor).copy_(tensor.detach(), non_blocking=True)
 
     def _read(self, index: int, at: int, into: Tensor) -> None:
-        into.detach().copy_(self._view(index, at, into))
+        into.detach().copy_(self._view(index, at, into), non_blocking=True)
+
+    def _finish(self, tensors: Sequence[Tensor]) -> None:
+        """See `Scratch`; once for all of them, and asleep: a copy that waits for itself keeps a core busy meanwhile."""
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            mark = torch.Event(device, blocking=True)
+            mark.record()
+            mark.synchronize()
 
     def _view(self, index: int, at: int, like: Tensor) -> Tensor:
         extent: Tensor = self._memory[index][at : at + like.nbytes].view(like.dtype)

@@ -47,10 +47,15 @@ def largest_plane(model: ModelSpec) -> tuple[int, str]:
     return max(planes, key=lambda each: each[0] * ITEMSIZE[each[1]], default=(0, ""))
 
 
+def largest_gradient(model: ModelSpec) -> tuple[int, str]:
+    """Return elements and dtype of the gradient of the largest unit that trains."""
+    return max((unit.numel for unit in model.units if unit.trainable), default=0), "fp32"
+
+
 def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[int, ...]) -> int:
     """Return what codecs hold on each device: two buffers a crossing, and what is under way."""
     buffer_bytes = 2 * staging_bytes(transport, "weights", largest_plane(model))
-    buffer_bytes += 2 * staging_bytes(transport, "gradients")
+    buffer_bytes += 2 * staging_bytes(transport, "gradients", largest_gradient(model))
     if not transport.is_raw("weights"):
         buffer_bytes += DECODE_BYTES * PIECE_ELEMENTS
     if not transport.is_raw("activations"):  # one encoding on its way down and one on its way up
@@ -60,12 +65,13 @@ def device_bytes(transport: Transport, model: ModelSpec, boundary_bytes: tuple[i
     return buffer_bytes
 
 
-def host_bytes(transport: Transport, model: ModelSpec) -> int:
-    """Return what the encodings of weights that train take beside their home."""
+def host_bytes(transport: Transport, model: ModelSpec, num_workers: int = 1) -> int:
+    """Return what the encodings of weights that train take beside their home, and where gradients arrive encoded."""
+    arrivals = 2 * num_workers * staging_bytes(transport, "gradients", largest_gradient(model))
     if transport.is_raw("weights"):
-        return 0
+        return arrivals
     spec = transport.spec("weights")
-    return sum(
+    return arrivals + sum(
         room_bytes(spec, numel, dtype)
         for unit in model.units
         for plane, numel, dtype in encoded_planes(unit, model.dtype)

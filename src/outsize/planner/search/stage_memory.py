@@ -328,7 +328,7 @@ class StageMemory:
                 ARRIVALS: arrival_bytes(layout, self.boundary_bytes),
             },
             "host": {
-                "encoded weights": host_bytes(self.options.transport, self.model),
+                "encoded weights": host_bytes(self.options.transport, self.model, layout.num_workers),
                 "saved activations": num_handed_over(layout)
                 * align_up(max(1, self.boundary_bytes), _EXTENT_BYTES),
                 "offloaded activations": sum(count * size for count, size in waiting.values()),

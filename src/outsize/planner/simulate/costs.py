@@ -183,9 +183,10 @@ def step_pace(state: StateLayout) -> float:
 def parts_s(unit: UnitSpec, gpu: Gpu) -> float:
     """Return what a device takes to decode the frozen parts of ``unit``; a host's cores are not priced."""
     seconds, memory = 0.0, gpu.memory_bytes_per_s.value
+    cores = [gpu.peak_flops_per_s["fp32"].value] if "fp32" in gpu.peak_flops_per_s else []
     for part in unit.frozen if not gpu.is_host else ():
         if part.codec is not None:
-            element_s = codec_spec(part.codec).element_s(memory)
+            element_s = codec_spec(part.codec).element_s(memory, *cores)
             seconds += part.numel * element_s + DECODE_KERNELS * LAUNCH_S
     return seconds
 

@@ -22,7 +22,7 @@ from outsize.accelerators import Devices, check_here, module_of, new_event
 from outsize.errors import ExecutionError
 from outsize.planner.program.program import lane_named
 from outsize.runtime.device.allocator import ResidentLimit
-from outsize.runtime.device.driver import last_calls
+from outsize.runtime.device.driver import Streams, last_calls
 from outsize.storage.ledger import Arena, Ledger, Reservation
 from outsize.units import format_bytes
 
@@ -216,6 +216,7 @@ class Accelerator(Device):
         device: one accelerator.
         ledger: where its memory is reserved.
         tier: of the ledger.
+        streams: of the accelerator, where several workers are on it.
 
     Raises:
         ConfigError: torch sees no such device.
@@ -223,12 +224,18 @@ class Accelerator(Device):
 
     asynchronous = True
 
-    def __init__(self, device: Devices, ledger: Ledger | None = None, *, tier: str = "device") -> None:
+    def __init__(
+        self,
+        device: Devices,
+        ledger: Ledger | None = None,
+        tier: str = "device",
+        streams: Streams | None = None,
+    ) -> None:
         check_here(device)
         self.name = str(device)
         self.torch_device = device.torch_device
         self._torch = module_of(device.kind)
-        self._streams: dict[str, torch.Stream] = {}
+        self._streams = Streams(device) if streams is None else streams
         self._held: list[Tensor] = []
         self._ledger = ledger
         self._tier = tier
@@ -258,10 +265,7 @@ class Accelerator(Device):
         return tensor
 
     def set_ahead(self, num_bytes: int, lane: str) -> Tensor | None:
-        """See `Device.set_ahead`: torch's allocator goes on to cut this block up for its stream.
-
-        Of blocks that it asks the driver for one by one, none serves what is larger, and a plan would not fit its budget.
-        """
+        """See `Device.set_ahead`; torch's allocator cuts it up: of smaller blocks none would serve what is larger."""
         with self.behind(lane), contextlib.suppress(torch.OutOfMemoryError):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         return None
@@ -289,34 +293,19 @@ class Accelerator(Device):
 
     def behind(self, lane: str) -> AbstractContextManager[Any]:
         """See `Device.behind`."""
-        context: AbstractContextManager[Any] = self._torch.stream(self._stream(lane))
-        return context
-
-    def _stream(self, lane: str) -> torch.Stream:
-        stream = self._streams.get(lane)
-        if stream is None:
-            # A worker's thread and another's, which touches the same device, may both come first.
-            stream = self._streams.setdefault(lane, self._torch.Stream(self.torch_device))
-        return stream
-
-    def share_stream(self, lane: str, other: Device, other_lane: str) -> None:
-        """Run ``lane`` on the stream of a lane of ``other``, which is the same accelerator."""
-        assert isinstance(other, Accelerator)
-        self._streams[lane] = other._stream(other_lane)
+        return self._streams.current(lane)
 
     def record(self, lane: str) -> torch.Event | None:
         """See `Device.record`."""
-        stream = self._streams.get(lane)
-        if stream is None:
+        if (stream := self._streams.get(lane)) is None:
             return None
-        event: torch.Event = new_event(self.name)
-        event.record(stream)
-        return event
+        mark: torch.Event = new_event(self.name)
+        mark.record(stream)
+        return mark
 
     def wait(self, lane: str, mark: torch.Event) -> None:
         """See `Device.wait`."""
-        stream = self._streams.get(lane)
-        if stream is None:
+        if (stream := self._streams.get(lane)) is None:
             mark.synchronize()
         else:
             stream.wait_event(mark)
@@ -341,25 +330,24 @@ class Accelerator(Device):
 
     def seconds(self, mark: torch.Event) -> float:
         """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""
-        since_start_s: float = self._origin_s + self._origin.elapsed_time(mark) / 1e3
         # Times between events are fp32 milliseconds: go on from here, or a day later they are good to 8 ms.
-        self._origin, self._origin_s = mark, since_start_s
-        return since_start_s
+        self._origin_s += self._origin.elapsed_time(mark) / 1e3
+        self._origin = mark
+        return self._origin_s
 
     def hold(self, tensor: Tensor, lane: str) -> None:
         """See `Device.hold`."""
-        if lane in self._streams:
-            tensor.record_stream(self._streams[lane])
+        if (stream := self._streams.get(lane)) is not None:
+            tensor.record_stream(stream)
 
     def close(self) -> None:
         """See `Device.close`."""
         try:
-            if self._held or self._streams:
+            if self._streams.clear() or self._held:
                 with last_calls(self.name):
                     torch.accelerator.synchronize(self.torch_device)
         finally:
             self._held.clear()
-            self._streams.clear()
             while self._reservations:
                 self._reservations.pop().release()
             with last_calls(self.name):
@@ -388,6 +376,7 @@ def open_device(
     *,
     tier: str = "device",
     peer_bytes_per_s: float | None = None,
+    streams: Streams | None = None,
 ) -> Device:
     """Return what runs a program on one device.
 
@@ -398,14 +387,14 @@ def open_device(
         limit: where the device is the CPU, the limit of the process's resident memory.
         tier: of the ledger.
         peer_bytes_per_s: rate of copies from an emulated device to others; None for as fast as they go.
+        streams: of an accelerator that several workers are on.
 
     Raises:
         ConfigError: no such device.
     """
     if device.accelerated:
-        return Accelerator(device, ledger, tier=tier)
+        return Accelerator(device, ledger, tier, streams)
     if device.emulated:
-        return EmulatedDevice(
-            str(device), ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s
-        )
+        rates = {"link_bytes_per_s": link_bytes_per_s, "peer_bytes_per_s": peer_bytes_per_s}
+        return EmulatedDevice(str(device), ledger, tier=tier, **rates)
     return CpuDevice(ledger=ledger, limit=limit, tier=tier)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, vendor_of
 from outsize.planner.program.program import Lane, lane_named
-from outsize.runtime.device.device import Accelerator, Device, open_device
+from outsize.runtime.device.device import Device, open_device
+from outsize.runtime.device.driver import Streams
 from outsize.storage.ledger import Ledger, tier_of
 
 
@@ -110,8 +111,7 @@ def open_workers(
 ) -> Workers:
     """Open a device for each worker, each with a tier of its own in ``ledger``.
 
-    Workers on the same device compute on one stream: what one makes and another uses is copied between devices, which
-    orders their streams, and within one device it is not.
+    Workers on the same accelerator share its streams, see `Streams`.
 
     Rates are those of emulated devices, see `open_device`.
 
@@ -120,14 +120,20 @@ def open_workers(
     """
     with contextlib.ExitStack() as stack:
         opened: list[Device] = []
+        streams = {each: Streams(each) for each in devices.each if each.accelerated}
         for worker, each in enumerate(devices.each):
             tier = tier_of(worker, len(devices.each))
-            device = open_device(each, ledger, link_bytes_per_s, tier=tier, peer_bytes_per_s=peer_bytes_per_s)
-            stack.callback(device.close)
-            first = devices.each.index(each)
-            if first < worker and isinstance(device, Accelerator):
-                device.share_stream(Lane("compute", worker), opened[first], Lane("compute", first))
-            opened.append(device)
+            opened.append(
+                open_device(
+                    each,
+                    ledger,
+                    link_bytes_per_s,
+                    tier=tier,
+                    peer_bytes_per_s=peer_bytes_per_s,
+                    streams=streams.get(each),
+                )
+            )
+            stack.callback(opened[-1].close)
         stack.pop_all()
     return Workers(opened)
 

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -19,6 +19,46 @@ from outsize.accelerators import Devices, module_of, vendor_of
 from outsize.errors import ExecutionError
 
 _log = logging.getLogger(__name__)
+
+
+class Streams:
+    """The streams of one accelerator, of all workers on it: one for each lane, and one for all lanes that compute.
+
+    What one worker makes and another uses is copied between devices, which orders their streams; within one it is not.
+    """
+
+    def __init__(self, device: Devices) -> None:
+        self._device = device.torch_device
+        self._torch = module_of(device.kind)
+        self._by_lane: dict[str, torch.Stream] = {}
+
+    def of(self, lane: str) -> torch.Stream:
+        """Return the stream of a lane; made when it is first asked for."""
+        name = _shared(lane)
+        stream = self._by_lane.get(name)
+        if stream is None:
+            # A worker's thread and another's, which touches the same device, may both come first.
+            stream = self._by_lane.setdefault(name, self._torch.Stream(self._device))
+        return stream
+
+    def current(self, lane: str) -> AbstractContextManager[Any]:
+        """Return a context in which the calling thread works on the stream of a lane."""
+        context: AbstractContextManager[Any] = self._torch.stream(self.of(lane))
+        return context
+
+    def get(self, lane: str) -> torch.Stream | None:
+        """Return the stream of a lane; None where it has none."""
+        return self._by_lane.get(_shared(lane))
+
+    def clear(self) -> bool:
+        """Let go of them; return whether there was one."""
+        had_any = bool(self._by_lane)
+        self._by_lane.clear()
+        return had_any
+
+
+def _shared(lane: str) -> str:
+    return "compute" if lane.startswith("compute:") else lane
 
 
 @contextmanager

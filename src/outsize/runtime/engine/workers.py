@@ -15,7 +15,7 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.muon import Muon
 from outsize.optim.planes import UpdateRule, WholeRule
-from outsize.planner.memory.step_bytes import largest_plane
+from outsize.planner.memory.step_bytes import largest_gradient, largest_plane
 from outsize.planner.program.program import Lane
 from outsize.planner.program.stages import Extent
 from outsize.planner.program.step_layout import StepLayout
@@ -100,6 +100,7 @@ class _Memory:
         plan: Plan,
         device: Device,
         home: Home,
+        host: Arena,
         host_buffers: list[Tensor],
         settings: "EngineSettings",
         encoded: EncodedWeights | None,
@@ -145,7 +146,7 @@ class _Memory:
                 in_place=device.in_place and layout.num_nodes == 1,
             ),
             observe=settings.observe_gradient,
-            carrier=gradient_carrier(plan.transport, device),
+            carrier=gradient_carrier(plan.transport, device, host, largest_gradient(plan.model)),
             tiles=gradient_tiles,
         )
 
@@ -178,7 +179,9 @@ def make_crew(
     layout, device = plan.layout, resources.device
     devices = device.devices if isinstance(device, Workers) else (device,)
     memories = [
-        _Memory(split, plan, each, resources.home, host_buffers, settings, encoded, gradient_tiles)
+        _Memory(
+            split, plan, each, resources.home, resources.host, host_buffers, settings, encoded, gradient_tiles
+        )
         for each in devices
     ]
     made_bytes = sum(plan.memory["device"].get(name, 0) for name in ("activations", "workspace"))

@@ -19,6 +19,7 @@ from outsize.codecs.codec import DTYPE_NAME, Codec, device_kernels, open_codec
 from outsize.codecs.codec_spec import codec_spec
 from outsize.codecs.transport import (
     DEVICE_PIECE_ELEMENTS,
+    GRADIENT_ELEMENTS,
     PIECE_ALIGN,
     PIECE_ELEMENTS,
     Transport,
@@ -163,12 +164,15 @@ class GradientCarrier:
         codec: writes them.
         device: where they are.
         staging: two byte buffers on the device.
+        landing: as many at home, pinned: one piece is decoded while the next one is under way.
     """
 
-    def __init__(self, codec: Codec, device: Device, staging: list[Tensor]) -> None:
+    def __init__(
+        self, codec: Codec, device: Device, staging: Sequence[Tensor], landing: Sequence[Tensor]
+    ) -> None:
         self._codec = codec
         self._device = device
-        self._staging = staging
+        self._staging, self._landing = staging, landing
 
     def bring_home(self, unit: UnitSpec, plane: Tensor, into: Tensor, context: StepContext) -> int:
         """Encode ``plane``, decode it into ``into``, and return the bytes that went over the link.
@@ -179,17 +183,26 @@ class GradientCarrier:
         """
         for start, stop in gaps(unit, context.touched[unit.index]):
             plane[start:stop].zero_()
-        wire_bytes = 0
-        for index, start in enumerate(range(0, plane.numel(), PIECE_ELEMENTS)):
-            piece, target = plane[start : start + PIECE_ELEMENTS], into[start : start + PIECE_ELEMENTS]
-            room = self._staging[index % 2]
+        wire_bytes, before = 0, None
+        for index, start in enumerate(range(0, plane.numel(), GRADIENT_ELEMENTS)):
+            piece, target = plane[start : start + GRADIENT_ELEMENTS], into[start : start + GRADIENT_ELEMENTS]
             seed = context.number * _SEEDS_OF_A_STEP + unit.index * _SEEDS_OF_A_UNIT + index
-            size = self._codec.seeded(seed).encode(piece, room)
+            size = self._codec.seeded(seed).encode(piece, self._staging[index % 2])
+            arrived = self._landing[index % 2][:size]
             with self._device.link(size):
-                arrived = room[:size].to(into.device)
-                self._codec.decode(arrived, target)
+                arrived.copy_(self._staging[index % 2][:size], non_blocking=True)
+            if before is not None:
+                self._decode(*before)
+            before = self._device.here(), arrived, target
             wire_bytes += size
+        if before is not None:
+            self._decode(*before)
         return wire_bytes
+
+    def _decode(self, mark: Any, arrived: Tensor, target: Tensor) -> None:
+        if mark is not None:
+            mark.synchronize()  # asleep, while the next piece is encoded and under way
+        self._codec.decode(arrived, target)
 
 
 def gaps(unit: UnitSpec, touched: frozenset[int]) -> Iterator[tuple[int, int]]:
@@ -231,12 +244,16 @@ def take_staging(
     return [device.allocate(size, "codec staging") for _ in range(2)] if size else []
 
 
-def gradient_carrier(transport: Transport, device: Device) -> GradientCarrier | None:
+def gradient_carrier(
+    transport: Transport, device: Device, host: Arena, largest: tuple[int, str]
+) -> GradientCarrier | None:
     """Return what brings gradients home as ``transport`` sends them; None where they go as they are."""
     if transport.is_raw("gradients"):
         return None
     codec = open_codec(transport.spec("gradients").name)
-    return GradientCarrier(codec, device, take_staging(transport, "gradients", device))
+    staging = take_staging(transport, "gradients", device, largest)
+    landing = host.take_all([room.nbytes for room in staging], "encoded gradients")
+    return GradientCarrier(codec, device, staging, landing)
 
 
 def activation_codec(transport: Transport) -> Codec | None:
