@@ -336,3 +336,24 @@ def test_a_graph_is_compiled_by_the_backend_that_is_named():
     torch.compile(lambda x: x * 3, backend=backend)(x).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
     assert len(graphs_seen) == 1
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_graph_that_is_compiled_in_another_thread_repeats_its_bits_if_all_else_does(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Inductor's setting is of each thread, torch's of the process; blocks compile in threads of their own."""
+    seen = []
+    monkeypatch.setattr(
+        torch._dynamo,
+        "lookup_backend",
+        lambda name: lambda graph, inputs: seen.append(torch._inductor.config.deterministic),
+    )
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        thread = threading.Thread(target=compile_graph, args=("inductor", None, []))
+        thread.start()
+        thread.join()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [deterministic]

@@ -22,7 +22,12 @@ def compile_graph(backend: str, graph: Any, inputs: Any) -> Any:
     """Compile ``graph``, and its backward at once, not when one first runs; called back by `torch.compile`."""
     # torch's cache takes code made for other vectors than torch's own of today, and that is wrong: NaN was seen.
     tag = torch.compiler.config.cache_key_tag + torch.backends.cpu.get_cpu_capability()
+    import torch._inductor.config as inductor
+
+    # A thread has it for itself: `torch.use_deterministic_algorithms` has set that of the thread that called.
+    repeats = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     with (
+        inductor.patch(repeats if hasattr(inductor, "deterministic") else {}),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
         torch.compiler.config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
     ):

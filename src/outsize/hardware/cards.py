@@ -287,14 +287,7 @@ _GRACE = Host(
     cores=72,
     adamw_params_per_s=Figure(value=14.2e9, source="assumed: bound by memory, 28 bytes per parameter"),
 )
-# For each GPU.
 _CLOUD = "one rented machine with an H200, 16 virtual cores and 125 GiB (bench/results/gpu_h200_2026-11.json)"
-_RENTED = Host(
-    memory_bytes=125 * GIB,
-    bytes_per_s=Figure(value=123e9, source=f"what AdamW moved, 28 bytes per parameter: {_CLOUD}"),
-    cores=16,
-    adamw_params_per_s=Figure(value=4.4e9, source=_CLOUD),
-)
 NVME = Disk(
     capacity_bytes=2 * 10**12,
     read_bytes_per_s=Figure(value=7e9, source="assumed: one PCIe 4.0 NVMe drive, data sheets"),
@@ -369,7 +362,7 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool 
         _GRACE if card.peer == "c2c" else _DESKTOP if is_desktop else _SERVER,
     )
     if card.rented:
-        host = _times(_RENTED, count)
+        host = _rented(count)
     if card.peer == "unified":
         gpu = replace(gpu, memory_bytes=gpu.memory_bytes // 2)
         host = _sharing(card, host)
@@ -383,14 +376,13 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool 
     )
 
 
-def _times(host: Host, count: int) -> Host:
-    rates = host.bytes_per_s, host.adamw_params_per_s
-    memory, stepped = (replace(figure, value=figure.value * count) for figure in rates)
+def _rented(count: int) -> Host:
+    """Return what clouds rent out beside ``count`` GPUs: so many times what was measured beside one."""
     return Host(
-        memory_bytes=host.memory_bytes * count,
-        bytes_per_s=memory,
-        cores=host.cores * count,
-        adamw_params_per_s=stepped,
+        memory_bytes=count * 125 * GIB,
+        bytes_per_s=Figure(value=count * 4.4e9 * ADAMW_BYTES, source=f"what AdamW moved on {_CLOUD}"),
+        cores=count * 16,
+        adamw_params_per_s=Figure(value=count * 4.4e9, source=_CLOUD),
     )
 
 
