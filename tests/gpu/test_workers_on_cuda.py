@@ -68,9 +68,9 @@ def test_copies_from_device_to_device_change_no_bit(
     name: str, dtype: str, memory: dict[str, Any], tmp_path: Path
 ):
     """On one GPU its own memory; between two of them their way, if they have one."""
-    names = Devices.parse(DEVICES).names
-    if ON_ACCELERATOR and not (can_copy(*names[:2]) and can_copy(*names[1::-1])):
-        pytest.skip(f"{names[0]} and {names[1]} do not copy to each other by themselves")
+    one, other = Devices.parse(DEVICES).each[:2]
+    if ON_ACCELERATOR and not (can_copy(one, other) and can_copy(other, one)):
+        pytest.skip(f"{one} and {other} do not copy to each other by themselves")
     sections = {"model": {"dtype": dtype}, "train": {"microbatches": 4}, "parallel": {"handover": "peer"}}
     peer = {} if ON_ACCELERATOR else {"peer_gb_per_s": 1.0}
     assert_equal_run(tmp_path, name, memory={**memory, **peer}, **sections)
