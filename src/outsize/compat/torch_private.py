@@ -24,8 +24,7 @@ def compile_graph(backend: str, graph: Any, inputs: Any) -> Any:
     tag = torch.compiler.config.cache_key_tag + torch.backends.cpu.get_cpu_capability()
     import torch._inductor.config as inductor
 
-    # A thread has it for itself: `torch.use_deterministic_algorithms` has set that of the thread that called.
-    repeats = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    repeats = {"deterministic": torch.are_deterministic_algorithms_enabled()}  # of each thread, by itself
     with (
         inductor.patch(repeats if hasattr(inductor, "deterministic") else {}),
         torch._functorch.config.patch(force_non_lazy_backward_lowering=True),

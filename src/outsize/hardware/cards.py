@@ -214,8 +214,7 @@ def known_card(name: str) -> Card | None:
 
     ``h200-cloud`` is an H200 with the virtual cores and the memory that clouds rent out beside one.
     """
-    key = _key(name)
-    card = _by_key().get(key)
+    card = _by_key().get(key := _key(name))
     if card is None and (card := _by_key().get(key.removesuffix("cloud"))) is not None:
         return replace(card, name=f"{card.name}-cloud", rented=True)
     return card
@@ -350,19 +349,14 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool 
     """Return a machine of ``count`` such cards, with a host that is usual for so many; see `parse_gpus`, `Card.gpu`."""
     is_desktop = count <= 2 and card.is_desktop
     if card.peer in ("c2c", "unified"):
-        rate = Figure(
-            value=card.peer_bytes_per_s * NVLINK_EFFICIENCY, source=f"{card.source}; assumed: four fifths"
-        )
+        source = f"{card.source}; assumed: four fifths"
+        rate = Figure(value=card.peer_bytes_per_s * NVLINK_EFFICIENCY, source=source)
     else:
         lanes = min(card.lanes, 8) if is_desktop and count == 2 else card.lanes
         rate = pcie_bytes_per_s(card.pcie_generation, lanes)
     link = Link(up_bytes_per_s=rate, down_bytes_per_s=rate, latency_s=COPY_LATENCY_S)
-    gpu, host = (
-        card.gpu(kernels, fp8=fp8),
-        _GRACE if card.peer == "c2c" else _DESKTOP if is_desktop else _SERVER,
-    )
-    if card.rented:
-        host = _rented(count)
+    usual = _rented(count) if card.rented else _DESKTOP if is_desktop else _SERVER
+    gpu, host = card.gpu(kernels, fp8=fp8), _GRACE if card.peer == "c2c" else usual
     if card.peer == "unified":
         gpu = replace(gpu, memory_bytes=gpu.memory_bytes // 2)
         host = _sharing(card, host)
@@ -378,20 +372,15 @@ def machine_of(card: Card, count: int, kernels: Kernels = "eager", *, fp8: bool 
 
 def _rented(count: int) -> Host:
     """Return what clouds rent out beside ``count`` GPUs: so many times what was measured beside one."""
-    return Host(
-        memory_bytes=count * 125 * GIB,
-        bytes_per_s=Figure(value=count * 4.4e9 * ADAMW_BYTES, source=f"what AdamW moved on {_CLOUD}"),
-        cores=count * 16,
-        adamw_params_per_s=Figure(value=count * 4.4e9, source=_CLOUD),
-    )
+    adamw = Figure(value=count * 4.4e9, source=_CLOUD)
+    rate = Figure(value=adamw.value * ADAMW_BYTES, source=f"what AdamW moved on {_CLOUD}")
+    return Host(memory_bytes=count * 125 * GIB, bytes_per_s=rate, cores=count * 16, adamw_params_per_s=adamw)
 
 
 def _sharing(card: Card, host: Host) -> Host:
     """Return the processor of ``host`` in half of the memory of ``card``."""
-    rate = Figure(
-        value=card.memory_bytes_per_s * NVLINK_EFFICIENCY,
-        source=f"{card.source}; assumed: half of the memory for each, four fifths of its rate",
-    )
+    source = f"{card.source}; assumed: half of the memory for each, four fifths of its rate"
+    rate = Figure(value=card.memory_bytes_per_s * NVLINK_EFFICIENCY, source=source)
     stepped = min(host.cores * ADAMW_PARAMS_PER_CORE_S, rate.value / ADAMW_BYTES)
     return Host(
         memory_bytes=card.memory_bytes // 2,
@@ -405,9 +394,7 @@ def _peers(card: Card, count: int) -> tuple[Peer, ...]:
     """Return which of ``count`` GPUs copy to each other: all in a server; drivers of GeForce cards switch it off."""
     if card.peer != "nvlink":
         return ()
-    rate = Figure(
-        value=card.peer_bytes_per_s * NVLINK_EFFICIENCY,
-        source=f"{card.source}, per direction; assumed: large copies reach four fifths of it",
-    )
+    source = f"{card.source}, per direction; assumed: large copies reach four fifths of it"
+    rate = Figure(value=card.peer_bytes_per_s * NVLINK_EFFICIENCY, source=source)
     pairs = ((a, b) for a in range(count) for b in range(count) if a != b)
     return tuple(Peer(source=a, target=b, bytes_per_s=rate, own_wire=True) for a, b in pairs)

@@ -51,7 +51,7 @@ class Streams:
         return self._by_lane.get(_shared(lane))
 
     def clear(self) -> bool:
-        """Let go of them; return whether there was one."""
+        """Forget all streams; return whether there was one."""
         had_any = bool(self._by_lane)
         self._by_lane.clear()
         return had_any

@@ -184,9 +184,7 @@ def make_crew(
         )
         for each in devices
     ]
-    made_bytes = sum(plan.memory["device"].get(name, 0) for name in ("activations", "workspace"))
-    ahead = [each.set_ahead(made_bytes, Lane("compute", index)) for index, each in enumerate(devices)]
-    del ahead  # each block was another one
+    _set_ahead(plan, devices)
     if layout.stages is None:
         outer, originals, units = None, None, [ModuleReplica(split, boundaries.forwards)]
     else:
@@ -213,6 +211,13 @@ def make_crew(
     if outer is None:
         return Crew(tuple(workers), tuple(closes), workers[0].compute.let_go)
     return Crew(tuple(workers), (outer.close, *closes), outer.let_go)
+
+
+def _set_ahead(plan: Plan, devices: Sequence[Device]) -> None:
+    """Have at hand on each device what the plan has for activations and workspace."""
+    num_bytes = sum(plan.memory["device"].get(name, 0) for name in ("activations", "workspace"))
+    # All of them at once, so that each block is another one, of workers on one device too.
+    _ = [device.set_ahead(num_bytes, Lane("compute", index)) for index, device in enumerate(devices)]
 
 
 def _replicas(

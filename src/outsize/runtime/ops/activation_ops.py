@@ -274,11 +274,10 @@ class ActivationOps:
         self, place: tuple[Key, str], op: Op, sizes: Sequence[int], into: Sequence[Storage] = ()
     ) -> list[Tensor]:
         """Return memory that the calling lane may fill: behind all that has used it."""
-        made = self._made.pop(place, None)
-        if made is None:
+        if place not in self._made:
             with self._device.behind(Lane("compute", op.worker)):
-                made = _taken(sizes, into, self._device), self._device.here()
-        contents, mark = made
+                self._made[place] = _taken(sizes, into, self._device), self._device.here()
+        contents, mark = self._made.pop(place)
         self._device.rejoin(mark)
         return contents
 
