@@ -179,9 +179,9 @@ def retries_by_step(notes: SimpleNamespace, limit: int, lag: int) -> Sequence[in
     return counts
 
 
-AUTO = (("wide", "76MiB"), ("wide", "80MiB"), ("deep", "74MiB"), ("deep", "84MiB"))
+AUTO = (("wide", "76MiB"), ("wide", "80MiB"), ("deep", "74MiB"))
 PLANS: list[tuple[str, dict[str, Any]]] = [
-    *(("wide", {"activations": each}) for each in ("keep", "keep-attention", "offload-products")),
+    *(("wide", {"activations": each}) for each in ("keep", "offload-products")),
     ("wide", {"activations": "recompute", "slots": 3, "offload": True}),
     *(("deep", {"activations": each}) for each in ("recompute", "offload-attention")),
     *((shape, {"activations": "offload"}) for shape in SHAPES),
