@@ -18,7 +18,7 @@ from outsize.training.evaluation import read_evaluations
 from outsize.training.records import StepRecord
 from outsize.training.resident import materialise
 from outsize.training.run import train
-from outsize.training.run_data import open_dataset
+from outsize.training.run_data import open_dataset, tell_of_overlap
 from support import end_of, make_run
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -158,6 +158,19 @@ def test_data_of_its_own_and_a_limit(tmp_path: Path) -> None:
     train(run_of(tmp_path, eval={"data": str(tmp_path / "other.txt"), "sequences": 3}))
     (record,) = read_evaluations(tmp_path / "run")
     assert record.tokens == 3 * 15
+
+
+def test_data_that_are_trained_and_measured_are_told(tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("other words, never trained. " * 40)
+    data = run_of(tmp_path).data.path
+    for path, told in (
+        (tmp_path / "other.txt", 0),
+        (data, 1),
+        (Path(data).parent / "." / Path(data).name, 1),
+    ):
+        said: list[str] = []
+        tell_of_overlap(run_of(tmp_path, eval={"data": str(path)}), said.append)
+        assert [f"{data} is trained on as well" in line for line in said] == [True] * told
 
 
 def test_what_is_held_out_is_not_trained(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from outsize.objectives.objective_models import (
     texts_row,
 )
 from outsize.objectives.recipes import Recipe
-from outsize.training.run_data import corpora_of
+from outsize.training.run_data import corpora_of, tell_of_overlap
 
 
 def read_rows(
@@ -44,6 +44,8 @@ def read_rows(
     """
     if any(source.weight != 1 for source in config.data.more):
         raise ConfigError(f"data.more: weight: with train.objective={objective} all sources count once")
+    if measured:
+        tell_of_overlap(config, announce)
     rows: list[Row] = []
     for corpus in corpora_of(config.data, config.eval, measured=measured):
         rows += _of_source(corpus, objective, recipe, config.train.seed, announce)

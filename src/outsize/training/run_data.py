@@ -156,6 +156,8 @@ def open_dataset(
         else:
             announce(dataset.describe(tokens))
             announce(Detail(dataset.shown()))
+        if measured:
+            tell_of_overlap(config, announce)
         tokens.check(config.data.seq_len)
         unless_used.pop_all()
     return dataset
@@ -240,6 +242,25 @@ def corpora_of(data: DataConfig, evaluated: EvalConfig, *, measured: bool = Fals
     if evaluated.data is not None:
         return [replace(corpora[0], path=evaluated.data, weight=1.0, measured=True)]
     return [replace(corpus, weight=1.0, held=True) for corpus in corpora]
+
+
+def tell_of_overlap(config: Config, announce: Callable[[str], None]) -> None:
+    """Say which file of ``eval.data`` is trained on as well."""
+    if config.eval.data is None:
+        return
+    trained, measured = (
+        [
+            file.path.resolve()
+            for corpus in corpora_of(config.data, config.eval, measured=is_measured)
+            for file in find_sources(Path(corpus.path), corpus.glob, measured=is_measured).files
+        ]
+        for is_measured in (False, True)
+    )
+    both = sorted(set(trained) & set(measured))
+    if both:
+        announce(
+            f"note: eval.data: {both[0]} is trained on as well, so its loss is not that of texts never seen"
+        )
 
 
 def data_of(dataset: PackedDataset, data: DataConfig) -> dict[str, Any]:
