@@ -131,3 +131,12 @@ def test_a_prediction_of_training_knows_its_data(models, tmp_path):
     assert three.eta_s == three.steps * three.step_s
     on_disk = outsize.predict(models["mixture"], tokens="1M", home="disk", **options)
     assert on_disk.disk_written_bytes == on_disk.steps * on_disk.plan.traffic.disk_written > 0
+
+
+@pytest.mark.parametrize(("ram", "codec"), [("18GB", "int8"), ("9GB", "nf4")])
+def test_a_base_that_does_not_fit_is_to_be_encoded_and_then_fits(models, ram, codec):
+    """Of adapters the optimizer's state is small: a smaller one was advised, and gained nothing."""
+    options = {"gpus": "4090", "ram": ram, "seq_len": 128, "tokens_per_step": 1024, "home": "host"}
+    with pytest.raises(outsize.InfeasiblePlanError, match=f"first try lora.base_codec={codec}"):
+        outsize.predict(models["dense"], method="lora", **options)
+    assert outsize.predict(models["dense"], method="lora", base_codec=codec, **options).home == "host"

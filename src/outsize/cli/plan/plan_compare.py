@@ -89,7 +89,8 @@ def choice(prediction: Prediction, alternatives: Sequence[Alternative]) -> str:
     best = max(fitting, key=lambda way: way.tokens_per_s)
     gain = best.tokens_per_s / prediction.tokens_per_s - 1
     if gain < CLEAR:
-        return f"so: outsize, since {best.name}, the fastest of those that fit, gains {gain:+.0%} at most"
+        most = f"gains {gain:.0%} at most" if gain > 0 else f"is {-gain:.0%} slower even at its bound"
+        return f"so: outsize, since {best.name}, the fastest of those that fit, {most}"
     return f"so: {best.name}, since it fits and gains up to {gain:+.0%}: a bound of its, beside a prediction of ours"
 
 

@@ -237,7 +237,7 @@ def in_options(text: str) -> str:
     """Return ``text`` with settings of a run, such as ``train.mlp_parts=4``, as options of this command."""
 
     def as_option(match: re.Match[str]) -> str:
-        name = SETTINGS.get(match[1])
+        name = "base_codec" if match[1] == "lora.base_codec" else SETTINGS.get(match[1])
         return match[0] if name is None else f"--{name.replace('_', '-')} {match[2] or ''}".rstrip()
 
     return re.sub(r"\b(\w+\.\w+)(?:=(\w+))?", as_option, text)

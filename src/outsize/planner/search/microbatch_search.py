@@ -166,6 +166,8 @@ def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -
 
 SPLIT, BY_UNIT, INT8 = "optimizer.masters=split", "optimizer.clip=unit", "optimizer.state=int8"
 SPLIT24 = "optimizer.masters=split24"
+# What codecs of a frozen model leave of 16-bit weights at most, with their scales; what rounds least comes first.
+BASE_SHARES = {"int8": 0.54, "nf4": 0.29}
 _FEWER_TOKENS = "fewer tokens per step"
 
 
@@ -258,9 +260,14 @@ def what_to_try(
     state: StateLayout,
     shortage: Callable[[PlanOptions], Mapping[str, int]],
     largest_kind: str | None,
+    frozen_bytes: int = 0,
 ) -> str:
-    """Return the message for the first tier that is short: what takes the most there, what to try first."""
+    """Return the message for the first tier that is short: what takes the most there, what to try first.
+
+    Of adapters the ``frozen_bytes`` that rest as they are decide: their optimizer's state is small.
+    """
     tier = next(iter(short_by))
+    codecs = [name for name, share in BASE_SHARES.items() if short_by[tier] <= (1 - share) * frozen_bytes]
     needed = sum(memory[tier].values())
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
@@ -273,6 +280,8 @@ def what_to_try(
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
     elif state.whole and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
         advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=adamw, which steps units piece by piece"
+    elif tier == "host" and options.home == "host" and codecs and not options.cut:
+        advice = f"lora.base_codec={codecs[0]}, which takes about {BASE_SHARES[codecs[0]]:.0%} of these bytes"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
         otherwise = (

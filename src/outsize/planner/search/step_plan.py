@@ -302,9 +302,11 @@ def plan_step(model: ModelSpec, demand: Demand, budgets: Budgets, options: PlanO
     short_by = short(knobs)
     if short_by:
         shortage = partial(shortage_of, model, demand, budgets)
+        adapted = (unit for unit in model.units if any(".lora_" in tensor.name for tensor in unit.tensors))
+        raw_bytes = sum(part.home_bytes for unit in adapted for part in unit.frozen if part.codec is None)
         raise InfeasiblePlanError(
             lambda: what_to_try(
-                memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind
+                memory_of(knobs), short_by, options, sizing.state, shortage, demand.largest_kind, raw_bytes
             ),
             short_by,
         )
