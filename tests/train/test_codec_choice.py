@@ -211,3 +211,14 @@ def test_what_is_encoded_since_nothing_else_fits_is_not_said_to_be_raw(tmp_path:
     monkeypatch.setattr(module, "_why_raw", lambda *_: " where several ranks share each step")
     assert module.choose_plan(encoded, said.append) == (encoded, None)
     assert len(said) == 1
+
+
+def test_what_a_lossy_codec_does_or_does_not_do_is_said(tmp_path: Path):
+    """A curve of a run whose codec had nothing to encode would say that the codec costs nothing."""
+    said: list[str] = []
+    config = make_run(tmp_path, memory=EMULATED, transport={"activations": "int4", "gradients": "int8"})
+    module.choose_plan(prepare(RunSpec.of(config, tmp_path), lambda _: None), said.append)
+    assert said == [
+        "transport.activations: int4 has no effect in this plan: inputs of units stay on the device",
+        "transport.gradients: int8 rounds what crosses, so results are not those of an exact run",
+    ]

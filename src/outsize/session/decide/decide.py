@@ -24,6 +24,7 @@ from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, RESIDENT_KEY, worth_it
 from outsize.planner.predict.question import CodingRates
 from outsize.planner.program.stages import Choice
+from outsize.planner.program.table import Kind
 from outsize.planner.search.forward_plan import why_not_resident
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.device.allocator import resident_bytes
@@ -79,8 +80,28 @@ def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     if products_open(job.config.optimizer):
         place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
         job = job.following(job.config.multiplying(place))
+    for line in _of_codecs(job):
+        announce(line)
     config = job.config.in_microbatches(job.config.microbatches, _round_to_tell(job.plan))
     return job.following(config), rates
+
+
+def _of_codecs(job: Job) -> list[str]:
+    """Say which named codecs encode nothing in a plan, and which change the results of its run."""
+    lines, sent = [], {op.kind for op in job.plan.program}
+    idle = {"activations": "inputs of units stay on the device", "gradients": "no gradient goes home"}
+    for crossing, kind in (("activations", Kind.SAVE), ("gradients", Kind.GRAD)):
+        spec = job.plan.transport.spec(crossing)
+        does = "rounds what crosses, so results are not those of an exact run"
+        if kind not in sent:
+            does = f"has no effect in this plan: {idle[crossing]}"
+        if not spec.lossless:
+            lines.append(f"transport.{crossing}: {spec.name} {does}")
+    if job.plan.layout.any_leaves and not job.plan.transport.is_raw("activations"):
+        lines.append(
+            "transport.activations: what forwards keep crosses as it is, inputs of units alone are encoded"
+        )
+    return lines
 
 
 def _round_to_tell(plan: Plan) -> int | None:
