@@ -40,8 +40,8 @@ slots, where layers are loaded anew and recomputed, *two workers* on two. Plain 
 wrapped ones do in training. *Streamed* is the share of the parameters that lies in streamed layers: of models this
 small the ends weigh more than of real ones. Layers that are called several times stay on the device. The tests train
 the language models as runs as well, over either home and in several microbatches.
-Tried alike, outside of the table: ViT, ConvNeXt and EVA of timm, ViT of torchvision and ESM-2 of fair-esm (one device), all
-equal; and two steps, recomputed, of 67 further architectures of transformers, all equal.
+Tried alike, outside of the table: ViT, ConvNeXt and EVA of timm, ViT of torchvision and ESM-2 of fair-esm (one
+device), all equal; and two steps, recomputed, of 67 further architectures of transformers, all equal.
 `outsize train` takes causal and masked language models ([which tokens are hidden](data.md#masked-language-models)),
 and by its [objectives](objectives.md) classifiers, models without a head and encoder-decoders; other kinds train by
 [`outsize.wrap`](wrap.md), in a loop of your own or under a trainer.
