@@ -357,3 +357,9 @@ def test_a_graph_that_is_compiled_in_another_thread_repeats_its_bits_if_all_else
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen == [deterministic]
+
+
+def test_hooks_on_what_autograd_saves_are_seen():
+    assert not torch_private.has_saving_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert torch_private.has_saving_hooks()

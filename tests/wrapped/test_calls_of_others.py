@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import zoo
 from outsize.errors import ConfigError
+from outsize.wrapped import batching
 from outsize.wrapped.module import runner_of
 from wrapped.loops import assert_equal, gradients, wrapped
 
@@ -282,3 +284,14 @@ def test_a_part_that_is_called_by_itself_is_said_once_and_computes(caplog: pytes
                 each.model(input_ids=ids).last_hidden_state.square().mean().backward()
         assert_equal(gradients(model), gradients(plain))
     assert caplog.text.count("model.embed_tokens was called outside of the model's own forward") == 1
+
+
+def test_hooks_and_modes_that_see_nothing_of_layers_are_said_once(caplog: pytest.LogCaptureFixture):
+    halved = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 0.5 if t.dim() else t)
+    batching._say_unheard.cache_clear()
+    with wrapped(zoo.build("llama"), home="host") as model:
+        for _ in range(2):
+            with halved, torch.no_grad(), FlopCounterMode(display=False):
+                model(**BATCH)
+    said = [each.getMessage() for each in caplog.records if "sees nothing of its layers" in each.getMessage()]
+    assert [text.split()[0] for text in said] == ["saved_tensors_hooks", "a"]

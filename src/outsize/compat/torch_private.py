@@ -1,8 +1,7 @@
 """Private names of torch: one function each, so that a release which moves one breaks a feature alone.
 
-They are of `torch.compile`; of modes that see operations below autograd, and names of these; of autograd's graph and
-its counters of changes in place; of torch's own optimizers and profilers; of storages, subclasses of `torch.Tensor` and
-modules; and of nested containers, taken apart and put together as torch does it.
+They are of `torch.compile`; of modes below autograd, its graph and its counters; of optimizers and profilers; of
+storages, subclasses of `torch.Tensor` and modules; and of nested containers.
 
 A leaf is what is no container: containers are lists, tuples, dictionaries and the classes registered with torch, such
 as transformers' outputs. None is a leaf.
@@ -87,13 +86,15 @@ def _mode_class() -> Callable[[Callable[..., Any]], Any]:
 
 
 def is_watched() -> bool:
-    """Return whether a mode sees the operations of this thread.
-
-    torch's public `is_in_torch_dispatch_mode` stays true where modes of two threads have overlapped.
-    """
+    """Return whether a mode sees this thread's operations; `is_in_torch_dispatch_mode` confuses those of threads."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     return _get_current_dispatch_mode() is not None
+
+
+def has_saving_hooks() -> bool:
+    """Return whether hooks take what autograd saves in this thread: `torch.autograd.graph.saved_tensors_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def fake_tensors(*, allow_real: bool) -> Any:
@@ -109,8 +110,6 @@ def fake_tensors(*, allow_real: bool) -> Any:
 
 def counting_changes_of_views() -> Any:
     """Return a context in which views made below autograd share the counter of changes of what they show."""
-    import torch
-
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 

@@ -15,10 +15,11 @@ again in the thread that computes.
 """
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from outsize.compat import torch_private
 from outsize.errors import ConfigError, DataError
 
+_log = logging.getLogger(__name__)
 IGNORED = -100
 # Where tokens stand: [B, S], or [3, B, S] in models that take images.
 POSITIONS, POSITIONS_OF_IMAGES = "position_ids", 3
@@ -133,8 +135,21 @@ def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, kee
         ConfigError: neither is so.
     """
     _check_inputs(inputs)
+    if torch_private.has_saving_hooks():
+        _say_unheard("saved_tensors_hooks (save_on_cpu, a checkpoint)")
+    if torch_private.is_watched():
+        _say_unheard("a TorchDispatchMode (a counter of FLOPs)")
     if keeps:
         _check_trains(cached=cached)
+
+
+@cache
+def _say_unheard(mode: str) -> None:
+    _log.warning(
+        "%s around a call of a wrapped model sees nothing of its layers, which compute in other threads; what is "
+        "kept for their backward, and where, is `activations` of outsize.wrap",
+        mode,
+    )
 
 
 def _check_trains(*, cached: bool) -> None:

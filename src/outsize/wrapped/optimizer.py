@@ -211,7 +211,7 @@ class AdamW(torch.optim.Optimizer):
         for key, usual in _ONE_WAY.items():
             if any(group.get(key, usual) != usual for group in self.param_groups):
                 raise ConfigError(
-                    f"outsize.AdamW has no {key}={not usual}; leave it out, or use torch.optim.AdamW"
+                    f"outsize.AdamW has no {key}={not usual}; leave it out, or use torch.optim.AdamW over a host home"
                 )
         if any(group[key] != first[key] for group in self.param_groups for key in _ALIKE):
             raise ConfigError(
