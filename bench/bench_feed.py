@@ -8,15 +8,14 @@ CPU from a file (a mapping that was dropped from memory, direct reads, and rings
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from common import Spread, finish, machine, print_table
+from feed import measure_feed
 
 from outsize.accelerators import Devices
 from outsize.probing.effort import QUICK
-from outsize.probing.feed import measure_feed
 from outsize.probing.link import measure_links
 
 CLAIMS = (
@@ -52,22 +51,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    effort = replace(
-        QUICK,
-        feed_passes=1,
-        feed_s=0.0,
-        feed_chunk_bytes=arguments.chunk_mib * 2**20,
-        feed_num_chunks=arguments.num_chunks,
-    )
+    chunk_bytes = arguments.chunk_mib * 2**20
     rates: dict[str, list[float]] = {}
     most: list[float] = []
     for _ in range(arguments.rounds):
-        feed = measure_feed(Devices.parse(device), arguments.dir, effort)
-        if feed.compute_s.median is None:
-            raise SystemExit(feed.compute_s.source)
-        most.append(feed.chunk_bytes / feed.compute_s.median)
-        for way, rate in feed.bytes_per_s.items():
-            rates.setdefault(way, []).append(rate.median or 0.0)
+        feed = measure_feed(
+            Devices.parse(device), arguments.dir, chunk_bytes=chunk_bytes, num_chunks=arguments.num_chunks
+        )
+        most += [chunk_bytes / seconds for seconds in feed.compute_s]
+        for way, measured in feed.bytes_per_s.items():
+            rates.setdefault(way, []).extend(measured)
     busy = {
         way: Spread.of(rate / top for rate, top in zip(values, most, strict=True))
         for way, values in rates.items()

@@ -33,7 +33,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outsize.accelerators import CPU
 from outsize.spin import SPIN_TURNS
 from outsize.streamed.spec import RunSpec
 
@@ -48,7 +47,7 @@ from outsize.hardware.machine_file import parse
 from outsize.probing.compute import measure_adamw
 from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort
-from outsize.probing.host_probe import measure_adamw_beside, measure_dram
+from outsize.probing.host_probe import measure_dram
 from outsize.session.job.prepare import prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
@@ -244,16 +243,12 @@ def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[
                     rates[name].append([num_parameters / each for each in seconds])
                 rates["probe"].append(list(measure_adamw(QUICK, dtype, prepared.split.spec.units).samples))
                 rates["probe, own blocks"].append(list(measure_adamw(QUICK, dtype).samples))
-                if dtype == "fp32":
-                    rates["probe beside"].append(list(measure_adamw_beside(CPU, QUICK)[0].samples))
     found = {
         f"AdamW {dtype} alone": _pair(rates["probe"], rates["run"], "params_per_s"),
         f"AdamW {dtype} alone, without --model": _pair(
             rates["probe, own blocks"], rates["run"], "params_per_s"
         ),
     }
-    if dtype == "fp32":
-        found["AdamW fp32 beside"] = _pair(rates["probe beside"], rates["run beside"], "params_per_s")
     return found
 
 

@@ -34,7 +34,6 @@ class Vendor:
         reaches: whether the first device reads and writes the memory of the second.
         uuid: what the driver knows a device by, from torch's properties of the device.
         ranges: a context within which the driver's own profiler shows a name.
-        pinned_bytes: what torch's own allocator of pinned memory holds.
     """
 
     title: str
@@ -48,7 +47,6 @@ class Vendor:
     reaches: Callable[[int, int], bool] = lambda source, target: False
     uuid: Callable[[Any], str] = lambda properties: str(getattr(properties, "uuid", ""))
     ranges: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-    pinned_bytes: Callable[[], int] = lambda: 0
 
 
 def _cuda_register(address: int, num_bytes: int) -> None:
@@ -101,7 +99,6 @@ VENDORS: dict[str, Vendor] = {
         reaches=lambda source, target: bool(module_of("cuda").can_device_access_peer(source, target)),
         uuid=lambda properties: f"GPU-{properties.uuid}",
         ranges=_cuda_ranges,
-        pinned_bytes=lambda: int(module_of("cuda").host_memory_stats().get("allocated_bytes.allocated", 0)),
     ),
     "xpu": Vendor(
         title="XPU", drivers="the driver and ONEAPI_DEVICE_SELECTOR", backend="xccl", activity="XPU"

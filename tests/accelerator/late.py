@@ -53,7 +53,6 @@ def install() -> None:
         register=_register,
         unregister=_unregister,
         reaches=reaches,
-        pinned_bytes=extension.pinned_bytes,
     )
 
 

@@ -8,7 +8,7 @@ from outsize.hardware.cgroup import Fact
 from outsize.hardware.gpus import GpuFacts, Inventory
 from outsize.hardware.link_fit import summarize
 from outsize.hardware.machine_file import DeviceRates, MachineFile
-from outsize.hardware.topology import NumaRates, Overlap, PeerLink, PinCost, TogetherRates
+from outsize.hardware.topology import NumaRates, Overlap, PeerLink, TogetherRates
 
 GIB = 2**30
 
@@ -53,14 +53,6 @@ def overlap(*, matmul=0.01, copy=0.01, both=0.011):
         both_s=measured(both),
         matmul_beside_s=measured(both),
         copy_beside_s=measured(both),
-    )
-
-
-def pin_costs(*, torch_bytes=80 * 2**20):
-    asked = 80 * 2**20
-    return tuple(
-        PinCost(way=way, asked_bytes=asked, taken_bytes=fact(taken), pin_s_per_gb=measured(0.2))
-        for way, taken in (("mlock", asked), ("cudaHostRegister", asked), ("torch pin_memory", torch_bytes))
     )
 
 
@@ -159,11 +151,9 @@ def gpu_machine(root, *, gpus=None, devices=None, **changes):
     found = cpu_machine(root, **changes)
     gpus = gpus or (gpu(0), gpu(1))
     inventory = found.inventory.model_copy(update={"gpus": gpus, "num_gpus": fact(len(gpus))})
-    host = found.host.model_copy(update={"pinning": pin_costs()})
     sound = {
         "inventory": inventory,
         "devices": devices or (device(0), device(1)),
-        "host": host,
         "together": together(),
         "peers": peers(),
         "all_reduce": sums(2e10),

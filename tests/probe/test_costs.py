@@ -1,10 +1,9 @@
-"""Memory that is locked or far, several devices at once, shapes, data."""
+"""Memory that is far, several devices at once, data."""
 
 import os
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from doctor.records import gpu
@@ -12,31 +11,17 @@ from hardware.fake_machine import measured
 from outsize.accelerators import CPU
 from outsize.hardware.cgroup import Fact
 from outsize.hardware.cpu import NumaNode
-from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.probing import host_probe, several_gpus
-from outsize.probing.compute import measure_shapes, shapes_of
+from outsize.probing import several_gpus
 from outsize.probing.data_probe import measure_data
-from outsize.probing.host_probe import measure_numa, measure_pinning
+from outsize.probing.host_probe import measure_numa
 from outsize.probing.several_gpus import measure_peers, measure_together, read_loaded_link
-from probe.efforts import MIB, TINY
+from probe.efforts import TINY
 
 
 def node(index, cpus):
     return NumaNode(
         index=index, cpus=Fact.read(cpus, "by the test"), memory_bytes=Fact.read(1, "by the test")
     )
-
-
-def test_locking_is_priced_or_says_why_not(monkeypatch):
-    (cost,) = measure_pinning(TINY, device=None)
-    assert (cost.way, cost.asked_bytes) == ("mlock", MIB * 5 // 4)
-    assert (cost.pin_s_per_gb.median is None) == (cost.taken_bytes.value is None)
-    monkeypatch.setattr(
-        host_probe.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(mlock=lambda *_: -1, munlock=lambda *_: 0)
-    )
-    monkeypatch.setattr(host_probe.ctypes, "get_errno", lambda: 12)
-    (refused,) = measure_pinning(TINY, device=None)
-    assert refused.pin_s_per_gb.source == "cannot allocate memory"
 
 
 def test_memory_of_every_node_by_the_processors_of_every_node():
@@ -84,25 +69,6 @@ def test_pairs_of_gpus_are_classified(monkeypatch):
 
 def test_a_cpu_has_no_link_to_ask_under_load():
     assert {fact.value for fact in read_loaded_link(CPU, TINY)} == {None}
-
-
-@pytest.fixture
-def model():
-    block = [("q", (64, 32), True, True), ("k", (64, 32), True, True), ("norm", (32,), True, False)]
-    units = (
-        pack_unit(0, "embed", "embedding", [("embed", (99, 32), True, True)]),
-        pack_unit(1, "layer", "block", block),
-        pack_unit(2, "head", "head", [("head", (99, 32), True, True)]),
-    )
-    return ModelSpec(units=units, dtype="fp32")
-
-
-def test_each_shape_of_a_model_is_timed_once_and_the_embedding_is_no_product(model):
-    assert shapes_of(model) == {(64, 32): "q", (99, 32): "head"}
-    first, last = measure_shapes(CPU, model, TINY)
-    assert (first.name, first.num_outputs, first.num_inputs, first.num_tokens) == ("q", 64, 32, 64)
-    assert last.flops_per_s["fp32"].median > 0
-    assert measure_shapes(CPU, None, TINY) == ()
 
 
 def test_a_tokenizer_of_yours_is_named_and_a_broken_one_is_told(tmp_path, monkeypatch):

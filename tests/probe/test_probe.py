@@ -9,13 +9,13 @@ from outsize.accelerators import CPU
 from outsize.cli.text.probe_text import streaming_rows
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.machine_file import parse, readings
-from outsize.hardware.topology import FeedRates, Overlap
+from outsize.hardware.topology import Overlap
 from outsize.probing import run_probe
 from outsize.probing.compute import measure_attention, measure_matmul
 from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import FULL, sample, shared, within_memory
 from outsize.probing.link import measure_links, sizes
-from outsize.probing.run_probe import Wishes, probe
+from outsize.probing.run_probe import probe
 from probe.efforts import MIB, TINY
 from threads import num_threads
 
@@ -34,9 +34,6 @@ def test_a_whole_probe_and_what_it_leaves_behind(tmp_path):
     assert found.devices[0].attention_flops_per_s["bf16"].median > 0
     (cpu,) = found.devices
     assert cpu.overlap.hidden_share() <= 1
-    assert all(rate.median > 0 for rate in cpu.feed.bytes_per_s.values())
-    assert found.host.adamw_beside_copies_params_per_s.median > 0
-    assert found.host.pinning[0].way == "mlock"
     assert found.data.loader_tokens_per_s["1"].median > 0
     assert found.data.tokenizer.status == "assumed"
     assert "outsize all-reduce" in found.all_reduce.note
@@ -51,7 +48,6 @@ def test_what_plans_need_comes_first_and_the_rest_only_within_the_time(tmp_path)
     assert found.devices[0].links[0].fit is not None
     assert found.devices[0].overlap is found.data is found.all_reduce is None
     assert "tokenizer and loader" in found.left_out.value
-    assert "time" in found.host.adamw_beside_copies_params_per_s.source
 
 
 def test_what_is_left_out_was_not_announced_and_the_rest_repeats_nothing(tmp_path):
@@ -65,7 +61,7 @@ def test_what_is_left_out_was_not_announced_and_the_rest_repeats_nothing(tmp_pat
 
 
 def test_times_that_cannot_all_be_true_are_taken_again_and_never_told(tmp_path, monkeypatch):
-    """Fed chunks that compute faster than the one that lies ready, and both at once before the longer one ends."""
+    """Both at once before the longer one ends."""
     overlap = Overlap(
         what="by the test",
         matmul_s=measured(0.010),
@@ -74,51 +70,20 @@ def test_times_that_cannot_all_be_true_are_taken_again_and_never_told(tmp_path, 
         matmul_beside_s=measured(0.008),
         copy_beside_s=measured(0.008),
     )
-    rates = {"two buffers": measured(1.5e9), "waited for": measured(5e8)}
-    feed = FeedRates(source="x", chunk_bytes=10**6, compute_s=measured(1e-3), bytes_per_s=rates)
     assert overlap.is_noisy()
-    assert feed.is_noisy()
-    assert (overlap.hidden_share(), feed.busy_share("two buffers"), feed.busy_share("waited for")) == (
-        1,
-        1,
-        0.5,
-    )
+    assert overlap.hidden_share() == 1
     assert overlap.model_copy(update={"both_s": measured(0.0204)}).hidden_share() == 0
     taken = []
     monkeypatch.setattr(run_probe, "measure_overlap", lambda *_: taken.append("overlap") or overlap)
-    monkeypatch.setattr(run_probe, "measure_feed", lambda *_: taken.append("feed") or feed)
     (cpu,) = probe(replace(TINY, loader_tokens=2**12, data_chars=500), [tmp_path]).devices
-    assert taken == ["overlap"] * 2 + ["feed"] * 2
+    assert taken == ["overlap"] * 2
     rows = [" ".join(row) for row in streaming_rows(cpu)]
-    assert any(row.endswith("two buffers 1.50 GB/s compute busy 100%; noisy, measured twice") for row in rows)
+    assert any(row.endswith("; noisy, measured twice") for row in rows)
 
 
 def test_several_devices_share_the_time_of_one():
     assert shared(FULL, 8).copy_s == FULL.copy_s / 8
     assert shared(FULL, 1) is FULL
-
-
-def test_emulated_devices_report_their_throttle(tmp_path):
-    wishes = Wishes(emulated=2, link_bytes_per_s=2e9)
-    found = probe(TINY, [tmp_path], wishes=wishes)
-    assert [device.device for device in found.devices] == ["emulated:0", "emulated:1"]
-    for device in found.devices:
-        assert device.throttle_bytes_per_s.value == 2e9
-        assert "held to 2 GB/s" in device.links[0].note
-        # Never faster than that: the emulation waits, and a busy machine makes it wait longer.
-        for point in device.links[0].points:
-            assert min(point.copy_s.samples) >= 0.99 * point.num_bytes / 2e9
-    assert (
-        probe(replace(TINY, limit_s=0.0), [], wishes=Wishes(emulated=1)).devices[0].throttle_bytes_per_s.value
-        is None
-    )
-
-
-def test_a_device_is_fed_from_the_first_directory_that_can_be_written(tmp_path):
-    tiny = replace(TINY, limit_s=1e9, loader_tokens=2**12, data_chars=500)
-    (cpu,) = probe(tiny, [Path("/proc"), tmp_path]).devices
-    assert cpu.feed.source == f"a file in {tmp_path}"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_proc_and_sys_everything_is_still_timed(tmp_path):

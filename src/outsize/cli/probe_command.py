@@ -18,7 +18,6 @@ from outsize.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from outsize.hardware.link_fit import AllReduceRates
-    from outsize.model.sizes.model_spec import ModelSpec
     from outsize.probing.run_probe import Announce
 
 
@@ -41,12 +40,6 @@ class ProbeOptions:
             "--directory", metavar="DIR", help="Time the disk of DIR; repeatable. Default: the current one."
         ),
     ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="Time this model's matrix products, and AdamW over its units."
-        ),
-    ] = None
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -63,17 +56,10 @@ class ProbeOptions:
             "--ranks", min=2, help="Processes that sum (with --full). Default: GPUs, or processors."
         ),
     ] = None
-    emulated: Annotated[
-        int, typer.Option("--emulated", min=0, metavar="N", help="Describe N emulated devices instead.")
-    ] = 0
     table: Annotated[
         bool,
         typer.Option("--table", help="Also show copies by size: up, down, pinned and pageable, as measured."),
     ] = False
-    link_gb_per_s: Annotated[
-        float | None,
-        typer.Option("--link-gb-per-s", min=1e-6, help="What links of emulated devices are held to."),
-    ] = None
 
 
 @with_options(ProbeOptions)
@@ -88,14 +74,10 @@ def probe(options: ProbeOptions, output: Output) -> None:
 
     old = machine_file.read(options.old_file) if options.old_file else None
     _check(options)
-    link_gb_per_s = options.link_gb_per_s
     wishes = Wishes(
-        model=_spec(options.model) if options.model is not None else None,
         tokenizer=options.tokenizer,
         tensors=options.tensors,
         num_ranks=options.num_ranks,
-        emulated=options.emulated,
-        link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
     )
     with _progress(output) as announce:
         effort = FULL if options.full else QUICK
@@ -116,25 +98,15 @@ def _check(options: ProbeOptions) -> None:
     """Refuse what would fail only once everything was measured.
 
     Raises:
-        ConfigError: a file or directory is not there, or an option is of emulated devices alone.
+        ConfigError: a file or directory is not there.
     """
     output_file, tokenizer, tensors = options.output_file, options.tokenizer, options.tensors
     if output_file is not None and not output_file.absolute().parent.is_dir():
         raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
-    if options.link_gb_per_s is not None and not options.emulated:
-        raise ConfigError("--link-gb-per-s is of emulated devices: add --emulated N")
     if tokenizer is not None and not tokenizer.exists():
         raise ConfigError(f"--tokenizer {tokenizer}: no such file; name a tokenizer.json or its directory")
     if tensors is not None and not tensors.is_file():
         raise ConfigError(f"--tensors {tensors}: no such file; name a safetensors file")
-
-
-def _spec(model: str) -> "ModelSpec":
-    """Return the units of a model; reads no weights."""
-    from outsize.model.build import build_skeleton, load_hf_config
-    from outsize.model.split import split
-
-    return split(build_skeleton(load_hf_config(model), "fp32"), "fp32").spec
 
 
 @contextmanager

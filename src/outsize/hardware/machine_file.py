@@ -20,16 +20,13 @@ from outsize.hardware.cgroup import Fact, Measurement, Record
 from outsize.hardware.gpus import Inventory
 from outsize.hardware.link_fit import AllReducePoint, AllReduceRates, LinkFit
 from outsize.hardware.topology import (
-    FeedRates,
     NumaRates,
     Overlap,
     PeerLink,
-    PinCost,
-    ShapeRate,
     TogetherRates,
 )
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 Direction = Literal["up", "down", "both"]
 Mode = Literal["quick", "full"]
@@ -42,18 +39,12 @@ class HostRates(Record):
         dram_copy_bytes_per_s: of ``a = b``, bytes read and bytes written together.
         dram_triad_bytes_per_s: of ``a = b + s * c``, counted the same way; STREAM's definition.
         adamw_params_per_s: parameters that the engine's optimizer steps, by compute dtype.
-        adamw_beside_copies_params_per_s: the same (fp32) while copies go over the link of the first device.
-        copies_beside_adamw_bytes_per_s: those copies, up and down together.
-        pinning: what it takes to lock memory.
         numa: copies of memory on each node by the processors of each node; none on a machine of one.
     """
 
     dram_copy_bytes_per_s: Measurement
     dram_triad_bytes_per_s: Measurement
     adamw_params_per_s: dict[str, Measurement]
-    adamw_beside_copies_params_per_s: Measurement = Measurement.untried()
-    copies_beside_adamw_bytes_per_s: Measurement = Measurement.untried()
-    pinning: tuple[PinCost, ...] = ()
     numa: tuple[NumaRates, ...] = ()
 
 
@@ -108,15 +99,14 @@ class LinkRates(Record):
     """One way of moving bytes between host and device.
 
     Attributes:
-        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device;
-            ``emulated`` where the link is.
+        path: ``pinned`` or ``pageable`` host memory and a GPU; ``dram copy`` where the CPU is the device.
         direction: ``up`` to the device, ``down`` from it, or ``both`` at once.
         points: from the smallest size to the largest.
         fit: None where nothing was measured.
         note: what the path is, or why there is no fit.
     """
 
-    path: Literal["pinned", "pageable", "dram copy", "emulated"]
+    path: Literal["pinned", "pageable", "dram copy"]
     direction: Direction
     points: tuple[LinkPoint, ...]
     fit: LinkFit | None
@@ -137,10 +127,7 @@ class DeviceRates(Record):
         links: by path and direction.
         pcie_generation_loaded: negotiated while copies were going on.
         pcie_lanes_loaded: the same.
-        throttle_bytes_per_s: of an emulated device, what its link is held to; None for nothing.
         overlap: of copies and compute; None where an older probe did not try.
-        feed: ways to feed it; None where an older probe did not try.
-        shapes: products of a given model's shapes; none where none was given.
         numa: copies from memory of each node; none on a machine of one.
     """
 
@@ -154,10 +141,7 @@ class DeviceRates(Record):
     links: tuple[LinkRates, ...]
     pcie_generation_loaded: Fact = Fact.unread()
     pcie_lanes_loaded: Fact = Fact.unread()
-    throttle_bytes_per_s: Fact = Fact.unread()
     overlap: Overlap | None = None
-    feed: FeedRates | None = None
-    shapes: tuple[ShapeRate, ...] = ()
     numa: tuple[NumaRates, ...] = ()
 
     @property
@@ -228,7 +212,7 @@ class MachineFile(Record):
         left_out: parts for which a probe's time did not suffice; empty for none.
     """
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     created_at: str
     mode: Mode
     duration_s: float
@@ -314,12 +298,8 @@ def _label(part: object, index: int) -> str:
             return part.device
         case LinkRates():
             return f"{part.path} {part.direction}"
-        case PinCost():
-            return part.way
         case NumaRates():
             return f"memory of node {part.memory_node} by {part.by}"
-        case ShapeRate():
-            return part.name
         case TogetherRates():
             return f"{part.device} {part.direction}"
         case PeerLink():

@@ -99,9 +99,6 @@ def kind_by_rate(copy: Measurement, pcie: tuple[int, int] | None, pinned_bytes_p
     return Fact.read("host-staged", f"{rates_text}: as if each byte crossed two links")
 
 
-# Ways to feed a device chunk after chunk, from the one without any plan to VELOCITY's four buffers.
-PinWay = Literal["mlock", "cudaHostRegister", "torch pin_memory"]
-Way = Literal["demand-paged", "waited for", "two buffers", "four buffers"]
 # What timing may be off by before figures that cannot all be true are noise.
 NOISE = 0.05
 
@@ -152,51 +149,6 @@ class Overlap(Record):
         return (ratios[0], ratios[1]) if len(ratios) == 2 else None
 
 
-class FeedRates(Record):
-    """A device that needs chunk after chunk and computes on each: bytes per second by the way it is fed.
-
-    Attributes:
-        source: where the chunks come from.
-        chunk_bytes: size of one.
-        compute_s: what the device computes on a chunk, alone.
-        bytes_per_s: by `Way`; with ``compute_s`` for all there is to do, ``chunk_bytes / compute_s`` is the most.
-    """
-
-    source: str
-    chunk_bytes: int
-    compute_s: Measurement
-    bytes_per_s: dict[str, Measurement]
-
-    def busy_share(self, way: str) -> float | None:
-        """Return for what share of the time the device computes, 0 to 1, fed this way; None where not measured."""
-        share = self._share(way)
-        return None if share is None else min(1.0, share)
-
-    def is_noisy(self) -> bool:
-        """Whether the times cannot all be true: fed some way, the device computed faster than from its own memory."""
-        return any((self._share(way) or 0.0) > 1 + NOISE for way in self.bytes_per_s)
-
-    def _share(self, way: str) -> float | None:
-        rate, compute_s = self.bytes_per_s[way].median, self.compute_s.median
-        return None if rate is None or compute_s is None else rate * compute_s / self.chunk_bytes
-
-
-class PinCost(Record):
-    """Cost of pinning host memory for copies by a device.
-
-    Attributes:
-        way: ``mlock``, ``cudaHostRegister`` (exact, as outsize does) or ``torch pin_memory``.
-        asked_bytes: of one piece.
-        taken_bytes: by how much the process grew for it.
-        pin_s_per_gb: seconds per 1e9 bytes asked for.
-    """
-
-    way: PinWay
-    asked_bytes: int
-    taken_bytes: Fact
-    pin_s_per_gb: Measurement
-
-
 class NumaRates(Record):
     """Copies of memory on one node by somebody near or far.
 
@@ -211,24 +163,6 @@ class NumaRates(Record):
     by: str
     local: bool | None
     copy_bytes_per_s: Measurement
-
-
-class ShapeRate(Record):
-    """The matrix products of a model's own shape.
-
-    Attributes:
-        name: of the parameter.
-        num_inputs: columns of the weight.
-        num_outputs: rows of the weight.
-        num_tokens: rows of what it is multiplied with.
-        flops_per_s: 2 · tokens · inputs · outputs operations each, by dtype.
-    """
-
-    name: str
-    num_inputs: int
-    num_outputs: int
-    num_tokens: int
-    flops_per_s: dict[str, Measurement]
 
 
 class TogetherRates(Record):

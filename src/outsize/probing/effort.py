@@ -42,11 +42,6 @@ class Effort:
         matmul_s: how long one matrix product may take, which sets its size.
         sustained_s: seconds of writes without a pause; 0 leaves them out.
         overlap_s: seconds of products, and of copies, over all samples of each.
-        feed_chunk_bytes: of each chunk that a device is fed.
-        feed_num_chunks: chunks of a pass.
-        feed_passes: samples of each way to feed.
-        feed_s: seconds after which no further sample of them begins, beyond one.
-        pin_bytes: what is locked, a power of two; a quarter more is asked for.
         peer_bytes: of each copy between GPUs, and of those at once.
         data_chars: text that is tokenised, per thread.
         loader_tokens: tokens of the array that the loader reads.
@@ -70,11 +65,6 @@ class Effort:
     matmul_s: float
     sustained_s: float
     overlap_s: float
-    feed_chunk_bytes: int
-    feed_num_chunks: int
-    feed_passes: int
-    feed_s: float
-    pin_bytes: int
     peer_bytes: int
     data_chars: int
     loader_tokens: int
@@ -103,11 +93,6 @@ QUICK = Effort(
     matmul_s=0.02,
     sustained_s=0.0,
     overlap_s=0.1,
-    feed_chunk_bytes=4 * MIB,
-    feed_num_chunks=8,
-    feed_passes=3,
-    feed_s=1.0,
-    pin_bytes=32 * MIB,
     peer_bytes=32 * MIB,
     data_chars=100_000,
     loader_tokens=2**21,
@@ -130,11 +115,6 @@ FULL = Effort(
     matmul_s=0.5,
     sustained_s=8.0,
     overlap_s=1.5,
-    feed_chunk_bytes=8 * MIB,
-    feed_num_chunks=32,
-    feed_passes=5,
-    feed_s=10.0,
-    pin_bytes=256 * MIB,
     peer_bytes=256 * MIB,
     data_chars=1_000_000,
     loader_tokens=2**24,
@@ -163,8 +143,6 @@ def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
         plane_bytes=min(effort.plane_bytes, most),
         disk_buffer_bytes=min(effort.disk_buffer_bytes, max(_LEAST_DISK_BYTES, most)),
         copy_bytes_max=min(effort.copy_bytes_max, most),
-        feed_chunk_bytes=min(effort.feed_chunk_bytes, most),
-        pin_bytes=min(effort.pin_bytes, most),
         peer_bytes=min(effort.peer_bytes, most),
         loader_tokens=min(effort.loader_tokens, max(2**16, most // 16)),
         all_reduce_bytes_max=min(effort.all_reduce_bytes_max, most),

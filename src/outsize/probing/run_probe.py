@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from outsize.accelerators import CPU, Devices, count_of, kind_here, uuids_of
 from outsize.hardware.cgroup import Fact
@@ -26,20 +25,17 @@ from outsize.hardware.machine_file import (
     MachineFile,
     ProbedCodec,
 )
-from outsize.hardware.topology import FeedRates, Overlap, PeerLink, TogetherRates
-from outsize.model.sizes.model_spec import ModelSpec
+from outsize.hardware.topology import PeerLink, TogetherRates
 from outsize.probing.compute import (
     dtypes_of,
     measure_attention,
     measure_device_memory,
     measure_matmul,
-    measure_shapes,
 )
 from outsize.probing.data_probe import measure_codecs, measure_data, measure_disk
 from outsize.probing.effort import Effort, shared, within_memory
-from outsize.probing.feed import measure_feed
-from outsize.probing.host_probe import measure_adamw_beside, measure_host, measure_numa, measure_pinning
-from outsize.probing.link import measure_emulated, measure_links, measure_overlap
+from outsize.probing.host_probe import measure_host, measure_numa
+from outsize.probing.link import measure_links, measure_overlap
 from outsize.probing.several_gpus import (
     measure_all_reduce,
     measure_peers,
@@ -57,24 +53,17 @@ class Wishes:
     """What a probe is asked for beyond what every probe does.
 
     Attributes:
-        model: whose matrix products are timed, and whose units the optimizer steps; None for none.
         tokenizer: a ``tokenizer.json`` to time; None for one made on the spot.
         tensors: a safetensors file that codecs are tried on; None for none.
         num_ranks: processes that sum; None for one on each GPU, or on each of up to four processors.
-        emulated: how many devices to emulate instead of those that are there; 0 for none.
-        link_bytes_per_s: what links of emulated devices are held to; None for nothing.
     """
 
-    model: ModelSpec | None = None
     tokenizer: Path | None = None
     tensors: Path | None = None
     num_ranks: int | None = None
-    emulated: int = 0
-    link_bytes_per_s: float | None = None
 
 
 _NOTHING_MORE = Wishes()
-_Streamed = TypeVar("_Streamed", Overlap, FeedRates)
 
 
 def probe(
@@ -147,13 +136,9 @@ class _Probe:
                 (f"link of {name}", True, partial(self._link, name)),
             ]
         for name in self.names:
-            steps.append((f"overlap and feeding of {name}", False, partial(self._streaming, name)))
-        if self.wishes.model is not None:
-            for name in self.names:
-                steps.append((f"the model's shapes on {name}", False, partial(self._shapes, name)))
+            steps.append((f"overlap of {name}", False, partial(self._overlap, name)))
         steps += [
-            ("optimizer beside copies", False, self._beside),
-            ("memory that is locked or far", False, self._host_costs),
+            ("memory of other nodes", False, self._numa),
             ("tokenizer and loader", False, self._data),
         ]
         if self.wishes.tensors is not None:
@@ -181,7 +166,7 @@ class _Probe:
             inventory=self.inventory,
             host=self.host,
             disks=tuple(self.disks),
-            devices=self._all_devices(),
+            devices=tuple(self.devices.values()),
             together=self.together,
             peers=self.peers,
             all_reduce=self.all_reduce,
@@ -198,8 +183,7 @@ class _Probe:
         self.devices[str(device)] = self.devices[str(device)].model_copy(update=fields)
 
     def _host(self) -> None:
-        model = self.wishes.model
-        self.host = measure_host(self.effort, model.units if model is not None else ())
+        self.host = measure_host(self.effort)
 
     def _disk(self, directory: Path) -> None:
         self.disks.append(measure_disk(directory, self.effort))
@@ -222,7 +206,6 @@ class _Probe:
                 dtype: measure_attention(device, dtype, effort) for dtype in dtypes_of(device)
             },
             links=(),
-            throttle_bytes_per_s=Fact.read(None, "this is no emulated device"),
         )
 
     def _link(self, device: Devices) -> None:
@@ -231,36 +214,18 @@ class _Probe:
         generation, lanes = read_loaded_link(device, effort)
         self._change(device, links=links, pcie_generation_loaded=generation, pcie_lanes_loaded=lanes)
 
-    def _streaming(self, device: Devices) -> None:
+    def _overlap(self, device: Devices) -> None:
         effort = self._for_each()
-        usable = (
-            at for at, disk in zip(self.directories, self.disks, strict=True) if disk.direct.value is not None
-        )
-        directory = next(usable, self.directories[0] if self.directories else None)
-        overlap = _once_more_if_noisy(lambda: measure_overlap(device, effort))
-        self._change(
-            device, overlap=overlap, feed=_once_more_if_noisy(lambda: measure_feed(device, directory, effort))
-        )
+        overlap = measure_overlap(device, effort)
+        if overlap.is_noisy():  # its times cannot all be true
+            overlap = measure_overlap(device, effort)
+        self._change(device, overlap=overlap)
 
-    def _shapes(self, device: Devices) -> None:
-        self._change(device, shapes=measure_shapes(device, self.wishes.model, self._for_each()))
-
-    def _beside(self) -> None:
-        assert self.host is not None
-        steps, copies = measure_adamw_beside(self.names[0], self.effort)
-        beside = {"adamw_beside_copies_params_per_s": steps, "copies_beside_adamw_bytes_per_s": copies}
-        self.host = self.host.model_copy(update=beside)
-
-    def _host_costs(self) -> None:
+    def _numa(self) -> None:
         assert self.host is not None
         nodes = self.inventory.cpu.numa_nodes
-        gpus = [name for name in self.names if name.accelerated]
-        costs = {
-            "pinning": measure_pinning(self.effort, device=gpus[0] if gpus else None),
-            "numa": measure_numa(nodes, self.effort),
-        }
-        self.host = self.host.model_copy(update=costs)
-        for index, name in enumerate(gpus):
+        self.host = self.host.model_copy(update={"numa": measure_numa(nodes, self.effort)})
+        for index, name in enumerate(name for name in self.names if name.accelerated):
             rates = (
                 self.inventory.gpus[index].numa_node.number() if index < len(self.inventory.gpus) else None
             )
@@ -290,19 +255,6 @@ class _Probe:
             backend=backend,
             free_bytes=self.inventory.memory.free_bytes(),
         )
-
-    def _all_devices(self) -> tuple[DeviceRates, ...]:
-        devices = tuple(self.devices.values())
-        if not self.wishes.emulated:
-            return devices
-        wishes = self.wishes
-        return measure_emulated(devices[0], wishes.emulated, wishes.link_bytes_per_s, self.effort)
-
-
-def _once_more_if_noisy(measure: Callable[[], _Streamed]) -> _Streamed:
-    """Return what ``measure`` gives; where its times cannot all be true, what it gives the second time."""
-    result = measure()
-    return measure() if result.is_noisy() else result
 
 
 def _devices() -> list[Devices]:

@@ -21,11 +21,8 @@ _TOKENS = (128, 1024, 8192)
 
 
 def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
-    """Yield the throttle of an emulated device, overlap, ways of feeding, the model's shapes, memory of other nodes."""
+    """Yield how copies and compute overlap, and copies from memory of other nodes."""
     name = device.device
-    throttle = device.throttle_bytes_per_s.number()
-    if throttle is not None:
-        yield (f"{name} link is held to", format_rate(throttle), device.throttle_bytes_per_s.source)
     if device.overlap is not None and device.overlap.hidden_share() is not None:
         overlap, slower = device.overlap, device.overlap.slowdown()
         texts = (
@@ -33,17 +30,6 @@ def streaming_rows(device: DeviceRates) -> Iterable[_Row]:
         )
         noisy = _NOISY if overlap.is_noisy() else ""
         yield (f"{name} copies hidden behind a product", f"{overlap.hidden_share():.0%}", texts + noisy)
-    if device.feed is not None and device.feed.compute_s.median is not None:
-        feed, noisy = device.feed, _NOISY if device.feed.is_noisy() else ""
-        for way, rate in feed.bytes_per_s.items():
-            share = feed.busy_share(way)
-            texts = "" if share is None else f"compute busy {share:.0%}{noisy}"
-            yield (f"{name} fed from {feed.source}, {way}", _rate(rate), texts)
-    for shape in device.shapes:
-        for dtype, rate in shape.flops_per_s.items():
-            figure = "not measured" if rate.median is None else f"{rate.median / 1e12:.3g} TFLOP/s"
-            size = f"{shape.num_outputs} x {shape.num_inputs}, {shape.num_tokens} tokens"
-            yield (f"{name} {shape.name} {dtype}", figure, size)
     for numa in device.numa:
         near = {True: "its own", False: "another one", None: ""}[numa.local]
         yield (f"{name} from memory of node {numa.memory_node}", _rate(numa.copy_bytes_per_s), near)
@@ -220,15 +206,6 @@ def _rows(probed: MachineFile) -> Iterable[tuple[str, ...]]:
     yield ("DRAM triad", *_throughput(host.dram_triad_bytes_per_s))
     for dtype, rate in host.adamw_params_per_s.items():
         yield (f"AdamW {dtype}", *_count(rate, 1e9, "G parameters/s"))
-    yield ("AdamW fp32 beside copies", *_count(host.adamw_beside_copies_params_per_s, 1e9, "G parameters/s"))
-    yield ("copies beside AdamW", *_throughput(host.copies_beside_adamw_bytes_per_s))
-    for cost in host.pinning:
-        chosen = (
-            ""
-            if cost.taken_bytes.value is None
-            else f"{_bytes(cost.taken_bytes)} for {format_bytes(cost.asked_bytes)}"
-        )
-        yield (f"{cost.way}, per GB", _seconds(cost.pin_s_per_gb), chosen)
     for numa in host.numa:
         yield (f"memory of node {numa.memory_node} by {numa.by}", *_throughput(numa.copy_bytes_per_s))
     for disk in probed.disks:

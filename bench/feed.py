@@ -21,13 +21,10 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, module_of
 from outsize.errors import StorageError
-from outsize.hardware.cgroup import Measurement, explain
-from outsize.hardware.topology import FeedRates, Way
-from outsize.probing.effort import Effort
 from outsize.runtime.device.driver import pinner_of
 from outsize.storage.ledger import Arena
 
-_WAYS: tuple[Way, ...] = ("demand-paged", "waited for", "two buffers", "four buffers")
+WAYS = ("demand-paged", "waited for", "two buffers", "four buffers")
 _COLUMNS = 1024
 _NUM_TOKENS_MAX = 4096
 _NUM_TRIALS = 4
@@ -39,49 +36,38 @@ class _Job:
     """Passes over all chunks by way, and what one computation takes."""
 
     source: str
-    passes: Mapping[Way, Callable[[], object]]
+    passes: Mapping[str, Callable[[], object]]
     compute: Callable[[], object]
 
 
-def measure_feed(device: Devices, directory: Path | None, effort: Effort) -> FeedRates:
-    """Return the bytes per second of each way.
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Where chunks came from, seconds of one computation, and bytes per second by way; a figure for each pass."""
 
-    Args:
-        device: ``cpu`` or ``cuda:i``.
-        directory: where a CPU's chunks lie; nothing stays there.
-        effort: chunks and passes.
-    """
-    chunk_bytes = effort.feed_chunk_bytes
-    opened = _on_gpu(device, effort) if device.accelerated else _on_cpu(directory, effort)
-    try:
-        with opened as job, torch.no_grad():
-            rates: dict[Way, list[float]] = {way: [] for way in _WAYS}
-            computes: list[float] = []
-            stop = time.perf_counter() + effort.feed_s
-            for index in range(effort.feed_passes + 1):
-                if index > 1 and time.perf_counter() >= min(stop, effort.until_s):
-                    break
-                compute_s = _seconds(job.compute)
-                seconds = {way: _seconds(job.passes[way]) for way in _WAYS}
-                if index > 0:  # the first pass warms threads and code
-                    computes.append(compute_s)
-                    for way in _WAYS:
-                        rates[way].append(chunk_bytes * effort.feed_num_chunks / seconds[way])
-            how = f"{effort.feed_num_chunks} chunks of {chunk_bytes // 2**20} MiB from {job.source}"
-            return FeedRates(
-                source=job.source,
-                chunk_bytes=chunk_bytes,
-                compute_s=Measurement.of(computes, "a product with each chunk, which lies ready"),
-                bytes_per_s={way: Measurement.of(rates[way], f"{how}, {way}") for way in _WAYS},
-            )
-    except (OSError, StorageError, RuntimeError) as error:
-        absent = Measurement.absent(explain(error))
-        return FeedRates(
-            source=f"{directory}" if device.is_cpu else "host memory",
-            chunk_bytes=chunk_bytes,
-            compute_s=absent,
-            bytes_per_s=dict.fromkeys(_WAYS, absent),
-        )
+    source: str
+    compute_s: list[float]
+    bytes_per_s: dict[str, list[float]]
+
+
+def measure_feed(
+    device: Devices, directory: Path | None, *, chunk_bytes: int, num_chunks: int, passes: int = 1
+) -> Fed:
+    """Return the bytes per second of each way; on a CPU chunks lie in ``directory``, where nothing stays."""
+    opened = (
+        _on_gpu(device, chunk_bytes, num_chunks)
+        if device.accelerated
+        else _on_cpu(directory, chunk_bytes, num_chunks)
+    )
+    with opened as job, torch.no_grad():
+        fed = Fed(job.source, [], {way: [] for way in WAYS})
+        for index in range(passes + 1):
+            compute_s = _seconds(job.compute)
+            seconds = {way: _seconds(job.passes[way]) for way in WAYS}
+            if index > 0:  # the first pass warms threads and code
+                fed.compute_s.append(compute_s)
+                for way in WAYS:
+                    fed.bytes_per_s[way].append(chunk_bytes * num_chunks / seconds[way])
+        return fed
 
 
 def feed_through_ring(
@@ -135,10 +121,9 @@ def feed_through_ring(
 
 
 @contextmanager
-def _on_cpu(directory: Path | None, effort: Effort) -> Iterator[_Job]:
+def _on_cpu(directory: Path | None, chunk_bytes: int, num_chunks: int) -> Iterator[_Job]:
     if directory is None:
-        raise StorageError("no directory to read from; name one with --directory")
-    chunk_bytes, num_chunks = effort.feed_chunk_bytes, effort.feed_num_chunks
+        raise StorageError("no directory to read from")
     with ExitStack() as stack:
         arena = stack.enter_context(Arena())
         file = stack.enter_context(tempfile.TemporaryFile(dir=directory))
@@ -182,7 +167,7 @@ def _on_cpu(directory: Path | None, effort: Effort) -> Iterator[_Job]:
 
         yield _Job(
             source=f"a file in {directory}",
-            passes=dict(zip(_WAYS, (on_demand, waited_for, through(2), through(4)), strict=True)),
+            passes=dict(zip(WAYS, (on_demand, waited_for, through(2), through(4)), strict=True)),
             compute=lambda: multiply(slots[0]),
         )
 
@@ -210,8 +195,7 @@ def _direct_reader(descriptor: int, slots: list[Tensor]) -> Iterator[Callable[[i
 
 
 @contextmanager
-def _on_gpu(device: Devices, effort: Effort) -> Iterator[_Job]:
-    chunk_bytes, num_chunks = effort.feed_chunk_bytes, effort.feed_num_chunks
+def _on_gpu(device: Devices, chunk_bytes: int, num_chunks: int) -> Iterator[_Job]:
     with Arena(pinner=pinner_of(device)) as arena:
         pinned = arena.take(chunk_bytes, "pinned chunk").view(torch.bfloat16).fill_(0.5)
         pageable = torch.full_like(pinned, 0.5)
@@ -250,7 +234,7 @@ def _on_gpu(device: Devices, effort: Effort) -> Iterator[_Job]:
         yield _Job(
             source="host memory",
             passes=dict(
-                zip(_WAYS, (one_by_one(pageable), one_by_one(pinned), through(2), through(4)), strict=True)
+                zip(WAYS, (one_by_one(pageable), one_by_one(pinned), through(2), through(4)), strict=True)
             ),
             compute=compute,
         )
