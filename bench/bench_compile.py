@@ -1,7 +1,7 @@
 """What do compiled blocks gain? Resident steps and streamed ones, compiled and as they are, by turns in one process.
 
 Both train the same model on the same tokens. What is compiled is compiled before the first step is timed; how long that
-took is told beside, with an empty cache of torch's unless ``--warm`` leaves it as it is; and what ``auto`` makes of it.
+took is told beside, with an empty cache of torch's unless ``--warm`` leaves it as it is.
 """
 
 import argparse
@@ -53,7 +53,6 @@ def child(args: argparse.Namespace) -> dict[str, object]:
     import torch
 
     from outsize.data.batch import Batch
-    from outsize.session.decide.decide import choose_plan
     from outsize.session.job.prepare import prepare
     from outsize.session.process_settings import borrowed_torch
     from outsize.session.stream import StreamedTrainer
@@ -83,10 +82,6 @@ def child(args: argparse.Namespace) -> dict[str, object]:
                 trainers[mode].settle()
                 seconds[mode].append(time.perf_counter() - began_s)
                 losses[mode].append(outcome.loss)
-        said.clear()
-        run_dir = args.dir / "run-auto"
-        choose_plan(prepare(RunSpec.of(config_of(args, "auto"), run_dir), said.append), said.append)
-        found["auto_said"] = said[-1]
     return {**found, "seconds": {mode: taken[2:] for mode, taken in seconds.items()}, "losses": losses}
 
 
@@ -143,7 +138,6 @@ def report(args: argparse.Namespace, runs: dict[str, dict[str, object]]) -> None
             "gain": vars(gain),
             "compile_s": before,
             "said": run["blocks_said"],
-            "auto": run["auto_said"],
             "losses": run["losses"],
         }
     headers = ("model", "as it is, s", "compiled, s", "gain", "compiling, s")

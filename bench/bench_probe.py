@@ -7,9 +7,8 @@ offsets; where fio is not installed, a plain loop of ``preadv`` and ``pwritev`` 
 so. At depth 1 fio fills one buffer again and again, which stays in the cache, and the probe 64 MiB, as streaming
 does. AdamW: the optimizer lane of a training run (a Llama of some 40M parameters, few tokens, state in host memory, a
 norm that no gradient reaches, since clipping is one more pass over it) in fp32 and in bf16, with the next step held
-back until the optimizer has ended, against the probe's rate over that model's units, and over blocks of its own; and
-without holding back, beside loads and compute, next to its rate beside copies. Link: how far the fit lies from copies
-of sizes that it has not seen. Time: whole quick probes, each in a fresh process.
+back until the optimizer has ended, against the probe's rate over that model's units, and over blocks of its own.
+Link: how far the fit lies from copies of sizes that it has not seen. Time: whole quick probes, each in a fresh process.
 
 A ratio is the median over the rounds of each round's own: what the machine does meanwhile meets both.
 
@@ -204,8 +203,8 @@ def compare_disk(directory: Path, effort: Effort, rounds: int, fio: str | None) 
 
 
 def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Return parameters per second of the probe's step and of a training run's, alone and beside what else goes on."""
-    names = ("probe", "probe, own blocks", "run", "probe beside", "run beside")
+    """Return parameters per second of the probe's step and of a training run's, with nothing beside them."""
+    names = ("probe", "probe, own blocks", "run")
     rates: dict[str, list[list[float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="bench-probe-", dir=directory) as scratch:
         home = Path(scratch)
@@ -216,7 +215,7 @@ def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[
             f"data.path={home / 'tokens.npy'}",
             "data.format=tokens",
             "data.seq_len=16",
-            f"train.steps={2 * steps * rounds}",
+            f"train.steps={steps * rounds}",
             "train.tokens_per_step=16",
             "train.microbatches=1",
             f"train.run_dir={home / 'run'}",
@@ -233,31 +232,25 @@ def compare_adamw(directory: Path, dtype: str, rounds: int, steps: int) -> dict[
             StreamedTrainer(prepared, home / "store") as trainer,
         ):
             trainer.fill()
-            batches = [dataset.batch(step, 1) for step in range(2 * steps * rounds)]
+            batches = [dataset.batch(step, 1) for step in range(steps * rounds)]
             num_parameters = prepared.split.spec.num_trainable
             for index in range(rounds):
-                first = 2 * steps * index
-                for held_back, start in ((True, first), (False, first + steps)):
-                    seconds = stepping_s(trainer, batches[start : start + steps], start, held_back)
-                    name = "run" if held_back else "run beside"
-                    rates[name].append([num_parameters / each for each in seconds])
+                first = steps * index
+                seconds = stepping_s(trainer, batches[first : first + steps], first)
+                rates["run"].append([num_parameters / each for each in seconds])
                 rates["probe"].append(list(measure_adamw(QUICK, dtype, prepared.split.spec.units).samples))
                 rates["probe, own blocks"].append(list(measure_adamw(QUICK, dtype).samples))
-    found = {
+    return {
         f"AdamW {dtype} alone": _pair(rates["probe"], rates["run"], "params_per_s"),
-        f"AdamW {dtype} alone, without --model": _pair(
-            rates["probe, own blocks"], rates["run"], "params_per_s"
-        ),
+        f"AdamW {dtype} alone, own blocks": _pair(rates["probe, own blocks"], rates["run"], "params_per_s"),
     }
-    return found
 
 
-def stepping_s(trainer: StreamedTrainer, batches: list[Any], first: int, held_back: bool) -> list[float]:
+def stepping_s(trainer: StreamedTrainer, batches: list[Any], first: int) -> list[float]:
     """Return the seconds of the optimizer lane in each step but the first two."""
     found = []
     for index, _ in enumerate(trainer.steps(batches, first)):
-        if held_back:
-            trainer.settle()
+        trainer.settle()
         took = lane_times(trainer.take_timeline()).update_s
         if index > 1:
             found.append(took)

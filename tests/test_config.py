@@ -327,10 +327,6 @@ def test_settings_of_former_versions_are_arguments_of_a_class():
         (["optimizer.name=Adafactor", "optimizer.eps=1e-6"], "optimizer.eps: Adafactor has none"),
         (["optimizer.clip=unit", "train.on_nonfinite=skip"], "needs them; use optimizer.clip=global"),
         (
-            ["train.objective=dpo", "model.compile=auto"],
-            "model.compile: with train.objective=dpo nothing is timed",
-        ),
-        (
             ["optimizer.masters=split", "model.dtype=fp32"],
             "only those of bf16 weights can be split, not fp32",
         ),

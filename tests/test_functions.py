@@ -124,7 +124,7 @@ def test_what_only_prints_is_refused(model_json):
         ({"gpus": "4090", "ram": 64}, "ram=64: it should be"),
         (
             {"gpus": "4090", "kernels": "fast"},
-            "kernels='fast': it should be 'eager', 'fused', 'liger' or 'hub'",
+            "kernels='fast': it should be 'eager', 'fused' or 'liger'",
         ),
     ],
 )

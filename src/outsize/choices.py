@@ -40,9 +40,8 @@ AdjustRate = Literal["original", "match_rms_adamw"]
 NewtonSchulz = Literal["auto", "host", "device"]
 # How stages hand over what they make for the next one.
 Handover = Literal["auto", "host", "peer"]
-# What of a model torch compiles; a run can time both.
+# What of a model torch compiles.
 Compile = Literal["off", "blocks"]
-CompileOrAuto = Literal["auto", Compile]
 # What is computed of texts that are scored.
 Scored = Literal["logprobs", "logits", "hidden", "embeddings"]
 # How many units rest on the device with all their state.
@@ -50,7 +49,7 @@ Resident = Literal["auto"] | int
 # What linear layers of blocks multiply in: the model's dtype, or 8 bits, with a scale for each matrix or each row.
 Products = Literal["native", "fp8", "fp8-rowwise"]
 # Whose kernels norms, rotations and activations of a model are.
-BlockKernels = Literal["none", "liger", "hub"]
+BlockKernels = Literal["none", "liger"]
 # What becomes of what backwards need of their forwards.
 Activations = Literal[
     "auto",

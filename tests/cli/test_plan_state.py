@@ -308,9 +308,7 @@ def test_liger_s_kernels_have_the_rate_of_fused_ones_and_keep_less(asked, capsys
 @pytest.mark.parametrize(
     ("options", "row"),
     [
-        (("--kernels", "hub"), "model.kernels hub, not priced"),
         (("--compile", "blocks"), "model.compile blocks, not priced"),
-        (("--compile", "auto"), "model.compile auto, not priced"),
     ],
 )
 def test_what_has_no_source_is_not_priced(options, row, asked, capsys):
@@ -358,8 +356,7 @@ def test_kernels_are_not_priced_where_products_were_measured_or_named(asked, tmp
     ("options", "kernels", "compiles"),
     [
         (("--kernels", "liger"), "liger", "off"),
-        (("--kernels", "hub"), "hub", "off"),
-        (("--kernels", "fused", "--compile", "auto"), "none", "auto"),
+        (("--kernels", "fused", "--compile", "blocks"), "none", "blocks"),
         (("--compile", "blocks"), "none", "blocks"),
     ],
 )

@@ -9,7 +9,6 @@ from outsize.config import load_config
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.probing.compute import measure_adamw, measure_products
-from outsize.probing.run_probe import Wishes, probe
 from outsize.runtime.ops.optimizer_ops import OptimizerOps
 from outsize.session.job.optimizer_layout import layout_for
 from probe.efforts import MIB, TINY
@@ -74,14 +73,6 @@ def test_units_of_a_model_stand_for_it_as_far_as_they_fit(stepped):
         "a norm does not stand for what is too large"
     )
     assert "STEPs of 1 units, 256 parameters" in measure_adamw(TINY, "fp32", [norm]).source
-
-
-def test_a_probe_that_is_told_a_model_steps_its_units(stepped):
-    unit = pack_unit(0, "block", "block", [("weight", (128, 256), True, True)])
-    wishes = Wishes(model=ModelSpec(units=(unit,), dtype="fp32"))
-    found = probe(replace(TINY, limit_s=0.0), [], wishes=wishes)
-    assert {op for op, _, _ in stepped} == {"STEP 0"}
-    assert "32768 parameters" in found.host.adamw_params_per_s["bf16"].source
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,13 @@ from torch._inductor import cpp_builder
 from torch.utils import _python_dispatch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from outsize.config import Config, load_config
+from outsize.config import Config
 from outsize.model import compiled
-from outsize.session.decide import decide as decide_module
 from outsize.session.decide.rates import measure_rates
-from outsize.session.job.prepare import Job, prepare
+from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
-from outsize.training.run import train
 from outsize.training.short_runs import verify
-from support import assert_same_end, in_dir, make_run
+from support import make_run
 
 # Whole graphs, whose forward and backward run in torch's own kernels: what streams them is the same.
 CHEAP = "aot_eager"
@@ -110,55 +108,6 @@ def test_a_later_start_finds_what_was_compiled(tmp_path: Path, monkeypatch: pyte
     assert not second.get("fxgraph_cache_miss", 0) + second.get("fxgraph_cache_bypass", 0)
 
 
-class Clock:
-    """Says how long a step takes: compiled, so many times as long as with blocks as they are."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-        self.num_asked = 0
-        self._times = times
-        monkeypatch.setattr(decide_module, "rates_by_turns", lambda *_: (None, None))
-        monkeypatch.setattr(decide_module, "_step_s", self._step_s)
-
-    def _step_s(self, prepared: Job, rates: None) -> float:
-        self.num_asked += 1
-        return self._times if prepared.config.model.compile == "blocks" else 1.0
-
-
-AUTO = {"compile": "auto"}
-
-
-@pytest.mark.parametrize(("times", "chosen"), [(0.9, "blocks"), (0.98, "off")])
-def test_auto_keeps_what_is_faster_from_the_first_start_on(
-    times: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_form = {"steps": 3, "microbatches": 4}
-    named = make_run(tmp_path, model={"compile": chosen}, train=one_form)
-    train(in_dir(named, tmp_path / "named"))
-    said: list[str] = []
-    clock = Clock(monkeypatch, times)
-    config = make_run(tmp_path, model=AUTO, train=one_form)
-    train(in_dir(config, tmp_path / "run", steps=1), announce=said.append)
-    assert clock.num_asked == 2
-    Clock(monkeypatch, 1 / times)
-    train(in_dir(config, tmp_path / "run", resume="auto", steps=2), announce=said.append)
-    train(in_dir(config, tmp_path / "on", resume=str(tmp_path / "run")), announce=said.append)
-    told = [line for line in said if "auto is" in line or "goes on with model" in line]
-    assert len(told) == 1
-    assert told[0].startswith(f"model.compile: auto is {chosen}: a step is predicted to take")
-    for directory in ("run", "on"):
-        assert load_config(tmp_path / directory / "config.yaml").model.compile == chosen
-    assert_same_end(tmp_path / "on", tmp_path / "named")
-
-
-def test_auto_times_both(tmp_path: Path) -> None:
-    """Whichever it takes, streamed and resident runs take the same."""
-    said: list[str] = []
-    assert verify(make_run(tmp_path, model=AUTO), announce=said.append).equal
-    assert any(
-        "a step is predicted to take" in line for line in said if line.startswith("model.compile: auto is")
-    )
-
-
 def test_what_is_timed_is_what_steps_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled block computes compiled where there is a graph only, and a block as it is needs none."""
     graphs: set[bool] = set()
@@ -175,22 +124,6 @@ def test_what_is_timed_is_what_steps_run(tmp_path: Path, monkeypatch: pytest.Mon
     with compiled.as_they_are(prepared.split.model):
         measure_rates(prepared, tmp_path)
     assert graphs == {True, False}
-
-
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
-        ({"train": {"mlp_parts": 2}}, "train.mlp_parts"),
-        ({"memory": {"activations": "keep-attention"}}, "memory.activations"),
-    ],
-)
-def test_auto_is_off_where_nothing_can_be_compiled(
-    sections: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    assert verify(make_run(tmp_path, **{**sections, "model": AUTO}), announce=said.append).equal
-    assert not any(line.startswith("compile: ") for line in said)
-    assert any(line.startswith("model.compile: auto is off: ") and why in line for line in said)
 
 
 @pytest.mark.slow

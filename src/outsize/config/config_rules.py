@@ -119,8 +119,6 @@ def refused_by_trainers(config: "Config", where: str) -> list[str]:
         )
     if config.optimizer.clip == "unit":
         refusals.append(f"optimizer.clip: {where} it is global or none")
-    if config.model.compile == "auto":
-        refusals.append(f"model.compile: {where} nothing is timed before the first step; use off or blocks")
     if config.model.dtype == "fp16":
         refusals.append(f"model.dtype: {where} losses are not scaled, as fp16 needs; use bf16 or fp32")
     return refusals

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from outsize.choices import CompileOrAuto, NewtonSchulz
+from outsize.choices import NewtonSchulz
 from outsize.codecs.codec_spec import EXACT_WEIGHTS
 from outsize.config.config_rules import contradictions
 from outsize.config.data_section import DataConfig, EvalConfig
@@ -67,10 +67,6 @@ class Config(Section):
         rounds = {} if in_a_round is None else {"round_microbatches": in_a_round}
         train = self.train.model_copy(update={"microbatches": count, **rounds})
         return self.model_copy(update={"train": train})
-
-    def compiling(self, choice: CompileOrAuto) -> Self:
-        """Return the same run with ``choice`` as ``model.compile``."""
-        return self.model_copy(update={"model": self.model.model_copy(update={"compile": choice})})
 
     def multiplying(self, place: NewtonSchulz) -> Self:
         """Return the same run with ``place`` as ``optimizer.ns_on``."""

@@ -9,7 +9,7 @@ from outsize.choices import (
     AdjustRate,
     BlockKernels,
     Clip,
-    CompileOrAuto,
+    Compile,
     Dtype,
     MastersOrAuto,
     Moments,
@@ -49,17 +49,15 @@ class ModelConfig(Section):
         default="auto",
         description="Attention kernel; auto takes what the model offers, and the choice is logged.",
     )
-    compile: Annotated[CompileOrAuto, TOLD_ON_RESUME] = Field(
+    compile: Annotated[Compile, TOLD_ON_RESUME] = Field(
         default="off",
         description="Whether torch.compile compiles each kind of block, forward and backward: before the first step, "
-        "and kept for later runs. A kind that it cannot take whole runs as it is, which is told. "
-        "auto compiles them, times steps both ways, and keeps the faster.",
+        "and kept for later runs. A kind that it cannot take whole runs as it is, which is told.",
     )
     kernels: BlockKernels = Field(
         default="none",
-        description="What computes norms, rotations and gated activations: transformers' operations, a kernel of "
-        "Liger's each (extra liger; on accelerators), or those of the Hugging Face hub that transformers names for "
-        "layers (extra hub). Models for which there are none are refused.",
+        description="What computes norms, rotations and gated activations: transformers' operations, or a kernel "
+        "of Liger's each (extra liger; on accelerators). Models for which there are none are refused.",
     )
     products: Products = Field(
         default="native",

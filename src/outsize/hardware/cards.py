@@ -21,7 +21,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Disk, Figure, Gpu, Host, Link, Machine, Peer
 from outsize.hardware.topology import theory_bytes_per_s
 
-Kernels = Literal["eager", "fused", "liger", "hub", "compiled"]
+Kernels = Literal["eager", "fused", "liger", "compiled"]
 
 # Fused kernels gain about a fifth over eager blocks (Liger kernels; LLMQ's repository prints LLaMA-Factory beside its
 # own runs of Qwen2.5 0.5B and 1.5B on one 4090: 0.76 and 0.67 of its rate).

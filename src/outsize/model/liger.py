@@ -91,7 +91,7 @@ def save_as_liger(units: Iterable[nn.Module]) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that a model has no kernels of Liger or the hub but by outsize: others run on no CPU, where trials are.
+    """Check that a model has no kernels of Liger or the hub but by outsize: they run on no CPU, where trials are.
 
     Raises:
         ModelError: it has.
@@ -99,12 +99,12 @@ def check_plain(model: nn.Module) -> None:
     if any(_is_patched(module) or has_hub_kernels(module) for module in model.modules()):
         raise ModelError(
             "kernels: Liger's or the hub's are in this model already, and could not be measured; leave out what put "
-            "them there, and have outsize do it: model.kernels of a run, kernels='hub' or kernels='liger' of a call"
+            "them there, and have outsize put Liger's in: model.kernels=liger of a run, kernels='liger' of a call"
         )
 
 
 def take_plain(model: nn.Module) -> None:
-    """Undo `take_liger`, and `take_hub` but for functions."""
+    """Undo `take_liger`."""
     for module in model.modules():
         if isinstance(given_forward(module), Either):
             del module.forward

@@ -37,10 +37,9 @@ class BlockSettings:
 
     @classmethod
     def of(cls, config: Config) -> "BlockSettings":
-        """Return what a configuration says; where it leaves open whether to compile, blocks begin as they are."""
+        """Return what a configuration says."""
         model = config.model
-        compiled: Compile = "blocks" if model.compile == "blocks" else "off"
-        return cls(config.train.mlp_parts, compiled, model.kernels, model.products)
+        return cls(config.train.mlp_parts, model.compile, model.kernels, model.products)
 
     def __post_init__(self) -> None:
         if self.mlp_parts < 1:

@@ -86,8 +86,6 @@ def as_before(
             continue
         _check_objective(config, run, before)
         _tell_of_renaming(config, run, before, announce)
-        if config.model.compile == "auto":
-            config = config.compiling(before.model.compile)
         if products_open(config.optimizer):
             config = config.multiplying(before.optimizer.ns_on)
     named = config.train.microbatches

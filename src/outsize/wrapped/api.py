@@ -20,8 +20,8 @@ from outsize.compat.torch_private import is_compiled_in_place, parameters_of
 from outsize.errors import ConfigError
 from outsize.model.adapters import AdapterSource, put_in
 from outsize.model.build import build_skeleton, initial_values, load_hf_config
-from outsize.model.compiled import take_eager, take_kernels
-from outsize.model.liger import check_plain, take_plain
+from outsize.model.compiled import take_eager
+from outsize.model.liger import check_plain, take_liger, take_plain
 from outsize.model.products import error_of, take_native
 from outsize.model.sizes.model_spec import TensorSpec
 from outsize.model.split import frozen_by, split
@@ -89,7 +89,7 @@ def wrap(
         state: what `outsize.AdamW` keeps its moments in: ``fp32``, ``bf16`` or ``int8``.
         mlp_parts: parts in which MLPs take the tokens of a microbatch, see the section ``train`` of a run.
         compile: ``blocks`` compiles each kind of block at the first call of a form, see the section ``model`` of a run.
-        kernels: ``liger`` or ``hub`` has norms and other operations of blocks computed by theirs, see there.
+        kernels: ``liger`` has norms and other operations of blocks computed by its own, see there.
         products: ``fp8`` and ``fp8-rowwise`` have linear layers of blocks multiply in 8 bits, see there.
         run_dir: directory for the files of a run, for `outsize watch`, `report` and `doctor`. None writes nothing.
         memory: other keys of the section ``memory`` of a run: ``host_memory``, ``disk_memory``, ``activations``, …
@@ -375,7 +375,8 @@ def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
         _log.warning(late)
     devices, blocks = settings.devices, settings.blocks
     try:
-        take_kernels(model, blocks.kernels, devices, _log.info)
+        if blocks.kernels == "liger":
+            _log.info("kernels: %s", take_liger(model, devices))
         change_blocks(split(model), blocks, devices, _log.info, _log.warning)
         say_without_cache(model)
         runner = Runner(model, settings, fill)

@@ -200,7 +200,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     pinned_memory.note_host(static_cast<const char*>(bytes.ptr), bytes.size * bytes.itemsize, writes);
   };
   m.def("note_host", note_host, pybind11::arg("memory"), pybind11::arg("writes"));
-  m.def("pinned_bytes", [] { return pinned_memory.held(); });
   m.def("mem_get_info", [](int device) { return device_memory.getMemoryInfo(DeviceIndex(device)); });
   m.def("memory", [](int device) { return memory(DeviceIndex(device)); });
   m.def("reset_peak", [](int device) { device_memory.resetPeakStats(DeviceIndex(device)); });

@@ -9,7 +9,7 @@ import typer
 
 from outsize.choices import (
     Clip,
-    CompileOrAuto,
+    Compile,
     ComputeDtype,
     Home,
     MastersOrAuto,
@@ -43,7 +43,7 @@ class PlanFlags:
         ),
     ] = None
     kernels: Annotated[
-        Literal["eager", "fused", "liger", "hub"] | None,
+        Literal["eager", "fused", "liger"] | None,
         typer.Option(
             help="What computes: eager blocks (default) or fused kernels, a rate of products each; or model.kernels."
         ),
@@ -53,7 +53,7 @@ class PlanFlags:
         typer.Option(help="What linear layers of blocks multiply in: the compute dtype, or fp8."),
     ] = "native"
     compile: Annotated[
-        CompileOrAuto, typer.Option(help="What the run compiles; priced where a gain is known, else told.")
+        Compile, typer.Option(help="What the run compiles; priced where a gain is known, else told.")
     ] = "off"
     machine: Annotated[
         Path | None,

@@ -225,8 +225,6 @@ def _own_kernels(request: Asked) -> Iterator[tuple[str, str, str]]:
             f"liger, {short}",
             f"liger {long}; what norms and activations keep less is counted",
         )
-    elif model.kernels == "hub":
-        yield "model.kernels", f"hub, {unpriced[0]}", f"hub {unpriced[1]}; what it keeps less a run measures"
     if model.compile != "off":
         gains = (
             "as published",

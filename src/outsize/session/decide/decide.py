@@ -5,8 +5,8 @@ data sheets for rates, which say the same whenever a run starts. Where a codec, 
 Muon multiplies is to be chosen by what links carry, units and lanes are timed, and the planner is asked again
 (`planner.predict.decision_search`).
 
-Where a run leaves open whether its blocks are compiled, it is decided twice, and both are timed. Bits depend on that,
-and on where Muon multiplies, so a run that goes on has what its first start has chosen (`training.run_dir.as_before`).
+Bits depend on where Muon multiplies, so a run that goes on has what its first start has chosen
+(`training.run_dir.as_before`).
 """
 
 from collections.abc import Callable
@@ -16,30 +16,25 @@ from pathlib import Path
 
 from outsize.choices import NewtonSchulz
 from outsize.codecs.transport import Transport
-from outsize.config.config_rules import contradictions
 from outsize.detail import Detail
 from outsize.errors import OutsizeError
-from outsize.model.compiled import take_eager
 from outsize.planner.predict.decision import Decision
-from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, RESIDENT_KEY, worth_it
+from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, RESIDENT_KEY
 from outsize.planner.predict.question import CodingRates
 from outsize.planner.program.stages import Choice
 from outsize.planner.program.table import Kind
 from outsize.planner.search.forward_plan import why_not_resident
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.allocator import resident_bytes
-from outsize.runtime.device.heap import trim
 from outsize.session.decide.lane_rates import codec_rates, crossing_rates
-from outsize.session.decide.rates import Rates, measure_rates, rates_by_turns
+from outsize.session.decide.rates import Rates, measure_rates
 from outsize.session.job.job_options import AUTO, CROSSINGS, open_crossings, products_open
 from outsize.session.job.planning import decision_for, is_linked, question_of
-from outsize.session.job.prepare import Job, compiled, planned, prepare
+from outsize.session.job.prepare import Job, planned, prepare
 from outsize.streamed.spec import RunSpec
 from outsize.units import format_seconds
 
 Announce = Callable[[str], None]
 OFFLOAD = "memory.activations"
-COMPILE = "model.compile"
 NOTHING = {PRODUCTS_KEY: "is host", OFFLOAD: "offloads nothing", RESIDENT_KEY: "is none"}
 
 
@@ -75,8 +70,6 @@ def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
         The run, and rates of its microbatches; None where nothing depended on rates.
     """
     job, rates = _decided(prepared, announce)
-    if prepared.config.model.compile == AUTO:
-        job, rates = _compiled_or_not(job, rates, announce)
     if products_open(job.config.optimizer):
         place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
         job = job.following(job.config.multiplying(place))
@@ -111,48 +104,8 @@ def _round_to_tell(plan: Plan) -> int | None:
     return layout.round_size if tells and layout.num_rounds > 1 else None
 
 
-def _compiled_or_not(eager: Job, rates: Rates | None, announce: Announce) -> tuple[Job, Rates | None]:
-    """Return a decided run with its blocks compiled where that is predicted to shorten its steps, or as they are."""
-    reason = _why_eager(eager)
-    if not reason:
-        try:
-            fused, _ = _decided(compiled(eager, announce), announce)
-            timed = rates_by_turns(eager, fused, eager.run_dir)
-            eager_s, compiled_s = (
-                _step_s(job, each) for job, each in zip((eager, fused), timed, strict=True)
-            )
-        except (OutsizeError, RuntimeError) as error:
-            reason = f": nothing could be compared: {error}"
-        else:
-            shown, other = format_seconds(eager_s), format_seconds(compiled_s)
-            if worth_it(eager_s, compiled_s):
-                announce(f"{COMPILE}: auto is blocks: a step is predicted to take {other} instead of {shown}")
-                return fused, timed[1]
-            rates, reason = timed[0], f": a step is predicted to take {shown}, and compiled {other}"
-        take_eager(eager.split.model)
-        trim()  # what compiling has left was there before the run, as imports were
-        eager = replace(eager, before_bytes=max(eager.before_bytes, resident_bytes()))
-    announce(f"{COMPILE}: auto is off{reason}")
-    return eager.following(eager.config.compiling("off")), rates
-
-
-def _why_eager(prepared: Job) -> str:
-    """Return why blocks stay as they are whatever that takes, to follow "off"; empty where that is open."""
-    if prepared.group.size > 1:
-        return " where several ranks share each step"
-    refused = contradictions(prepared.config.compiling("blocks"))
-    return f": {refused[0]}" if refused else ""
-
-
-def _step_s(prepared: Job, rates: Rates) -> float:
-    """Return the seconds of a step as it is planned."""
-    question = question_of(prepared, rates, partial(_coding_rates, prepared))
-    cost = question.microbatch(prepared.config.microbatches)
-    return Decision(question=question, plan=prepared.plan, microbatch=cost).step_s
-
-
 def _decided(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
-    """Return a run, compiled or not, with the plan that it follows, and the rates of that."""
+    """Return a run with the plan that it follows, and the rates of that."""
     open_keys = [
         f"transport.{name}"
         for name in open_crossings(prepared.config.transport)

@@ -17,7 +17,6 @@ import torch
 from outsize.accelerators import check_here
 from outsize.group.group import Group, Pace
 from outsize.hardware.machine_spec import Machine
-from outsize.model.compiled import as_they_are
 from outsize.model.walk import Boundaries
 from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.simulate.costs import UnitTimes
@@ -35,8 +34,6 @@ from outsize.session.job.prepare import Job
 TIMED_TOKENS = {"cpu": 512, "accelerator": 8192}
 # The same for all processes of a machine, containers or not.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# How often blocks are timed as they are, and compiled: a machine that does something else for a while decides nothing.
-TURNS = 2
 # Exchanged by all ranks together, to know how fast that goes.
 SAMPLE_BYTES = 8 * 2**20
 
@@ -93,31 +90,6 @@ def measure_rates(prepared: Job, run_dir: Path) -> Rates:
                 prepared, home_file(prepared.config.memory, run_dir).parent, times, flops, pace
             )
     return Rates(recorded, times, microbatches=prepared.config.microbatches, cores=cores)
-
-
-def rates_by_turns(eager: Job, compiled: Job, run_dir: Path) -> tuple[Rates, Rates]:
-    """Return the rates of a run with its blocks as they are, and compiled: timed by turns, the faster turn of each.
-
-    Raises:
-        OutsizeError: something could not be measured.
-        RuntimeError: the same, said by torch.
-    """
-
-    def timed(job: Job) -> UnitTimes:
-        with _memory_of_the_run(job), Pace(job.group) as pace:
-            return _times(job, pace)[0]
-
-    def fastest(times: list[UnitTimes]) -> Rates:
-        return replace(rates, times=min(times, key=lambda one: sum((*one.forward_s, *one.backward_s))))
-
-    plain, fused = list[UnitTimes](), list[UnitTimes]()
-    with as_they_are(eager.split.model):
-        rates = measure_rates(eager, run_dir)
-    for _ in range(TURNS):
-        with as_they_are(eager.split.model):
-            plain.append(timed(eager))
-        fused.append(timed(compiled))
-    return fastest(plain), fastest(fused)
 
 
 def of_slowest(group: Group, rates: Rates, net: Exchanged) -> Rates:

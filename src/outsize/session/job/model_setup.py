@@ -21,8 +21,8 @@ from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
 from outsize.model.build import build_image_model, build_skeleton, is_built_alone
-from outsize.model.compiled import compile_blocks, take_kernels
-from outsize.model.liger import save_as_liger
+from outsize.model.compiled import compile_blocks
+from outsize.model.liger import save_as_liger, take_liger
 from outsize.model.products import take_products
 from outsize.model.shared_memory import check_memory
 from outsize.model.sizes.model_spec import num_positions
@@ -51,7 +51,8 @@ def skeleton_of(run: RunSpec, hf_config: Any, announce: Announce) -> nn.Module:
     check_memory(built)
     _add_noise(built, config.train.neftune_noise_alpha)
     take_loss(built, config.train.loss_function)
-    take_kernels(built, run.blocks.kernels, run.devices, announce)
+    if run.blocks.kernels == "liger":
+        announce(f"kernels: {take_liger(built, run.devices)}")
     return built
 
 

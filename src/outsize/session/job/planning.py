@@ -259,7 +259,7 @@ def _check(activations: str, measured: Measured) -> None:
                 f"memory.activations={activations}: units of this model leave nothing for their backward that could be "
                 "kept; set it to auto"
             )
-        advice = "set model.attention=sdpa, and model.compile=off, or it to auto"
+        advice = "set model.attention=sdpa, and model.compile=off"
         raise ConfigError(
             f"memory.activations={activations}: no unit of this model has {extent} in an operation of its own; {advice}"
         )

@@ -20,7 +20,7 @@ from outsize.detail import Detail
 from outsize.errors import ConfigError, ModelError
 from outsize.model.adapters import Adapters
 from outsize.model.build import load_hf_config
-from outsize.model.compiled import as_they_are, compile_blocks
+from outsize.model.compiled import as_they_are
 from outsize.model.products import error_of
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split, UnitChoice
@@ -193,19 +193,6 @@ def planned(demand: RunDemand, plan: Plan) -> Job:
     return replace(job, before_bytes=max(job.before_bytes, resident_bytes()))
 
 
-def compiled(job: Job, announce: Announce) -> Job:
-    """Return a run with its blocks compiled, which they are from now on; measured and planned anew as it is cut.
-
-    Raises:
-        ConfigError: settings that do not go with compiled blocks.
-        InfeasiblePlanError: compiled blocks do not fit.
-    """
-    compile_blocks(job.split, announce, job.machine.devices.own_processor)
-    job = job.following(job.config.compiling("blocks"))
-    job = replace(job, trials=_trials(job.run, job.hf_config, job.split, lambda _: None))
-    return planned(job, decision_for(job).plan)
-
-
 def _unpacked(demand: RunDemand, announce: Announce) -> RunSpec | None:
     """Return the run with a sequence for each document where the model does not keep them apart; None where it does.
 
@@ -308,7 +295,7 @@ def _trials(
 def _known_rows(run: RunSpec, hf_config: Any, parts: Split, adapters_from: Path | None) -> KnownRows:
     """Return what trials have noted of a model before; nothing of one whose code or adapters are the user's own."""
     config = run.config
-    named = config.model.trust_remote_code or config.train.loss_function or config.model.kernels == "hub"
+    named = config.model.trust_remote_code or config.train.loss_function
     begun = adapters_from or config.lora.begins_with or config.model.compile == "blocks"
     if named or begun or has_unversioned_code(parts.model):
         return KnownRows()
