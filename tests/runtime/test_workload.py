@@ -13,7 +13,7 @@ from outsize.accelerators import CPU, Devices
 from outsize.config import parse_config
 from outsize.model.adapters import put_in
 from outsize.model.build import build_skeleton
-from outsize.model.compiled import take_kernels
+from outsize.model.liger import take_liger
 from outsize.model.tiled import take_in_parts
 from outsize.model.walk import Boundaries
 from outsize.runtime.trial.measured import KnownRows
@@ -75,7 +75,8 @@ def measure(config, dtype, mlp_parts=1, lora=None, kernels="none"):
         }
     )
     model = build_skeleton(config, dtype, frozen=lora is not None)
-    take_kernels(model, kernels, CPU, lambda _: None)
+    if kernels == "liger":
+        take_liger(model, CPU)
     adapters = None if lora is None else put_in(model, lora_of(run, model), 0)
     parts = split_model(model, dtype, run, adapters)
     take_in_parts(parts, mlp_parts)
