@@ -281,17 +281,6 @@ def test_each_optimizer_has_defaults_of_its_own_and_reads_back_as_written(tmp_pa
         assert load(path=tmp_path / "run.yaml") == config
 
 
-def test_settings_of_former_versions_are_arguments_of_a_class():
-    sgd = load(
-        "optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.dampening=0.1", "optimizer.nesterov=true"
-    )
-    assert sgd.optimizer.args == {"momentum": 0.0, "dampening": 0.1, "nesterov": True}
-    adafactor = load(
-        "optimizer.name=adafactor", "optimizer.eps2=0.1", "optimizer.d=2.0", "optimizer.beta2_decay=-0.5"
-    )
-    assert adafactor.optimizer.args == {"eps": [None, 0.1], "d": 2.0, "beta2_decay": -0.5}
-
-
 # --- combinations -------------------------------------------------------------------------------------------
 
 
@@ -514,21 +503,3 @@ def test_a_regular_expression_with_a_comma_stays_one():
         environ={},
     )
     assert config.lora.target_modules == pattern
-
-
-@pytest.mark.parametrize(
-    ("key", "former", "value", "said"),
-    [
-        ("mode", "stream", "ddp", "plain data parallel is no more: ranks stream"),
-        ("ddp_compress", "none", "fp16", "as parallel.gradients says"),
-        ("ddp_powersgd_rank", 4, 8, "parallel.gradients=int4-stochastic"),
-        ("ddp_bucket_mib", 25.0, 1.0, "unit by unit"),
-    ],
-)
-def test_keys_of_plain_data_parallel_are_read_where_they_changed_nothing_and_else_refused(
-    key, former, value, said
-):
-    tree = {"model": {"path": "m"}, "data": {"path": "d"}}
-    assert parse_config({**tree, "parallel": {key: former}}) == parse_config(tree)
-    with pytest.raises(ConfigError, match=f"parallel.{key}: no such key: .*{said}"):
-        parse_config({**tree, "parallel": {key: value}})

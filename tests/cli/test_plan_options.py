@@ -1,20 +1,17 @@
 """LoRA, nodes, hub ids and the largest model: what `outsize plan` takes, and what it says of mistakes."""
 
 import json
-from xml.etree import ElementTree
 
 import pytest
 
 from cli.command_line import LLAMA
 from cli.test_plan import answer, run
-from outsize.cli.plan import plan_compare, plan_model
+from outsize.cli.plan import plan_model
 from outsize.cli.plan.plan_compare import last_that_fits
 from outsize.cli.plan.plan_model import read_config
-from outsize.cli.plan.plan_options import PlanFlags
 from outsize.cli.plan.plan_question import in_options
 from outsize.config import load_config
 from outsize.errors import ModelError
-from outsize.hardware.cards import parse_gpus
 
 
 @pytest.mark.parametrize("gpus", ["4090", "2x4090"])
@@ -253,31 +250,6 @@ def test_a_machine_that_is_none_is_named_with_what_to_write(model_dir, capsys, o
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("over", ["tokens-per-step", "seq-len", "gpus", "ram"])
-def test_a_sweep_is_a_table_with_bars_and_a_picture(model_dir, tmp_path, capsys, over):
-    length = () if over == "seq-len" else ("--seq-len", 128)
-    options = (model_dir, "--gpus", "4090", *length, "--sweep", over)
-    picture = tmp_path / "sweep.svg"
-    found = answer(capsys, *options, "--picture", picture)
-    assert (found["kind"], found["over"]) == ("sweep", over)
-    assert any(point["tokens_per_s"] for point in found["points"])
-    if over == "ram":
-        assert run(*options) == 0
-        assert "█" in capsys.readouterr().out
-    drawn = ElementTree.fromstring(picture.read_text())
-    bars = [element for element in drawn if element.tag.endswith("rect")]
-    assert len(bars) == sum(point["tokens_per_s"] is not None for point in found["points"])
-
-
-def test_what_cannot_be_swept_is_said(model_dir, tmp_path, capsys):
-    machine = tmp_path / "machine.json"
-    machine.write_text(parse_gpus("4090").to_json())
-    assert run(model_dir, "--machine", machine, "--sweep", "gpus") != 0
-    assert "name them with --gpus" in capsys.readouterr().err
-    assert run(model_dir, "--gpus", "4090", "--picture", tmp_path / "x.svg") != 0
-    assert "--picture is of a --sweep" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("sequences", "said"), [(2, True), (8, False)])
 def test_a_round_of_fewer_microbatches_than_gpus_is_said(model_dir, capsys, sequences, said):
     options = ("--gpus", "4x4090", "--seq-len", 128, "--tokens-per-step", 128 * sequences)
@@ -312,18 +284,6 @@ def test_a_frozen_model_in_four_bits_takes_less_and_full_training_freezes_none(m
     assert four < 0.8 * plain  # embedding and head stay as they are
     assert run(*options) == 2
     assert "add --method lora" in capsys.readouterr().err
-
-
-def test_what_a_sweep_varies_comes_before_what_a_machine_in_words_says(model_dir, tmp_path, monkeypatch):
-    (box := tmp_path / "box.yaml").write_text("gpus: 4090\nram: 1024GiB")
-    asked = []
-    monkeypatch.setattr(plan_compare, "_point", lambda value, request: asked.append(request) or value)
-    options = PlanFlags(
-        model=str(model_dir), machine=box, seq_len=128, named=frozenset(("machine", "seq_len"))
-    )
-    plan_compare.sweep(options, "ram")
-    memory = [request.question.machine.host.memory_bytes for request in asked]
-    assert memory == [gib * 2**30 for gib in plan_compare.RAM_GIB]
 
 
 def test_the_plan_of_a_run_reads_its_data_as_the_run_does_and_says_what_that_chooses(

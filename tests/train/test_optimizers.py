@@ -1,12 +1,10 @@
 """Runs by classes of torch: streamed equals resident, resumed equals whole, and none goes on with another's state."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outsize.checkpoint.checkpoint_state import render_state
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.session.job.optimizer_layout import layout_for
 from outsize.session.job.prepare import prepare
@@ -173,21 +171,6 @@ def test_no_optimizer_goes_on_with_the_state_of_another(
     second = make_run(tmp_path, optimizer=given, memory=memory)
     with pytest.raises(ConfigError, match=f"belongs to a run with {words}"):
         train(in_dir(second, tmp_path / "run", resume="auto"))
-
-
-@pytest.mark.parametrize("name", ["sgd", "lion", "adafactor"])
-def test_state_of_a_kernel_that_is_gone_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    config = make_run(tmp_path, optimizer=SGD)
-    train(in_dir(config, tmp_path / "run", steps=1))
-    (path,) = (tmp_path / "run").rglob("trainer_state.json")
-    state = {
-        key: value for key, value in json.loads(path.read_text()).items() if key not in ("crc32", "kept")
-    }
-    path.write_text(render_state({**state, "optimizer": name}))
-    with pytest.raises(
-        ConfigError, match=f"state of outsize's own {name} of a former version, which is gone"
-    ):
-        train(in_dir(config, tmp_path / "run", resume="auto"))
 
 
 def test_what_a_class_does_not_take_is_said_before_a_run_begins(tmp_path: Path) -> None:

@@ -146,16 +146,6 @@ _NOT_HERE |= dict.fromkeys(
     "whole words are not masked as one, since kept tokens do not say where words begin; wrap the model (outsize.wrap) "
     "under transformers' Trainer, whose DataCollatorForLanguageModeling(whole_word_mask=True) masks them",
 )
-_RANKS = "ranks stream, and share the optimizer's state; parallel.gradients says how they write gradients"
-_NOT_HERE |= {
-    "parallel.mode": f"plain data parallel is no more: {_RANKS} (docs/nodes.md)",
-    "ddp_compress": "gradients between ranks are written as parallel.gradients says: bf16, int8, int4-stochastic, ...",
-    "ddp_powersgd_rank": "PowerSGD is no more; parallel.gradients=int4-stochastic sends least",
-}
-_NOT_HERE |= dict.fromkeys(
-    ("ddp_bucket_mib", "ddp_static_graph", "ddp_find_unused"),
-    "gradients go to other ranks unit by unit, and what a step leaves out sends zeros; leave it out",
-)
 _FLAGS = {
     "model.path": "pass --model DIR or ",
     "data.path": "pass --data PATH or ",

@@ -64,13 +64,6 @@ OWN: Mapping[str, OwnOptimizer] = MappingProxyType(
 )
 # What classes of torch have by default here where it is not what `OptimizerConfig` says.
 _OF_TORCH: Mapping[str, Mapping[str, Any]] = {"sgd": {"args": {"momentum": 0.9}}, "adafactor": {"lr": 1e-2}}
-# How configurations of former versions say settings of these.
-_FORMER: Mapping[str, tuple[str, ...]] = {
-    "sgd": ("momentum", "dampening", "nesterov"),
-    "adafactor": ("beta2_decay", "eps1", "eps2", "d"),
-}
-# What no longer steps in code of ours, and whose state of a former run is another's.
-FORMER_NAMES = ("sgd", "lion", "adafactor")
 
 
 def named(name: str) -> OwnOptimizer | None:
@@ -85,25 +78,17 @@ def users_of_keys() -> dict[str, tuple[str, ...]]:
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a user says of an optimizer with what the one that it names has by default.
-
-    Settings that former versions had as keys of the section are taken to ``args``.
-    """
+    """Return what a user says of an optimizer with what the one that it names has by default."""
     name = given.get("name", ADAMW)
     if not isinstance(name, str):
         return dict(given)
     if (row := named(name)) is not None:
         return {**row.defaults, **given}
     short = name.removeprefix("torch.optim.").lower()
-    keys = () if "args" in given else _FORMER.get(short, ())
-    renamed = {key: given[key] for key in keys if key in given}
-    rest = {key: value for key, value in given.items() if key not in renamed}
-    if {"eps1", "eps2"} & renamed.keys():
-        renamed["eps"] = [renamed.pop("eps1", None), renamed.pop("eps2", 1e-3)]
-    settings = {"weight_decay": 0.0, **_OF_TORCH.get(short, {}), **rest}
+    settings = {"weight_decay": 0.0, **_OF_TORCH.get(short, {}), **given}
     arguments = given.get("args", {})
     if isinstance(arguments, Mapping):
-        settings["args"] = {**_OF_TORCH.get(short, {}).get("args", {}), **renamed, **arguments}
+        settings["args"] = {**_OF_TORCH.get(short, {}).get("args", {}), **arguments}
     return settings
 
 

@@ -12,7 +12,7 @@ from outsize.config.data_section import packing_of
 from outsize.config.model_section import OptimizerConfig
 from outsize.config.section import Mark, marked
 from outsize.errors import CheckpointError, ConfigError
-from outsize.optim.optimizer_names import ADAMW, FORMER_NAMES, named
+from outsize.optim.optimizer_names import ADAMW, named
 from outsize.optim.torch_trial import torch_class
 from outsize.runtime.ops.context import StepContext
 from outsize.session.steps import LossScale, changed_files
@@ -132,12 +132,6 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ("data.group_by_length", data.get("group_by_length", False), config.data.group_by_length),
         ("train.tokens_per_step", data["tokens_per_step"], config.tokens_per_step),
     )
-    if state.get("optimizer") in FORMER_NAMES:
-        raise ConfigError(
-            f"{where} holds the state of outsize's own {state['optimizer']} of a former version, which is gone: end "
-            "that run with the version that began it, or start a run from its weights: model.path with a checkpoint of "
-            "the run, and another train.run_dir"
-        )
     for key, recorded, given in settings:
         if recorded != given:
             raise ConfigError(

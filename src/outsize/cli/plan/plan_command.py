@@ -30,9 +30,6 @@ def plan(options: PlanFlags, output: Output) -> None:
     from outsize.cli.plan.plan_question import ask_what_fits
 
     options = with_run(options)
-    if options.sweep is not None or options.picture is not None:
-        _swept(options, output)
-        return
     if options.generate:
         _generated(options, output)
         return
@@ -104,26 +101,6 @@ def _generated(options: PlanFlags, output: Output) -> None:
     result = generation(request.question, texts)
     output.emit({"kind": "generation", "model": request.name, **asdict(result)})
     output.print_result(render(request, result))
-
-
-def _swept(options: PlanFlags, output: Output) -> None:
-    """Answer the question over a range.
-
-    Raises:
-        ConfigError: no range, or one in which nothing can be asked about.
-    """
-    from outsize.cli.plan.plan_compare import render_sweep, sweep, sweep_to_dict, to_svg
-    from outsize.errors import ConfigError
-
-    kind = options.sweep
-    if kind is None:
-        raise ConfigError("--picture is of a --sweep; say over what, for example --sweep gpus")
-    with _uncollected():
-        points = sweep(options, kind)
-    if options.picture is not None:
-        _write({options.picture: to_svg(options.model, kind, points)})
-    output.emit(sweep_to_dict(kind, points))
-    output.print_result(render_sweep(kind, points))
 
 
 @contextlib.contextmanager

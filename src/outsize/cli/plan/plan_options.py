@@ -20,8 +20,6 @@ from outsize.choices import (
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients
 from outsize.errors import ConfigError
 
-Sweep = Literal["tokens-per-step", "seq-len", "gpus", "ram"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
@@ -197,13 +195,6 @@ class PlanFlags:
         bool,
         typer.Option("--full", help="Also show memory by class, waits, and every figure with its source."),
     ] = False
-    sweep: Annotated[
-        Sweep | None,
-        typer.Option(help="Ask over a range instead, and answer with a table and bars."),
-    ] = None
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what --sweep finds as a picture, SVG.")
-    ] = None
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True
     data: Annotated[
         str, typer.Option(help="Data to train on: counted, where it is there, for the time of --epochs.")
