@@ -21,7 +21,7 @@ from outsize.probing.run_probe import probe
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 tempfile.tempdir = "/proc"  # nobody may write there, not even root
 effort = replace(
-    QUICK, sample_s=0.0, disk_s=0.0, copy_s=0.0, num_samples_min=1, num_copy_rounds=1, feed_passes=1,
+    QUICK, sample_s=0.0, disk_s=0.0, copy_s=0.0, num_samples_min=1, num_copy_rounds=1,
     matmul_s=0.0, overlap_s=0.0, limit_s=1e9,
 )
 def most():
@@ -58,7 +58,6 @@ def test_it_is_answered_and_what_could_not_be_measured_is_said(tmp_path):
     assert cpu["matmul_flops_per_s"]["fp32"]["median"] > 0
     assert cpu["links"][0]["fit"] is not None
     assert "cannot create" in found["disks"][0]["depths"][0]["read_bytes_per_s"]["source"]
-    assert cpu["feed"]["compute_s"]["median"] is None
     assert found["data"]["loader_tokens_per_s"]["1"]["median"] is None
     assert found["data"]["tokenizer_tokens_per_s"]["1"]["median"] > 0
     assert found["inventory"]["cpu"]["model"]["status"] == "not measured"
