@@ -1,4 +1,4 @@
-/* The lossless window encoding of 16-bit floats, byte for byte as codecs/window.py writes it.
+/* The lossless window encoding of 16-bit floats, byte for byte as codecs/window_numpy.py writes it.
  *
  * codecs/window_layout.py draws the form, and hands over the layout of the words and the places of the parts, so that
  * its arithmetic exists once. What is here is the walk: a block's rows while they lie in the first-level cache.
