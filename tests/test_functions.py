@@ -111,8 +111,8 @@ def test_what_is_given_comes_before_what_a_file_says(tmp_path, model_json):
 
 
 def test_what_only_prints_is_refused(model_json):
-    with pytest.raises(outsize.ConfigError, match="compare, sweep: what outsize plan prints"):
-        outsize.predict(model_json, gpus="4090", sweep="ram", compare=True)
+    with pytest.raises(outsize.ConfigError, match="compare, full: what outsize plan prints"):
+        outsize.predict(model_json, gpus="4090", full=True, compare=True)
 
 
 @pytest.mark.parametrize(
