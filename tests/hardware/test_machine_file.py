@@ -42,8 +42,8 @@ def changed(found, **changes):
 
 
 def test_another_schema_is_refused_with_what_to_do(found):
-    with pytest.raises(ConfigError, match="schema version 2, not 1; run `outsize probe` again"):
-        parse(changed(found, schema_version=2))
+    with pytest.raises(ConfigError, match="schema version 3, not 2; run `outsize probe` again"):
+        parse(changed(found, schema_version=3))
 
 
 def test_a_file_that_is_none_is_refused(found, tmp_path):
