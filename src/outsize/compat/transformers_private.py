@@ -156,7 +156,9 @@ def _is_given_places(model: Any) -> bool:
         inputs = model.prepare_inputs_for_generation(
             ids, attention_mask=ids, position_ids=ids, use_cache=False
         )
-    except Exception:  # each model writes it anew: then it is taken to count places by itself, the careful way
+    except (
+        Exception
+    ):  # each model writes it anew: then it is taken to count places by itself, the careful way
         return False
     return inputs.get("attention_mask") is not None and inputs.get("position_ids") is not None
 
