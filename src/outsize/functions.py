@@ -105,7 +105,7 @@ def export(
     trust_remote_code: bool = False,
     base: str | None = None,
 ) -> Path:
-    """Write the newest checkpoint of a run as a plain Hugging Face model, or as adapters of one; return its directory.
+    """Write the best checkpoint of a run, else the newest, in Hugging Face's form or PEFT's; return its directory.
 
     Args:
         run_dir: directory of the run.

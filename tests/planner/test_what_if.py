@@ -25,7 +25,7 @@ TIGHT = Budgets(device=20 * GIB, host=6 * GIB, disk=1000 * GIB)
 def test_changes_change_what_they_name():
     question = ask("2x4090")
     assert parse_change("vram=+8GB")(question).budgets.device == 20 * GIB + 8 * 10**9
-    assert parse_change("ram=+1GiB")(question).budgets.host == 101 * GIB
+    assert parse_change("ram=+1GiB")(question).budgets.host == 100 * GIB + int(0.8 * GIB)
     assert len(parse_change("gpus=+3")(question).machine.links) == 5
     faster = parse_change("link=x2")(question).machine.links[1].up_bytes_per_s
     assert faster.value == 2 * question.machine.links[1].up_bytes_per_s.value

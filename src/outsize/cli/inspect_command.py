@@ -185,7 +185,7 @@ def export(
             output.say("note: --trust-remote-code has no effect without --merge: no code of the model runs")
         if gguf is not None:
             exporter.check_gguf(run_dir, gguf, merge=merge, base=base)
-        target = out_dir or run_dir / "export"
+        source, target = exporter.exported(run_dir), out_dir or run_dir / "export"
         hub = None if push is None else exporter.Hub(push, public=public)
         written = exporter.export(
             run_dir,
@@ -204,4 +204,5 @@ def export(
         output.emit(
             {"run_dir": str(run_dir), "model_dir": str(written), "gguf": gguf and str(gguf), "url": url}
         )
-        output.print_result(f"wrote {written}" if url is None else f"wrote {written}\nsent to {url}")
+        wrote = f"wrote {written}, of {source.name}"
+        output.print_result(wrote if url is None else f"{wrote}\nsent to {url}")

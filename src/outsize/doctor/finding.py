@@ -173,6 +173,12 @@ def fewer_threads(facts: Facts) -> str | None:
     return f"OMP_NUM_THREADS={max(1, int(granted))}, so that threads do not use the quota up and stand still together"
 
 
+def smaller_pools(facts: Facts) -> str | None:
+    """Fewer threads, where there are several: each of a library's has memory of its own."""
+    threads = None if facts.recorded is None else facts.recorded.about.get("num_threads")
+    return None if threads == 1 else "fewer threads (OMP_NUM_THREADS), each of which has memory of its own"
+
+
 def native_kernels(facts: Facts) -> str:
     """The kernels switched on again, or built."""
     if "OUTSIZE_NATIVE" in facts.inventory.environment.native.source:

@@ -349,7 +349,10 @@ RULES: Final[tuple[Rule, ...]] = (
             "freed memory that the allocator keeps in pieces",
             "more threads, or other kernels, than was planned for",
         ),
-        fix="OMP_NUM_THREADS smaller; if it grows without end, a report with this directory's heartbeat",
+        fix=(
+            finding.smaller_pools,
+            "memory (rss_bytes) that grows without end is a fault of outsize: report it with heartbeat.jsonl",
+        ),
         verify="rss_bytes in heartbeat.jsonl",
     ),
 )

@@ -211,7 +211,7 @@ def compute_bound(facts: Facts) -> Seen | None:
         return None
     return Seen(
         severity="good",
-        evidence=f"compute works {facts.run.compute_share:.0%} of a step and waits {waited:.1%}",
+        evidence=f"compute works {min(facts.run.compute_share, 1 - waited):.0%} of a step and waits {waited:.1%}",
         expected=f"waits below {WORTH:.0%}",
         gain_share=waited,
     )

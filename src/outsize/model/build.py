@@ -232,7 +232,9 @@ def _require_config(path: Path) -> Any:
                 f"as model.path, with train.method=lora and lora.from={path.parent}; outsize generate and outsize.load "
                 "take them as they are"
             )
-        raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
+        run = "is a run: name one of its checkpoints" if (path.parent / "checkpoints").is_dir() else ""
+        why = run or f"has no {path.name}; a Hugging Face model directory has one"
+        raise CheckpointError(f"{path.parent} {why}")
     fields = files.read_json(path, CheckpointError, "download it again")
     check_sizes(fields, path)
     return fields

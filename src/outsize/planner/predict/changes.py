@@ -9,7 +9,7 @@ from typing import cast, get_args
 from outsize.choices import Masters, Moments
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError
-from outsize.hardware.machine_spec import Figure, Machine
+from outsize.hardware.machine_spec import HOST_SHARE, Figure, Machine
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.question import Question
@@ -132,7 +132,8 @@ def _vram(question: Question, num_bytes: float) -> Question:
 def _ram(question: Question, num_bytes: float) -> Question:
     host = replace(question.machine.host, memory_bytes=question.machine.host.memory_bytes + int(num_bytes))
     old = question.budgets.host
-    budgets = replace(question.budgets, host=None if old is None else old + int(num_bytes))
+    more = int(HOST_SHARE * num_bytes)  # of what is bought, as of what is there
+    budgets = replace(question.budgets, host=None if old is None else old + more)
     return replace(question, machine=replace(question.machine, host=host), budgets=budgets)
 
 

@@ -1,9 +1,11 @@
 """Predict what a change of the machine or of a setting gains: the step with it beside the step without."""
 
+import math
 from dataclasses import dataclass, replace
 
 from outsize.codecs.codec_spec import LOSSLESS4
 from outsize.errors import ConfigError, InfeasiblePlanError
+from outsize.hardware.machine_spec import HOST_SHARE
 from outsize.planner.predict.changes import parse_change
 from outsize.planner.predict.decision_search import clocked_s, planned_at
 from outsize.planner.predict.prediction import (
@@ -169,7 +171,7 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     """
     on_disk = base.home == "disk"
     missing = missing_host_bytes(question, base.microbatches) if on_disk else 0
-    ram = f"ram=+{-(-missing // 2**30)}GiB" if missing else "ram=+64GB"
+    ram = f"ram=+{math.ceil(missing / HOST_SHARE / 2**30)}GiB" if missing else "ram=+64GB"
     disk = ("disk=x2",) if on_disk else ()
     nodes = ("net=x2", "nodes=+1") if question.nodes > 1 else ()
     options = question.options

@@ -240,7 +240,7 @@ def _smaller_state(
     otherwise: str,
 ) -> str:
     """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
-    least = otherwise
+    least, fewest = otherwise, shortage(replace(options, state=state)).get("host", 0)
     for keys, other in smaller_states(options, state):
         lacking = shortage(other)
         if not lacking:
@@ -249,7 +249,8 @@ def _smaller_state(
             continue
         if not shortage(replace(other, microbatches=1, round_microbatches=None)):
             return f"{keys} with {_FEWER_TOKENS}"  # of one round, since no sums wait at home
-        least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
+        if lacking.get("host", 0) < fewest:
+            least = f"{otherwise}; with {keys} {format_bytes(lacking.get('host', 0))} are lacking still"
     return least
 
 
