@@ -68,6 +68,23 @@ def test_a_machine_with_a_switch_and_a_program_of_ones_own_are_predicted(tmp_pat
         one.simulate("\n".join(line for line in one.program.splitlines() if not line.startswith("FREE")))
 
 
+def test_a_program_of_ones_own_has_the_memory_of_the_plan(model_json):
+    """Inputs that leave the device in the plan have no room on it."""
+    plan = outsize.predict(
+        model_json,
+        gpus="4090",
+        tokens_per_step=65536,
+        home="host",
+        device_memory="1536MiB",
+        activations="recompute",
+    )
+    moves = ("SAVE", "FETCH")
+    kept = [line for line in plan.program.splitlines() if not line.startswith(moves)]
+    assert len(kept) < len(plan.program.splitlines())
+    with pytest.raises(outsize.ProgramError, match="device holds .*, its budget is"):
+        plan.simulate("\n".join(kept))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

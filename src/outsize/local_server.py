@@ -56,18 +56,25 @@ def refusal(
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes | JSONResponse:
-    """Return the body of a request, or why it is refused: too long, or too slow."""
-    content = bytearray()
+    """Return the body of a request, or why it is refused: too long, too slow, or compressed.
+
+    One that is too long is read to its end all the same, so that a client that only then listens gets the answer.
+    """
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        return refusal(415, f"Content-Encoding {coding} is not supported; send the request as it is")
+    content, num_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(REQUEST_S):
             async for piece in request.stream():
-                content += piece
-                if len(content) > most_bytes:
-                    message = f"the request is longer than {most_bytes} bytes; send less"
-                    return refusal(413, message, {"Connection": "close"})
+                num_bytes += len(piece)
+                if num_bytes <= most_bytes:
+                    content += piece
     except TimeoutError:
         message = f"the request was not whole after {REQUEST_S:g} s; send it faster"
         return refusal(408, message, {"Connection": "close"})
+    if num_bytes > most_bytes:
+        message = f"the request is longer than {most_bytes} bytes; send less"
+        return refusal(413, message, {"Connection": "close"})
     return bytes(content)
 
 

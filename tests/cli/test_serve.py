@@ -181,6 +181,9 @@ def test_a_prompt_is_gone_on_from_as_generate_does(served: tuple[str, Completion
         (PLAIN, {"prompt": "x", "top_p": -1}, 400, "top_p is -1"),
         (PLAIN, {"prompt": "x", "n": True}, 400, "n is True"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice is 'required'"),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, "set logprobs to true"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format: not"),
+        (PLAIN, {"prompt": "x", "presence_penalty": False}, 400, "presence_penalty: not supported"),
         (PLAIN, {"prompt": []}, 400, "prompt is []"),
         (PLAIN, {"prompt": [1, 2]}, 400, "prompt.0 is 1"),
         (CHAT, {"messages": [{"role": "oracle", "content": "x"}]}, 400, "unknown role 'oracle'"),
@@ -218,10 +221,18 @@ def test_a_setting_that_is_not_done_is_refused_before_the_server_listens(
 UNASKED: tuple[dict[str, Any], ...] = (
     {"n": 1, "stop": None, "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "logit_bias": {}},
     {"user": "me", "service_tier": "auto", "metadata": {}, "store": False, "frequency_penalty": 0},
+    {
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "best_of": 1,
+        "echo": False,
+    },
+    {"ignore_eos": False, "continue_final_message": False, "add_generation_prompt": True},
     {"top_k": -1},
     {"top_p": 0},
     {"prompt": ["once"]},
-    {"stream_options": {"include_usage": False}},
+    {"stream_options": {"include_usage": False, "include_obfuscation": False}},
 )
 
 
@@ -365,8 +376,27 @@ def test_slow_clients_are_hung_up_on(served: tuple[str, Completions], monkeypatc
 
 
 def test_a_body_is_bounded(served: tuple[str, Completions], monkeypatch: pytest.MonkeyPatch):
+    """One that is far too long is answered when its client, which writes all of it first, listens."""
     monkeypatch.setattr("outsize.cli.openai_server.MOST_BYTES", 1000)
-    assert ask(served[0], PLAIN, {"prompt": "x" * 1000})[0] == 413
+    for length in (1000, 4 * 2**20):
+        assert ask(served[0], PLAIN, {"prompt": "x" * length})[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, 415),
+    ],
+    ids=["capitals", "plain", "gzip"],
+)
+def test_a_body_is_json_as_it_is(served: tuple[str, Completions], headers: dict[str, str], status: int):
+    connection = http.client.HTTPConnection(served[0], timeout=PATIENCE_S)
+    connection.request("POST", PLAIN, json.dumps({"prompt": "once", "max_tokens": 2}), headers)
+    answer = connection.getresponse()
+    assert (answer.status, "error" in json.loads(answer.read())) == (status, status != 200)
+    connection.close()
 
 
 def test_a_text_ends_before_a_string_wherever_tokens_divide_it(served: tuple[str, Completions]):

@@ -43,6 +43,9 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
+    "ignore_eos": (None, False),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
 }
 _MOST_LIKELIEST = 20
 
@@ -61,6 +64,7 @@ _Stop = Annotated[
 class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against who watches the length of events
 
 
 class TextRequest(BaseModel):
@@ -213,6 +217,8 @@ def read_request(body: bytes, kind: type[Request]) -> Request:
     refused = [name for name, value in more.items() if not _asks_nothing(name, value)]
     if refused:
         raise DataError(f"{', '.join(refused)}: not supported; leave it out")
+    if isinstance(request, ChatRequest) and request.top_logprobs is not None and not request.logprobs:
+        raise DataError("top_logprobs are those of logprobs: set logprobs to true, or leave it out")
     return request
 
 
@@ -233,7 +239,10 @@ def _first_problem(error: ValidationError) -> str:
 
 def _asks_nothing(name: str, value: Any) -> bool:
     """Return whether a field that is not done has a value that asks for nothing; `True` is not 1 there."""
-    return any(type(value) is type(one) and value == one for one in _REFUSED.get(name, (None,)))
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool)
+        for one in _REFUSED.get(name, (None,))
+    )
 
 
 def _call(part: ReplyPart) -> dict[str, Any]:

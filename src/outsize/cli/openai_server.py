@@ -196,7 +196,7 @@ def make_app(completions: Completions) -> Starlette:
 
     async def complete(request: Request) -> Response:
         # A page from elsewhere may post forms and plain text to this machine, and nothing else unasked.
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return refusal(415, "Content-Type has to be application/json")
         body = await read_body(request, MOST_BYTES)
         if isinstance(body, Response):
@@ -221,7 +221,8 @@ def make_app(completions: Completions) -> Starlette:
 async def _no_such_place(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
-    return refusal(error.status_code, f"there is nothing at {where}; there are {CHAT}, {PLAIN} and {MODELS}")
+    there = f"there is nothing at {where}; there are {CHAT}, {PLAIN} and {MODELS}"
+    return refusal(error.status_code, there, error.headers)
 
 
 async def _answer(completions: Completions, text_request: TextRequest, request: Request) -> Response:

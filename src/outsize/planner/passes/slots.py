@@ -240,6 +240,34 @@ class MemoryLimits:
     budget_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
+def limits_of(
+    program: Program,
+    layout: StepLayout,
+    memory: Mapping[str, Mapping[str, int]],
+    below: str,
+    boundary_bytes: tuple[int, ...],
+    kept_bytes: KeptBytes,
+) -> MemoryLimits:
+    """Return the memory of a plan, whose ``program`` this is, as limits of other programs: of all workers together.
+
+    Other programs may hold what the plan has set aside for activations, and at least as much as its own does.
+    """
+    meter = ActivationMeter(layout, boundary_bytes, kept_bytes)
+    peaks = [max(held) for held in zip(*map(meter.add, program), strict=True)]
+    static, budgets = {}, {}
+    for tier, count, peak in (("device", layout.num_workers, peaks[0]), (below, 1, peaks[1])):
+        room = count * sum(size for name, size in memory[tier].items() if "activations" in name)
+        static[tier] = count * sum(memory[tier].values()) - room
+        budgets[tier] = static[tier] + max(peak, room)
+    return MemoryLimits(
+        boundary_bytes=boundary_bytes,
+        below=below,
+        kept_bytes=kept_bytes,
+        static_bytes=static,
+        budget_bytes=budgets,
+    )
+
+
 def validate(program: Program, layout: StepLayout, limits: MemoryLimits | None = None) -> None:
     """Check ``program`` against `planner.program.program_rules`, and against ``limits`` where they are given.
 

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.passes.slots import validate
+from outsize.planner.passes.slots import limits_of, validate
 from outsize.planner.passes.step_parts import steps_from
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
 from outsize.planner.program.program import Kind, Lane, Program, parse
@@ -37,9 +37,8 @@ from outsize.planner.simulate.simulator import (
 
 # Tiles that the largest unit is simulated in: enough that reads, steps and writes overlap as they would.
 SIMULATED_TILES = 8
-# Rounds of a step that are simulated: the first ones, until rounds are alike, since the step before ends meanwhile, of
-# one worker and of stages (with 2 a step of four GPUs was 0.1 % off, with 4 none of ten was by over 0.03 %); those that
-# stand for what is left out; and the last two.
+# Rounds of a step that are simulated: the first ones, until rounds are alike, of one worker and of stages (with 2 a
+# step of four GPUs was 0.1 % off, with 4 none of ten by over 0.03 %); those that stand for others; the last two.
 FIRST_ROUNDS, FIRST_STAGED, LAST_ROUNDS = 2, 4, 2
 # Steps that are simulated: the first starts from rest, the later ones tell the time of a step among others.
 NUM_STEPS = 4
@@ -222,11 +221,13 @@ class PlannedStep:
         """Return steps that each walk a program of one's own, where ops take ``costs``, those of coarse tiles.
 
         Raises:
-            ProgramError: it breaks a rule; shows where.
+            ProgramError: it breaks a rule, or holds more activations than the plan has room for; shows where.
         """
         layout, _ = self._simulated()
         program = parse(text)
-        validate(program, layout)
+        plan, own = self.plan, next(steps_from(layout))
+        room = plan.memory, plan.below, self.boundary_bytes, self.kept_bytes
+        validate(program, layout, limits_of(own, layout, *room))
         return simulate((program,) * NUM_STEPS, layout, costs)
 
     def _simulated(self) -> tuple[StepLayout, int]:
