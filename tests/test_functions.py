@@ -81,7 +81,7 @@ def test_a_program_of_ones_own_has_the_memory_of_the_plan(model_json):
     moves = ("SAVE", "FETCH")
     kept = [line for line in plan.program.splitlines() if not line.startswith(moves)]
     assert len(kept) < len(plan.program.splitlines())
-    with pytest.raises(outsize.ProgramError, match="device holds .*, its budget is"):
+    with pytest.raises(outsize.ProgramError, match=r"device holds .*, its budget is"):
         plan.simulate("\n".join(kept))
 
 
