@@ -76,7 +76,6 @@ def test_a_program_of_ones_own_has_the_memory_of_the_plan(model_json):
         tokens_per_step=65536,
         home="host",
         device_memory="1536MiB",
-        activations="recompute",
     )
     moves = ("SAVE", "FETCH")
     kept = [line for line in plan.program.splitlines() if not line.startswith(moves)]
