@@ -106,7 +106,7 @@ def backend(monkeypatch):
         (outsize.training, "run", {"train": fake.train}),
         (outsize.training, "forecast", {"foresee": fake.foresee}),
         (outsize.training, "short_runs", {"verify": fake.verify}),
-        (outsize.checkpoint, "export", {"export": fake.export, "exported": lambda run: run}),
+        (outsize.checkpoint, "export", {"export": fake.export}),
     )
     for room, name, functions in parts:
         module = ModuleType(f"{room.__name__}.{name}")
@@ -227,7 +227,8 @@ def test_verify_fails_with_status_1_where_runs_differ(backend, capsys):
     assert found.keys() >= {"steps", "loss_streamed", "loss_resident", "max_weight_difference"}
 
 
-def test_export_writes_next_to_the_run_unless_told_where(backend, capsys, tmp_path):
+def test_export_writes_next_to_the_run_unless_told_where(backend, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("outsize.checkpoint.checkpoint_state.exported", lambda run: run / "step-00000001")
     assert status_of("export", str(tmp_path)) == 0
     assert backend.calls[0] == (tmp_path, tmp_path / "export")
     assert status_of("export", str(tmp_path), "--out", str(tmp_path / "m"), "--json") == 0

@@ -96,6 +96,20 @@ def best(run_dir: Path) -> Path | None:
     return directory if _NAME.fullmatch(name) and (directory / STATE).is_file() else None
 
 
+def exported(run_dir: Path) -> Path:
+    """Return the checkpoint that is written of a run, which `outsize generate` reads too: its best, else the newest.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    source = best(run_dir) or latest(run_dir)
+    if source is None:
+        raise CheckpointError(
+            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
+        )
+    return source
+
+
 def set_latest(directory: Path) -> None:
     """Name a checkpoint the newest complete one: all of its files are on the disk by then.
 

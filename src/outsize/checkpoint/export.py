@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import STATE, best, check_outside, latest, read_state
+from outsize.checkpoint.checkpoint_state import STATE, check_outside, exported, read_state
 from outsize.checkpoint.files.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -240,20 +240,6 @@ class _Merged:
         value = torch.empty(shape, dtype=dtype)
         self._source.read(name, 0, value.numel(), value.view(-1))
         return value
-
-
-def exported(run_dir: Path) -> Path:
-    """Return the checkpoint that is written of a run, which `outsize generate` reads too: its best, else the newest.
-
-    Raises:
-        CheckpointError: it has none.
-    """
-    source = best(run_dir) or latest(run_dir)
-    if source is None:
-        raise CheckpointError(
-            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
-        )
-    return source
 
 
 def export(

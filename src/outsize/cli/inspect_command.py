@@ -172,6 +172,7 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write the model of a run as Hugging Face safetensors, or its adapters in PEFT's format."""
+    from outsize.checkpoint import checkpoint_state
     from outsize.checkpoint import export as exporter
     from outsize.errors import ConfigError
 
@@ -185,11 +186,11 @@ def export(
             output.say("note: --trust-remote-code has no effect without --merge: no code of the model runs")
         if gguf is not None:
             exporter.check_gguf(run_dir, gguf, merge=merge, base=base)
-        source, target = exporter.exported(run_dir), out_dir or run_dir / "export"
+        name = checkpoint_state.exported(run_dir).name
         hub = None if push is None else exporter.Hub(push, public=public)
         written = exporter.export(
             run_dir,
-            target,
+            out_dir or run_dir / "export",
             merge=merge,
             trust_remote_code=trust_remote_code,
             base=base,
@@ -204,5 +205,4 @@ def export(
         output.emit(
             {"run_dir": str(run_dir), "model_dir": str(written), "gguf": gguf and str(gguf), "url": url}
         )
-        wrote = f"wrote {written}, of {source.name}"
-        output.print_result(wrote if url is None else f"{wrote}\nsent to {url}")
+        output.print_result(f"wrote {written}, of {name}" + (f"\nsent to {url}" if url else ""))

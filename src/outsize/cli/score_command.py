@@ -19,7 +19,7 @@ from outsize.errors import ConfigError, DataError
 from outsize.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from outsize.wrapped.writing.scoring import ScoredText
+    from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures
 
 
 _CONTEXT = 1024
@@ -91,23 +91,24 @@ def score(options: ScoreOptions, output: Output) -> None:
         to_do = (texts[number] for number in range(results.num_done, len(texts)))
         for result in writer.score(to_do, options.want, **choice):
             results.add(result, texts[results.num_done])
-            tell(
-                lambda: (
-                    f"{results.num_done} of {len(texts)} texts, {figures.tokens_per_s:.3g} tokens/s "
-                    f"({figures.predicted_tokens_per_s:.3g} predicted)"
-                )
-            )
+            tell(lambda: f"{results.num_done} of {len(texts)} texts, {_rate(figures)}")
     summary = {**asdict(figures), "num_done": results.num_done, **results.totals()}
     summary["tokens_per_s"] = figures.tokens_per_s
     summary["predicted_tokens_per_s"] = figures.predicted_tokens_per_s
     output.emit(summary)
     output.say(
         f"{figures.num_texts} texts of {figures.num_tokens} tokens in {format_seconds(figures.seconds)}, "
-        f"{figures.tokens_per_s:.3g} tokens/s ({figures.predicted_tokens_per_s:.3g} predicted); "
+        f"{_rate(figures)}; "
         f"{format_bytes(figures.bytes_moved)} of weights came up in {figures.num_waves} waves"
     )
     if "perplexity" in summary:
         output.print_result(f"perplexity {summary['perplexity']:.6g}")
+
+
+def _rate(figures: "ScoringFigures") -> str:
+    predicted = figures.predicted_tokens_per_s
+    beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
+    return f"{figures.tokens_per_s:.3g} tokens/s{beside}"
 
 
 def _sequences(

@@ -225,9 +225,9 @@ class PlannedStep:
         """
         layout, _ = self._simulated()
         program = parse(text)
-        plan, own = self.plan, next(steps_from(layout))
+        plan, first = self.plan, next(steps_from(layout))
         room = plan.memory, plan.below, self.boundary_bytes, self.kept_bytes
-        validate(program, layout, limits_of(own, layout, *room))
+        validate(program, layout, limits_of(first, layout, *room))
         return simulate((program,) * NUM_STEPS, layout, costs)
 
     def _simulated(self) -> tuple[StepLayout, int]:

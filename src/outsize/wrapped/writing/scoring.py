@@ -89,7 +89,8 @@ class ScoringFigures:
         num_tokens: of them, those that do not count among them.
         num_waves: times that the weights were visited.
         seconds: of all waves.
-        predicted_s: what they were to take by the rates of the waves before; the first one as long as it took.
+        predicted_s: what all but the first were to take, by the rates of the waves before.
+        predicted_tokens: of these.
         bytes_moved: weights that came up.
         stall_s: seconds that computing waited for them.
         wave_tokens: of the largest wave.
@@ -101,6 +102,7 @@ class ScoringFigures:
     num_waves: int = 0
     seconds: float = 0.0
     predicted_s: float = 0.0
+    predicted_tokens: int = 0
     bytes_moved: int = 0
     stall_s: float = 0.0
     wave_tokens: int = 0
@@ -112,9 +114,9 @@ class ScoringFigures:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
-    def predicted_tokens_per_s(self) -> float:
-        """Tokens of the texts over the seconds predicted."""
-        return self.num_tokens / self.predicted_s if self.predicted_s else 0.0
+    def predicted_tokens_per_s(self) -> float | None:
+        """Tokens over the seconds predicted; None before the second wave, since the first tells the rates."""
+        return self.predicted_tokens / self.predicted_s if self.predicted_s else None
 
 
 def score(
@@ -207,8 +209,9 @@ class _Pace:
         took = time.perf_counter() - began
         after = self._runner.inference_statistics()
         figures, pace = self.figures, self._break_even
-        predicted = max(pace.load_s, pace.compute_s * num_tokens)
-        figures.predicted_s += predicted if figures.num_waves else took
+        if figures.num_waves:
+            figures.predicted_s += max(pace.load_s, pace.compute_s * num_tokens)
+            figures.predicted_tokens += num_tokens
         figures.num_texts += len(wave)
         figures.num_tokens += num_tokens
         figures.num_waves += 1
