@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import zoo
 from cli.command_line import status_of
@@ -73,6 +73,32 @@ def test_what_is_said_of_weights_is_what_they_did(model: Path, home: str, room: 
     said = capsys.readouterr().err
     kinds = ("all weights stayed on the device", "break-even batch", "nothing moved")
     assert [kind for kind in kinds if kind in said] == [says]
+
+
+@pytest.mark.parametrize(("room", "stays"), [("380KiB", False), ("700KiB", True)])
+def test_experts_that_came_and_those_that_stay_are_told(
+    model: Path, tmp_path: Path, room: str, stays: bool, capsys: Any
+):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 48, "head_dim": 16}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257}
+    chosen = {"num_experts": 16, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **chosen, eos_token_id=None)
+    torch.manual_seed(0)
+    save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tmp_path)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    given = ("--prompt", "a", "--max-new-tokens", 8, "--home", "host", "--device", "emulated:1")
+    assert run(tmp_path, *given, "--device-memory", room, "--json") == 0
+    said = capsys.readouterr()
+    figures = json.loads(said.out)
+    experts, expert_bytes = figures["experts"], 3 * 64 * 48 * 4
+    assert experts["num_experts"] == 3 * 16
+    assert experts["bytes_moved"] == expert_bytes * (experts["num_uses"] - experts["num_hits"]) > 0
+    assert experts["hot_bytes"] == expert_bytes * experts["num_hot"]
+    assert (experts["num_hits"] > 0, experts["num_hot"] > 0, figures["num_streamed"] == 0) == (stays,) * 3
+    assert "all weights stayed" not in said.err
+    assert ("all weights but experts stayed on the device" in said.err) == stays
+    assert f"experts: {experts['num_hits']} of {experts['num_uses']} were on the device" in said.err
 
 
 def test_a_text_ends_before_a_string_that_stops_it(model: Path, capsys: Any):
@@ -263,7 +289,7 @@ def test_a_record_that_is_a_conversation_keeps_its_system_message_and_tools(
         ([], {"messages": user, "tools": json.dumps(tools)}, "[add]user:hi;"),
         ([], {"conversations": [{"from": "human", "value": "hi"}]}, "user:hi;"),
         ([], {"prompt": user, "functions": tools, "answer": "2"}, "[add]user:hi;"),
-        (["--chat"], {"prompt": "hi", "system": "brief"}, "system:brief;user:hi;"),
+        ([], {"prompt": "hi", "system": "brief"}, "system:brief;user:hi;"),
         (["--chat", "--system", "brief"], {"messages": user, "tools": tools}, "[add]system:brief;user:hi;"),
         ([], {"prompt": " "}, " "),
     ]
@@ -275,7 +301,6 @@ def test_a_record_that_is_a_conversation_keeps_its_system_message_and_tools(
     assert "these fields are not read (records that have them): answer (1)" in caplog.text
     refused: list[tuple[list[str], dict[str, Any], str]] = [
         ([], {"prompt": "hi", "tools": tools}, "p.jsonl:1: tools: beside a 'prompt' that is a text"),
-        ([], {"prompt": "hi", "system": "brief"}, "p.jsonl:1: system: beside a 'prompt' that is a text"),
         (["--chat", "--system", "brief"], {"messages": user, "system": "long"}, "--system says another"),
     ]
     for how, record, message in refused:

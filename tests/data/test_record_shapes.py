@@ -9,6 +9,7 @@ from outsize.data.reading.conversations import read_messages
 from outsize.data.reading.corpus_files import Corpus, find_sources
 from outsize.data.reading.documents import DocumentReader
 from outsize.errors import DataError
+from outsize.training.run_data import Conversation, read_prompt
 
 ASKED = [("user", "q1"), ("assistant", "WRONG"), ("user", "q2"), ("assistant", "right")]
 TEMPLATE = (
@@ -264,10 +265,22 @@ def test_fields_that_nothing_reads_are_told_with_their_count_and_bookkeeping_is_
 
 
 def test_what_is_for_a_template_is_told_beside_texts(read):
-    more = {"system": "be brief", "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    more = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
     assert read({"prompt": "q", "completion": "a", **more})[2] == [
-        "in the records and not used: system (1 records), tools (1 records), chat_template_kwargs (1 records)"
+        "in the records and not used: tools (1 records), chat_template_kwargs (1 records)"
     ]
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+def test_texts_under_a_system_prompt_are_a_conversation_wherever_they_are_read(read, name):
+    """Preferences: `test_a_system_prompt_makes_conversations_of_all_texts`."""
+    record = {"prompt": "q", "completion": "a", name: "s"}
+    assert read(record) == ("[system]s[user]q[assistant]a.", "a.", [])
+    asked = read_prompt(record, "f:1")
+    assert isinstance(asked, Conversation)
+    assert [turn["content"] for turn in asked.messages] == ["s", "q"]
+    assert read({**record, name: " "}) == read({"prompt": "q", "completion": "a"})
+    assert read_prompt({**record, name: " "}, "f:1") == "q"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from outsize.data.reading.conversations import (
     read_messages,
     read_template_arguments,
     read_tools,
+    system_field,
     with_system,
 )
 from outsize.data.reading.corpus_files import find_sources
@@ -37,7 +38,7 @@ from outsize.session.steps import list_files
 from outsize.storage.directory import needed_directory
 from outsize.units import format_bytes
 
-_BESIDE = (*SYSTEM_FIELDS, "tools", "functions", "chat_template_kwargs")
+_OFFERS = ("tools", "functions", "chat_template_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,20 @@ def read_prompt(record: Mapping[str, Any], where: str, *, chat: bool = False) ->
 
     Args:
         record: with ``prompt``, a text, or a conversation under ``messages``, ``conversations`` or ``prompt``; beside a
-            conversation ``system``, ``tools`` and ``chat_template_kwargs`` count, as in data that are trained on.
+            conversation ``tools`` and ``chat_template_kwargs`` count, and ``system``, which makes one of a text, as in
+            data that are trained on.
         where: ``file:line``, for errors.
         chat: whether a text is the message of a user.
 
     Raises:
         DataError: it asks for nothing, or says of a conversation what a text does not have.
     """
-    name = _field_of(record)
+    name, chat = _field_of(record), chat or system_field(dict(record)) is not None
     if not name or not isinstance(record[name], str | list | dict):
         raise DataError(f"{where}: a record needs 'prompt', a text, or 'messages', a list of objects")
     text = record[name]
     if name == "prompt" and isinstance(text, str) and not chat and not holds_messages(text):
-        beside = [each for each in _BESIDE if not is_blank(record.get(each))]
+        beside = [each for each in _OFFERS if not is_blank(record.get(each))]
         if beside:
             raise DataError(
                 f"{where}: {', '.join(beside)}: beside a 'prompt' that is a text to go on from; for a conversation say "
@@ -93,7 +95,9 @@ def unread_of(record: Mapping[str, Any], *, is_scored: bool = False) -> list[str
     """Return the fields of a record to be answered, or scored, that hold something and are not read."""
     if is_scored and record.get("completion") is None and isinstance(record.get("text"), str):
         return unread_fields(dict(record), {"text"})
-    return unread_fields(dict(record), {_field_of(record), *_BESIDE, *(("completion",) if is_scored else ())})
+    return unread_fields(
+        dict(record), {_field_of(record), *SYSTEM_FIELDS, *_OFFERS, *(("completion",) if is_scored else ())}
+    )
 
 
 def _field_of(record: Mapping[str, Any]) -> str:

@@ -205,6 +205,19 @@ def test_unusual_templates_train_all_of_a_reply_and_no_header_of_others_or_refus
     assert said in " ".join(DOCS.read_text(encoding="utf-8").split()), said
 
 
+def test_calls_are_trained_as_they_are_marked_whether_a_result_follows_or_none(tokenizer, caplog):
+    """What opens a result may stand behind a call that has none; it is the tool's."""
+    caplog.set_level(logging.ERROR)
+    num = 0
+    for name, template in trls().items():
+        for shape in (each for each in MORE if "call" in each and name.endswith("_training")):
+            read, marked = (spans_by(tokenizer, each, shape) for each in (without_marks(template), template))
+            if read is not None and marked is not None and marked[0] == read[0]:
+                assert plain(read[0], joined(read[1])) == plain(marked[0], joined(marked[1])), (name, shape)
+                num += 1
+    assert num > 70
+
+
 @pytest.mark.parametrize(
     "shape", ["three answers", "assistant twice", "calls in two rounds", "think tags twice"]
 )

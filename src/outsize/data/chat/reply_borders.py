@@ -249,8 +249,9 @@ class Borders:
             return limit
         length = min(limit, self._ending(until, turn, gap, is_whole=not in_parts))
         if length and until[-1].get("tool_calls"):
-            # what opens a result may stand behind a call that has none yet
-            length = min(length, begin_of(self._header_of_result(shown, turn), gap))
+            # what opens a result may stand behind a call that has none
+            header = self._header_of_result(shown, turn)
+            length = min(begin_of(header, gap), begin_of(header, gap[:length]))
         return length
 
     def _ending(self, until: Sequence[Message], code: int, gap: str, *, is_whole: bool) -> int:
@@ -337,14 +338,15 @@ class Borders:
             "tool_call_id": call.get("id") if isinstance(call, dict) else None,
         }
         first, second = ({**result, "content": code_of(number + n, TEXT)} for n in (0, 1))
-        closing = self.closing([*shown[: turn + 1], first], number)
-        between = self.closing([*shown[: turn + 1], first, second], number, number + 1)
+        until = [*shown[:turn], {**shown[turn], "content": ""}]  # results may stand before the text
+        closing = self.closing([*until, first], number)
+        between = self.closing([*until, first, second], number, number + 1)
         if closing is None or between is None:
             return ""
         end = common(between, closing)
         if not between[:end].strip():  # as the last one it may end otherwise
             user = {"role": "user", "content": code_of(number + 1, TEXT)}
-            other = self.closing([*shown[: turn + 1], first, user], number, number + 1) or ""
+            other = self.closing([*until, first, user], number, number + 1) or ""
             end = begin_of(self._header, between[: common(between, other)])
         return between[end:]
 

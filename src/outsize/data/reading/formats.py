@@ -185,9 +185,8 @@ def _text(record: Record, where: str, corpus: Corpus) -> Document:
 
 
 def _prompt_completion(record: Record, where: str, corpus: Corpus) -> Document:
-    """Return a prompt and its completion: two texts, or the two parts of a conversation."""
-    parts = [record["prompt"], record["completion"]]
-    if any(map(holds_messages, parts)):
+    """Return a prompt and its completion: two texts, or the two parts of a conversation, as under a system prompt."""
+    if system_field(record) or any(holds_messages(record[name]) for name in ("prompt", "completion")):
         prompt = with_system(as_messages(record, "prompt", "user", where, corpus.roles), record, where)
         given = as_messages(record, "completion", "assistant", where, corpus.roles)
         return _conversation([*prompt, *given], record, where, corpus.train_on, first=len(prompt))
