@@ -21,8 +21,9 @@ from doctor.records import (
     told,
 )
 from hardware.fake_machine import link, measured
+from outsize.config import load_config
 from outsize.doctor.examine import examine
-from outsize.doctor.finding import is_on_cpu_alone
+from outsize.doctor.finding import compressed_exchange, is_on_cpu_alone
 from outsize.doctor.rules import RULES
 from outsize.doctor.run_record import Facts, is_on_cpu
 from outsize.hardware.cgroup import Fact
@@ -357,6 +358,14 @@ def test_a_rule_is_shown_with_its_evidence(rule, tmp_path):
     for text in (finding.expected, finding.fix, finding.gain, finding.verify, *finding.causes):
         assert text
     assert finding.gain_share is None or 0 < finding.gain_share <= 1
+
+
+def test_the_codec_that_ranks_are_advised_is_one_that_a_configuration_takes(tmp_path):
+    advice = compressed_exchange(Facts(recorded=SHOWN["rank-bound"][2](tmp_path)))
+    setting = advice.split(",")[0].replace(": ", "=")
+    assert (
+        load_config(None, ["model.path=m", "data.path=d", setting], environ={}).parallel.gradients == "int8"
+    )
 
 
 def test_sound_records_show_nothing_and_leave_nothing_unjudged(tmp_path):

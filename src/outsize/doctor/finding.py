@@ -191,7 +191,7 @@ def native_kernels(facts: Facts) -> str:
 def compressed_exchange(facts: Facts) -> str | None:
     """Gradients between ranks in 8 bits, where they travel whole."""
     sent = _of(facts, "parallel", "gradients") or "fp32"
-    words = "parallel.gradients: int8-ef, a quarter of the bytes, with what rounding loses fed back"
+    words = "parallel.gradients: int8, a quarter of the bytes, which rounds them"
     return words if sent == "fp32" else None
 
 
