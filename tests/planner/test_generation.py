@@ -112,11 +112,27 @@ def test_the_command_says_it_and_refuses_what_is_of_training(models, capsys):
     for wrong, says in (
         (("--compare",), "--compare: of training"),
         (("--tokens", "1B"), "--tokens: of training"),
+        (("--data", "chats.jsonl", "--clip", "unit"), "--clip, --data: of training"),
         (("--max-new-tokens", 8000), "positions"),
         (("--batch-size", 0), "at least one text"),
     ):
         assert run(*options, *wrong) == 2
         assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_options_of_writing_are_refused_where_training_is_asked_about(models, capsys):
+    assert run(models["dense"], "--gpus", "4090", "--batch-size", 4) == 2
+    assert "--batch-size: of --generate; a step of training has --tokens-per-step" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    with pytest.raises(outsize.ConfigError, match="--max-new-tokens: of --generate"):
+        outsize.predict(models["dense"], gpus="4090", max_new_tokens=9)
+
+
+def test_of_several_gpus_one_writes_and_that_is_said(models):
+    one, two = (wrote(models["dense"], gpus=gpus, device_memory="8GiB") for gpus in ("4090", "2x4090"))
+    assert "others are idle" in two.assumptions[1]
+    assert not any("others are idle" in each for each in one.assumptions)
 
 
 def test_a_prediction_of_training_knows_its_data(models, tmp_path):

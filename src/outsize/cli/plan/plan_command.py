@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags, check_question
 from outsize.cli.text.console import Output, write_output
 from outsize.cli.text.options import with_options
 
@@ -29,6 +29,7 @@ def plan(options: PlanFlags, output: Output) -> None:
     from outsize.cli.plan.plan_model import with_run
     from outsize.cli.plan.plan_question import ask_what_fits
 
+    check_question(options)
     options = with_run(options)
     if options.generate:
         _generated(options, output)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from outsize.choices import Home
 from outsize.cli.plan.plan_model import AskedModel, with_run
-from outsize.cli.plan.plan_options import PlanFlags, check_kinds
+from outsize.cli.plan.plan_options import PlanFlags, check_kinds, check_question
 from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, asked_model
 from outsize.cli.plan.plan_table import headline
 from outsize.cli.text.console import table_width
@@ -103,6 +103,7 @@ def predict(
             f"machine: a file or an outsize Machine, not {machine!r}; write a machine in words into a file"
         )
     flags = PlanFlags(model=str(model), machine=cast(Any, described), named=named, generate=generate, **given)
+    check_question(flags)
     if generate:
         request, texts = ask_of_texts(with_run(flags))
         return generation(request.question, texts)
@@ -114,19 +115,9 @@ def ask_of_texts(options: PlanFlags) -> tuple[Asked, Texts]:
     """Return the question of writing text, whose sequences are prompts, and the texts.
 
     Raises:
-        ConfigError: an option is wrong, or is of training.
+        ConfigError: an option is wrong.
         ModelError: no model there, or none that can be counted.
     """
-    of_training = (REPORTING - {"named", "advice", "full"}) | {
-        "tokens",
-        "epochs",
-        "tokens_per_step",
-        "microbatches",
-    }
-    of_training |= {"optimizer", "optimizer_state", "masters", "resident", "nodes"}
-    if other := sorted(of_training & options.named):
-        names = ", ".join(f"--{name.removesuffix('_file').replace('_', '-')}" for name in other)
-        raise ConfigError(f"{names}: of training; leave it out with --generate")
     model = asked_model(options)
     request = ask(replace(options, tokens_per_step=None), model)
     return request, _texts(options, request.model, request.question.seq_len)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import typer
 
@@ -19,6 +19,25 @@ from outsize.choices import (
 )
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients
 from outsize.errors import ConfigError
+
+
+# What writing text does not have.
+OF_TRAINING: Final = frozenset(
+    (
+        *(
+            "tokens_per_step",
+            "microbatches",
+            "mlp_parts",
+            "head_chunk_tokens",
+            "commits",
+            "resident",
+            "disk_write",
+        ),
+        *("max_grad_norm", "clip", "optimizer", "optimizer_state", "ns_on", "masters", "transport_weights"),
+        *("nodes", "net", "net_gradients", "largest", "compare", "tokens", "what_if", "sweep", "picture"),
+        *("data", "epochs", "timeline", "output_file"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +239,22 @@ class PlanFlags:
     output_file: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write a train.yaml for `outsize train`.")
     ] = None
+
+
+def check_question(options: PlanFlags) -> None:
+    """Refuse options that the question asked does not have.
+
+    Raises:
+        ConfigError: an option is of training, and writing is asked about, or the other way round.
+    """
+    if options.generate:
+        others, whose = OF_TRAINING, "of training; leave it out with --generate"
+    else:
+        others = frozenset(("batch_size", "max_new_tokens"))
+        whose = "of --generate; a step of training has --tokens-per-step"
+    if wrong := sorted(others & options.named):
+        names = ", ".join(f"--{name.removesuffix('_file').replace('_', '-')}" for name in wrong)
+        raise ConfigError(f"{names}: {whose}")
 
 
 def check_kinds(given: Mapping[str, Any]) -> None:

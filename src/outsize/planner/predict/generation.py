@@ -26,6 +26,7 @@ PRODUCTS_ASSUMED = (
     "a product of few tokens takes what reading its weights takes, and nothing is lost between kernels: small models "
     "that stay on the GPU are slower, since launches of eager blocks end their passes"
 )
+ONE_GPU_ASSUMED = "one GPU of the machine writes; the others are idle"
 EXPERTS_ASSUMED = (
     "texts choose experts evenly, and those that stay on the GPU are chosen no more often than others"
 )
@@ -148,7 +149,11 @@ def generation(question: Question, texts: Texts) -> Generation:
         expert_bytes=writer.expert_bytes,
         kept_expert_bytes=one.held_bytes,
         ends_it=limit,
-        assumptions=(PRODUCTS_ASSUMED, *((EXPERTS_ASSUMED,) if writer.expert_bytes else ())),
+        assumptions=(
+            PRODUCTS_ASSUMED,
+            *((ONE_GPU_ASSUMED,) if len(question.machine.gpus) > 1 else ()),
+            *((EXPERTS_ASSUMED,) if writer.expert_bytes else ()),
+        ),
     )
 
 
