@@ -96,6 +96,20 @@ def test_a_run_goes_on_from_its_state_bit_for_bit_over_either_home(dtype: torch.
         assert_equal(its_state["state"][number], values)
 
 
+def test_a_loaded_state_is_compared_once_and_let_go_where_nobody_holds_it():
+    with wrapped(zoo.build("llama"), home="disk", slots=2) as model:
+        optimizer, links = outsize.AdamW(model, lr=1e-3), runner_of(model).parameters.links
+        streamed_backward(model, BATCHES[0])
+        optimizer.step()
+        loaded = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(loaded)
+        model(**BATCHES[1])
+        assert links  # the program may change it still
+        del loaded
+        model(**BATCHES[1])
+        assert not links
+
+
 def test_the_state_of_torch_s_own_adamw_is_taken():
     plain = zoo.build("llama")
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)

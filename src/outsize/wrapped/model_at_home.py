@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from torch import nn
 
@@ -39,6 +40,13 @@ from outsize.wrapped.moving import Moving
 from outsize.wrapped.parameters import Fill, HomeParameters
 
 _log = logging.getLogger(__name__)
+
+
+class StateOwner(Protocol):
+    """An optimizer's state, which rests in the home of a model."""
+
+    def let_go(self) -> None:
+        """Let go of what was put in as state and the program holds no longer."""
 
 
 class ModelAtHome(ABC):
@@ -76,7 +84,7 @@ class ModelAtHome(ABC):
         self.optimizer: PlaneAdamW | None = None
         self._decays: frozenset[str] | None = None
         self._updates: dict[str, int] = {}
-        self.owners: dict[str, object] = {}
+        self.owners: dict[str, StateOwner] = {}
         self._closed = False
 
     @abstractmethod
@@ -266,6 +274,8 @@ class ModelAtHome(ABC):
             ModelError: one of them is the memory of several.
         """
         if self.parameters.links:
+            for owner in {id(owner): owner for owner in self.owners.values()}.values():
+                owner.let_go()  # or what was loaded would be read and compared at each call until a step
             links = self.parameters.links.items()
             check_memory(model, {name: value for (name, plane), value in links if plane == WEIGHTS})
         for one, other in self.parameters.bring_links():

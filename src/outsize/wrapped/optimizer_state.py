@@ -183,6 +183,16 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
             if sys.getrefcount(self._seen[seen]) <= _UNHELD:
                 del self._seen[seen]
 
+    def let_go(self) -> None:
+        """Let go of what was put in and the program holds no longer; what it assigned by ``.data`` is for `follow`."""
+        for seen in list(self._seen):
+            if (
+                seen in self._runner.parameters.links
+                and sys.getrefcount(self._seen[seen]) <= _UNHELD
+                and is_same(self._seen[seen], self._runner.parameters.links[seen])
+            ):
+                del self._seen[seen]
+
     def show_steps(self) -> None:
         """Have what the program holds as ``step`` show the counts behind a step."""
         steps = self._steps

@@ -239,4 +239,5 @@ def reply_end(render: Callable[..., tuple[str, list[Span]]]) -> str:
         text, spans = render([question, answer], (1,), None, "the template")
     except DataError:
         return ""
-    return text[: spans[-1][1]].rpartition(_WORD)[2].strip() if spans else ""
+    _, word, end = text[: spans[-1][1]].rpartition(_WORD) if spans else ("", "", "")
+    return end.strip() if word else ""
