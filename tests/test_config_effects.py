@@ -180,7 +180,6 @@ USED: dict[str, tuple[list[str], Surroundings]] = {
     "transport.activations": (["memory.offload=true"], ONE),
     "parallel.timeout_s": ([], SEVERAL),
     "parallel.gradients": ([], SEVERAL),
-    "parallel.weights": ([], SEVERAL),
     "parallel.handover": (["memory.device=emulated:2"], ONE),
     "telemetry.project": (["telemetry.writers=[trackio]"], ONE),
     "telemetry.every": (["telemetry.writers=[tensorboard]"], ONE),

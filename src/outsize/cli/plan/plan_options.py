@@ -20,22 +20,13 @@ from outsize.choices import (
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients
 from outsize.errors import ConfigError
 
-
 # What writing text does not have.
 OF_TRAINING: Final = frozenset(
     (
-        *(
-            "tokens_per_step",
-            "microbatches",
-            "mlp_parts",
-            "head_chunk_tokens",
-            "commits",
-            "resident",
-            "disk_write",
-        ),
+        *("tokens_per_step", "microbatches", "mlp_parts", "head_chunk_tokens", "commits", "resident"),
         *("max_grad_norm", "clip", "optimizer", "optimizer_state", "ns_on", "masters", "transport_weights"),
-        *("nodes", "net", "net_gradients", "largest", "compare", "tokens", "what_if", "sweep", "picture"),
-        *("data", "epochs", "timeline", "output_file"),
+        *("disk_write", "nodes", "net", "net_gradients", "largest", "compare", "what_if"),
+        *("data", "tokens", "epochs", "timeline", "output_file"),
     )
 )
 
