@@ -418,6 +418,41 @@ def test_parameters_without_elements_are_held():
     compare(lambda: Net(Empty), SETTINGS[1])
 
 
+class Marking(Net):
+    """Its blocks return a tensor without a gradient beside their output, until they are told not to."""
+
+    class Block(Block):
+        marks = True
+
+        def forward(self, x: Tensor) -> Any:
+            return (x + self.change(x), torch.ones(3))[: 1 + self.marks]
+
+    def __init__(self):
+        super().__init__(self.Block)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.embed(x)
+        for layer in self.layers:
+            hidden = layer(hidden)[0]
+        return self.head(hidden)
+
+
+@EVERY_WAY
+def test_blocks_may_return_less_than_in_their_trial(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    plain = Marking()
+    torch.manual_seed(0)
+    model = Marking()
+    with wrapped(model, **settings):
+        model(X)
+        monkeypatch.setattr(Marking.Block, "marks", False)
+        for each in (plain, model):
+            each(X).square().mean().backward()
+        assert_equal(gradients(model), gradients(plain))
+
+
 class Advancing(Net):
     """Changes what it gives its blocks, in place, between them."""
 
