@@ -42,6 +42,9 @@ def test_an_export_is_written_for_llama_cpp_too_or_refused_before_it_begins(tmp_
     unknown = (model / "tokenizer.json").read_bytes()
     save_tokenizer(model)
     train(make_run(tmp_path, train={"steps": 1}))
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):  # as beside the weights of many a model
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model-00001-of-00002.bin"}}
+        (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     out, file = tmp_path / "out", tmp_path / "out.gguf"
     assert status_of("export", tmp_path / "run", "--out", out, "--gguf", file, "--json") == 0
     assert json.loads(capsys.readouterr().out)["gguf"] == str(file)

@@ -125,7 +125,8 @@ def check_gguf(run_dir: Path, file: Path, *, merge: bool, base: str | None = Non
     with temporary_directory() as place:
         for directory in (*([] if stored is None else [locate_checkpoint(stored.base)]), source):
             for path in directory.iterdir():
-                if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and is_own_file(path, directory):
+                of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+                if path.is_file() and not of_weights and is_own_file(path, directory):
                     files.copy(path, place / path.name)
         why = _why_not_converted(place, place / "vocabulary.gguf", "--vocab-only")
     if why is not None:
