@@ -155,7 +155,7 @@ def write_gguf(model_dir: Path, file: Path) -> None:
 
 
 def _why_not_converted(model_dir: Path, file: Path, *options: str) -> str | None:
-    """Run the converter; return the last that it says where it has written no file."""
+    """Run the converter; return the last line of its errors where it has written no file."""
     command = [sys.executable, "-m", _CONVERTER, str(model_dir), "--outfile", str(file), *options]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if not done.returncode and file.is_file():

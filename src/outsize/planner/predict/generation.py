@@ -34,7 +34,7 @@ EXPERTS_ASSUMED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """What is written.
+    """Texts to write: how many, how long, and what their keys and values take.
 
     Attributes:
         count: texts at once.
@@ -53,7 +53,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What writing would take.
+    """The predicted speed and memory of writing texts.
 
     Attributes:
         texts: at once.
