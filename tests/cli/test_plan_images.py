@@ -75,7 +75,7 @@ def test_flops_are_those_that_torch_counts_of_a_real_sample(name: str):
         "train": {"tokens_per_step": sample.tokens},
     }
     counts = count_model({**fields, SAMPLE: list(sample)}, parse_config(settings))
-    assert counts.lengths[-1] < sample.tokens  # what is tried is shorter
+    assert counts.lengths[-1] <= sample.tokens  # what is tried is shorter, but where padding is to fit
     counter = FlopCounterMode(model, display=False)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:  # it knows no flash attention of a CPU
         model(**made_up_sample(model, fields, sample))
