@@ -240,7 +240,8 @@ ROWS: Final = (
         "compute", "free", fills=("accumulator",), after=("summed",)),
     OpRow("SUM 3@w0.1", "the gradient of unit 3 as summed by earlier rounds comes up into accumulator 1, which sums on",
         "up", "link", "sum", fills=("accumulator",), after=("summed",)),
-    OpRow("F 3.0@w0", "forward of unit 3 for microbatch 0; only its input is kept",
+    OpRow("F 3.0@w0", "forward of unit 3 for microbatch 0; of what its backward needs only its input is kept, and "
+        "of several workers that where a SAVE has put it",
         "compute", "forward", reads=("weights", "input place"), writes=("input", "next input")),
     OpRow("FA 3.0@w0", "the same, and what its attention returned is kept for the recompute",
         "compute", "forward", reads=("weights", "input place"), writes=("input", "next input")),
@@ -251,7 +252,8 @@ ROWS: Final = (
     OpRow("FB 5.0@w0", "forward, loss and backward of the last unit in one go",
         "compute", "turn", reads=("weights", "input place"), writes=("sums", "input", "gradient"),
         empties=("input place",)),
-    OpRow("B 3.0@w0", "recompute, as far as R, FA, FP or FK have not done it, and backward of unit 3 for microbatch 0",
+    OpRow("B 3.0@w0", "backward of unit 3 for microbatch 0; with one worker it first recomputes what FA, FP or FK "
+        "have not kept, with several an R on its worker has done that",
         "compute", "backward", reads=("weights", "next gradient", "input place", "next gradient place"),
         writes=("sums", "input", "gradient"), empties=("input place", "next gradient place")),
     OpRow("SAVE 3.0@w0", "the input of unit 3 for microbatch 0 leaves the device",
@@ -293,7 +295,8 @@ ROWS: Final = (
     OpRow("STORE 3", "weights and optimizer state of unit 3, from their home to a checkpoint",
         "store", "free", reads=("home", "count")),
     # Between workers.
-    OpRow("R 3.0@w0", "recompute of unit 3 for microbatch 0, kept for the `B` that follows",
+    OpRow("R 3.0@w0", "recompute of unit 3 for microbatch 0, from its input, which a FETCH or PASS has brought; "
+        "kept for the `B` that follows",
         "compute", "recompute", reads=("weights", "input place"), writes=("input",)),
     OpRow("SEND 3.0@w0", "the gradient of the input of unit 3 leaves the device, for another worker",
         "down", "link", "input gradient", writes=("gradient",)),
