@@ -503,3 +503,19 @@ def test_a_regular_expression_with_a_comma_stays_one():
         environ={},
     )
     assert config.lora.target_modules == pattern
+
+
+@pytest.mark.parametrize(
+    ("key", "former", "value", "said"),
+    [
+        ("mode", "stream", "ddp", "plain data parallel is no more: ranks stream"),
+        ("weights", "raw", "delta", "sent as they are"),
+        ("ddp_compress", "none", "fp16", "as parallel.gradients says"),
+    ],
+)
+def test_keys_that_are_no_more_are_read_where_they_changed_nothing_and_else_refused(key, former, value, said):
+    """config.yaml of a run holds all keys that there were: it is gone on with."""
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}}
+    assert parse_config({**tree, "parallel": {key: former}}) == parse_config(tree)
+    with pytest.raises(ConfigError, match=f"parallel.{key}: no such key: .*{said}"):
+        parse_config({**tree, "parallel": {key: value}})

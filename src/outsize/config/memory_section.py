@@ -1,8 +1,9 @@
 """Sections memory, transport and parallel: devices, budgets, links and processes."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outsize.choices import Activations, Handover, Home
 from outsize.codecs.codec_spec import (
@@ -168,6 +169,18 @@ class TransportConfig(Section):
     )
 
 
+# Values at which keys that are no more changed nothing, as config.yaml of a run holds them; others are refused.
+_FORMER: dict[str, tuple[object, ...]] = {
+    "mode": ("auto", "stream"),
+    "weights": ("raw",),
+    "ddp_bucket_mib": (25.0,),
+    "ddp_static_graph": (False,),
+    "ddp_find_unused": (False,),
+    "ddp_compress": ("none",),
+    "ddp_powersgd_rank": (4,),
+}
+
+
 class ParallelConfig(Section):
     """How several processes train one model together, where torchrun or its like starts them; see docs/nodes.md.
 
@@ -195,3 +208,11 @@ class ParallelConfig(Section):
         "way of host memory; peer: from device to device, an error where a pair cannot; auto: peer where a pair can "
         "and there is room for what arrives.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former(cls, given: Any) -> Any:
+        """Leave out keys that say what is so without them, as config.yaml of an earlier run does."""
+        if not isinstance(given, Mapping):
+            return given
+        return {key: value for key, value in given.items() if value not in _FORMER.get(key, ())}

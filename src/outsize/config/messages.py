@@ -146,6 +146,11 @@ _NOT_HERE |= dict.fromkeys(
     "whole words are not masked as one, since kept tokens do not say where words begin; wrap the model (outsize.wrap) "
     "under transformers' Trainer, whose DataCollatorForLanguageModeling(whole_word_mask=True) masks them",
 )
+_NOT_HERE |= {
+    "parallel.mode": "plain data parallel is no more: ranks stream (docs/nodes.md)",
+    "parallel.weights": "weights between ranks are sent as they are; leave it out",
+    "ddp_compress": "gradients between ranks are written as parallel.gradients says: bf16, int8, int4-stochastic, ...",
+}
 _FLAGS = {
     "model.path": "pass --model DIR or ",
     "data.path": "pass --data PATH or ",
