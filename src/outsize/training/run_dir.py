@@ -194,9 +194,10 @@ def _put_aside(run_dir: Path) -> None:
     places = (run_dir / f"earlier-{number}" for number in itertools.count(1))
     place = next(path for path in places if not path.exists())
     files.system().mkdir(place)
-    for path in sorted(run_dir.iterdir()):
-        if _RECORDED.fullmatch(path.name):
-            files.system().rename(path, place / path.name)
+    recorded = [path for path in run_dir.iterdir() if _RECORDED.fullmatch(path.name)]
+    # The heartbeat, by which a run is known to have begun, goes last: killed in between, the next start goes on here.
+    for path in sorted(recorded, key=lambda path: path.name.startswith("heartbeat")):
+        files.system().rename(path, place / path.name)
     _log.warning("%s held the records of an earlier loop; they are in %s now", run_dir, place)
 
 

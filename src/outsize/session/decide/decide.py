@@ -85,10 +85,10 @@ def _of_codecs(job: Job) -> list[str]:
     idle = {"activations": "inputs of units stay on the device", "gradients": "no gradient goes home"}
     for crossing, kind in (("activations", Kind.SAVE), ("gradients", Kind.GRAD)):
         spec = job.plan.transport.spec(crossing)
-        does = "rounds what crosses, so results are not those of an exact run"
-        if kind not in sent:
-            does = f"has no effect in this plan: {idle[crossing]}"
-        if not spec.lossless:
+        if kind not in sent and not job.plan.transport.is_raw(crossing):
+            lines.append(f"transport.{crossing}: {spec.name} has no effect in this plan: {idle[crossing]}")
+        elif not spec.lossless:
+            does = "rounds what crosses, so results are not those of an exact run"
             lines.append(f"transport.{crossing}: {spec.name} {does}")
     if job.plan.layout.any_leaves and not job.plan.transport.is_raw("activations"):
         lines.append(
