@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
@@ -35,18 +34,11 @@ from outsize.session.session import Session, Store
 from outsize.storage.directory import directory_of_process
 from outsize.units import format_bytes
 from outsize.wrapped.arguments import WrapSettings, check_one_process
-from outsize.wrapped.at_home.home_parameter import plainly, weakly
+from outsize.wrapped.at_home.home_parameter import StateOwner, plainly, weakly
 from outsize.wrapped.moving import Moving
 from outsize.wrapped.parameters import Fill, HomeParameters
 
 _log = logging.getLogger(__name__)
-
-
-class StateOwner(Protocol):
-    """An optimizer's state, which rests in the home of a model."""
-
-    def let_go(self) -> None:
-        """Let go of what was put in as state and the program holds no longer."""
 
 
 class ModelAtHome(ABC):
@@ -253,8 +245,7 @@ class ModelAtHome(ABC):
                         f"{name} does not stand where it stood when the model was wrapped (pruned, parametrised, or "
                         "replaced): change the model first, then wrap it, or outsize.unwrap it before"
                     )
-        strayed = self.parameters.strayed()
-        if strayed is not None:
+        if (strayed := self.parameters.strayed()) is not None:
             raise ModelError(
                 f"{strayed} was given other memory than its home's (set_, resize_, swap_tensors): put values in with "
                 "copy_, or by parameter.data ="
@@ -274,8 +265,8 @@ class ModelAtHome(ABC):
             ModelError: one of them is the memory of several.
         """
         if self.parameters.links:
-            for owner in {id(owner): owner for owner in self.owners.values()}.values():
-                owner.let_go()  # or what was loaded would be read and compared at each call until a step
+            for state in {id(each): each for each in self.owners.values()}.values():
+                state.let_go()  # or what was loaded is compared at each call until a step
             links = self.parameters.links.items()
             check_memory(model, {name: value for (name, plane), value in links if plane == WEIGHTS})
         for one, other in self.parameters.bring_links():

@@ -181,9 +181,7 @@ class MicrobatchRun:
         """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
         self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
         candidates = constants_of(returned.leaves) | self._effects.constants_of(unit)
-        self._constants = {
-            at for at, leaf in enumerate(returned.leaves) if at in candidates and not leaf.requires_grad
-        }
+        self._constants = {i for i, leaf in enumerate(returned.leaves) if not leaf.requires_grad} & candidates
         self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
 
@@ -282,8 +280,7 @@ class MicrobatchRun:
                     f"unit {unit} returned {len(visit.box.values)} tensors, or left them, and {len(roots)} when it was "
                     "run again for its backward; a unit that does otherwise each time cannot be recomputed"
                 )
-            constants = self._effects.constants_of(unit)
-            if any(root is not None and at in constants for at, root in enumerate(roots)):
+            if {i for i, root in enumerate(roots) if root is not None} & self._effects.constants_of(unit):
                 raise ModelError(
                     f"unit {unit} returned a tensor with a gradient where a trial saw none; set activations=keep"
                 )

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -343,3 +343,10 @@ def alone(view: Tensor) -> Tensor:
     memory = torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).untyped_storage()
     # No view, which could not be detached in place.
     return torch.empty(0, dtype=view.dtype).set_(memory, 0, view.shape, view.contiguous().stride())
+
+
+class StateOwner(Protocol):
+    """An optimizer's state, which rests in the home of a model."""
+
+    def let_go(self) -> None:
+        """Let go of what was put in as state and the program holds no longer."""
