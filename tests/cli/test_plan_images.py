@@ -108,7 +108,7 @@ def test_a_configuration_of_a_run_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_pixels_of_a_language_model_are_refused(tmp_path: Path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 64, **sizes}))
-    with pytest.raises(ConfigError, match="--image and --frames are of models of diffusers"):
+    with pytest.raises(ConfigError, match="a llama takes no images"):
         outsize.predict(tmp_path, gpus="4090", image="1024")
 
 

@@ -17,13 +17,13 @@ from outsize.compat.torch_private import (
     compile_graph,
     counting_changes_of_views,
     fake_tensors,
-    form_grouped_product,
     is_watched,
     of_all_threads,
     operations,
     schema_of,
     watching,
 )
+from outsize.runtime.trial.calibrate import form_operation
 
 
 def test_trees_are_taken_apart_and_put_together_again():
@@ -220,7 +220,7 @@ def test_operations_that_this_torch_has_not_are_left_out():
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_in_groups_have_a_form(left, right, form, dtype):
-    with fake_tensors(allow_real=True), watching(form_grouped_product):
+    with fake_tensors(allow_real=True), watching(form_operation):
         groups = torch.tensor([2, 4], dtype=torch.int32)
         made = torch.ops.aten._grouped_mm.default(
             torch.empty(left, dtype=dtype), torch.empty(right, dtype=dtype), groups

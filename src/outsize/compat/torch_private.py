@@ -108,6 +108,13 @@ def fake_tensors(*, allow_real: bool) -> Any:
     return FakeTensorMode(allow_non_fake_inputs=allow_real)
 
 
+def without_fake_tensors() -> Any:
+    """Return a context in which the mode of `fake_tensors` does not see operations."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def counting_changes_of_views() -> Any:
     """Return a context in which views made below autograd share the counter of changes of what they show."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
@@ -158,19 +165,6 @@ def operations(*names: str) -> frozenset[Any]:
 def schema_of(operation: Any) -> Any:
     """Return the schema of ``operation``: its arguments, and which of them it writes to or returns."""
     return operation._schema
-
-
-def form_grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on tensors without values, products of tokens with their experts among them.
-
-    torch knows the form of what these return for bf16 alone, and for sizes that its kernels take.
-    """
-    if func is not torch.ops.aten._grouped_mm.default:
-        return func(*args, **kwargs)
-    left, right = args[:2]
-    groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape if left.ndim == right.ndim == 2 else ()
-    rows = left.shape[:-1] if left.ndim <= right.ndim else left.shape[1:-1]
-    return left.new_empty(*groups, *rows[-2 if left.ndim == right.ndim == 3 else -1 :], right.shape[-1])
 
 
 def fused_adamw(

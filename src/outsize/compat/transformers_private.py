@@ -8,7 +8,7 @@ import copy
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, cast
@@ -230,3 +230,55 @@ def changed_weight(around: nn.Module, config: Any, path: str, layer: nn.Module) 
     tuner = cast(Any, around).base_model
     tuner._create_and_replace(config, "default", layer, "layer", parent, current_key=path)
     return cast(Tensor, layer.weight).detach()
+
+
+def image_processor_of(config: Any, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what sizes the images of a vision-language model, by Pillow, and what it is called with.
+
+    Args:
+        config: of the model.
+        settings: of the processor that lies beside it; where there are none, the family's own, with sides and patches
+            that ``config`` states.
+
+    Raises:
+        KeyError: transformers has none for such models.
+    """
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    make: Any = IMAGE_PROCESSOR_MAPPING[type(config)]["pil"]
+    processor = make.from_dict(dict(settings)) if settings else make(**_stated_sizes(make, config))
+    called_with: dict[str, Any] = {}
+    with suppress(ImportError):  # of one that asks for torchvision, for its videos
+        called_with = dict(getattr(PROCESSOR_MAPPING[type(config)], "images_kwargs", None) or {})
+    merged = getattr(config, "spatial_merge_size", None)
+    if merged and "patch_size" in vars(make):  # of Pixtral's, one token is of several patches
+        called_with["patch_size"] = config.vision_config.patch_size * merged
+    return processor, called_with
+
+
+def _stated_sizes(make: Any, config: Any) -> dict[str, Any]:
+    """Return the arguments of an image processor that a config states."""
+    vision = config.vision_config
+    side, patch = (
+        value[0] if isinstance(value, list | tuple) else value
+        for value in (getattr(vision, "image_size", None), vision.patch_size)
+    )
+    sizes: dict[str, Any] = {}
+    square = {"height": side, "width": side}
+    usual = getattr(make, "size", None) or {}
+    if side and getattr(make, "max_image_size", None):  # an image in tiles, of up to four a side
+        sizes |= {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}
+    elif side and "height" in usual:
+        sizes["size"] = square
+    elif side and len(usual) == 1:
+        sizes["size"] = dict.fromkeys(usual, side)
+    if side and getattr(make, "crop_size", None):
+        sizes["crop_size"] = square
+    stated = {
+        "patch_size": patch,
+        "merge_size": getattr(vision, "spatial_merge_size", None),
+        "temporal_patch_size": getattr(vision, "temporal_patch_size", None),
+        "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
+    }
+    return sizes | {name: value for name, value in stated.items() if value and getattr(make, name, None)}

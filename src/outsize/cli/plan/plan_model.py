@@ -12,14 +12,25 @@ from urllib.parse import urlsplit
 
 from outsize import files
 from outsize.cli.plan.plan_options import PlanFlags
-from outsize.config import Config, DataConfig, SourceConfig, load_config
-from outsize.errors import CheckpointError, ConfigError, DataError, ModelError
+from outsize.config import Config, load_config
+from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.sizes.model_spec import ModelSpec, Workload, check_sizes
 from outsize.runtime.trial.counts import Counts
-from outsize.session.job.known_models import CLASS, SAMPLE, Described, counted, described, sample_of
+from outsize.session.job.known_models import (
+    CLASS,
+    IMAGE,
+    SAMPLE,
+    Described,
+    counted,
+    described,
+    pixels_of,
+    sample_of,
+)
 
 # Tokens of a sequence, where the user names none.
 DEFAULT_SEQ_LEN = 2048
+# Of its text, where it has an image besides that takes most of them.
+TEXT_OF_IMAGE = 512
 # Settings of a run by the option that names them.
 SETTINGS = {
     "model.dtype": "dtype",
@@ -41,10 +52,6 @@ SETTINGS = {
     "transport.weights": "transport_weights",
     "parallel.gradients": "net_gradients",
 }
-# Of text that is counted: so much of it, and bytes of a token where no tokenizer lies beside the model, as of English.
-SAMPLE_BYTES, BYTES_PER_TOKEN = 4 * 2**20, 4
-# Tokens that a chat template adds to a message, about.
-MARKS_PER_MESSAGE = 5
 # More of them, which options write in another way.
 _ALSO = {
     "train.method": "method",
@@ -92,79 +99,6 @@ def with_run(options: PlanFlags) -> PlanFlags:
     return replace(
         options, **{option: value for option, value in values.items() if option not in options.named}
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DataTokens:
-    """How much there is to train on.
-
-    Attributes:
-        tokens: of one epoch, about.
-        note: what the count rests on, for people.
-    """
-
-    tokens: float
-    note: str
-
-
-def count_data(path: Path, model_path: Path, data: DataConfig | None = None) -> DataTokens:
-    """Count the tokens of data: in all of a few megabytes, and by their density in more.
-
-    Args:
-        path: of the data.
-        model_path: of the model, beside which its tokenizer lies.
-        data: how a run reads them; None for as they are.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    from tokenizers import Tokenizer
-
-    from outsize.data.reading.corpus_files import Corpus, find_sources
-    from outsize.data.reading.documents import DocumentReader
-
-    reads: dict[str, Any] = {} if data is None else {n: getattr(data, n) for n in SourceConfig.model_fields}
-    sources = find_sources(path, reads.get("glob"))
-    if sources.container == "tokens":
-        return DataTokens(sum(_num_tokens(file.path) for file in sources.files), "as they are")
-    reader = DocumentReader(sources, None, Corpus(**reads | {"path": path}))
-    place = (model_path if model_path.is_dir() else model_path.parent) / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(place)) if place.is_file() else None
-    tokens = num_bytes = 0.0
-    reader.detect()
-    for document in reader.documents():
-        messages = document.messages or ()
-        text = document.text or " ".join(str(message.get("content") or "") for message in messages)
-        size = len(text.encode())
-        tokens += size / BYTES_PER_TOKEN if tokenizer is None else len(tokenizer.encode(text).ids)
-        tokens += MARKS_PER_MESSAGE * len(messages)
-        num_bytes += size
-        if num_bytes >= SAMPLE_BYTES:
-            tokens *= sources.num_bytes / max(1, reader.bytes_read)
-            break
-    by = f"{BYTES_PER_TOKEN} bytes are taken for a token" if tokenizer is None else "by its tokenizer"
-    return DataTokens(tokens, f"{by}, a chat template for {MARKS_PER_MESSAGE} a message")
-
-
-def _num_tokens(path: Path) -> int:
-    """Return how many tokens a file of them holds.
-
-    Raises:
-        DataError: it holds none, or does not say.
-    """
-    import numpy as np
-
-    if path.suffix != ".npy":
-        raise DataError(f"{path}: a raw file of tokens does not say how many it holds; write --tokens")
-    try:
-        array = np.load(path, mmap_mode="r")
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path}: not a .npy file of numbers") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(
-            f"{path}: tokens are whole numbers in one dimension, and this is {array.dtype} {array.shape}"
-        )
-    return int(array.size)
 
 
 WorkloadOf = Callable[[int], Workload]
@@ -230,8 +164,10 @@ class AskedModel:
             sample = sample_of(self._hf_config, wanted, options.image, options.frames)
             fields = {**self._hf_config, SAMPLE: list(sample)}
             return AskedModel(self.path, fields, self.run), sample.tokens
-        if options.image is not None or options.frames is not None:
-            raise ConfigError("--image and --frames are of models of diffusers; of others write --seq-len")
+        if options.frames is not None:
+            raise ConfigError("--frames: is of video models of diffusers; of others write --seq-len")
+        if options.image is not None:
+            return self._with_image(options, pixels_of(options.image))
         if wanted is None:
             return self, min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN)
         if limit is not None and wanted > limit:
@@ -239,6 +175,21 @@ class AskedModel:
                 f"--seq-len: {wanted} is longer than the {limit} positions of the model; lower it"
             )
         return self, wanted
+
+    def _with_image(self, options: PlanFlags, pixels: list[int]) -> "tuple[AskedModel, int]":
+        """Return this model with an image in each sequence, and the tokens of one with its text."""
+        if options.output_file is not None:
+            raise ConfigError("--output: outsize train trains on text alone; wrap this model (outsize.wrap)")
+        image = {"pixels": pixels, "settings": _image_settings(Path(self.path))}
+        asked = AskedModel(self.path, {**self._hf_config, IMAGE: image}, self.run, self._notes)
+        tokens = asked.described.image_tokens
+        wanted = options.seq_len or max(DEFAULT_SEQ_LEN, tokens + TEXT_OF_IMAGE)
+        if not tokens + 1 < wanted <= (asked.positions or wanted):
+            raise ConfigError(
+                f"--seq-len: {wanted} tokens are to hold the {tokens:,} of an image and a text, within the model's "
+                f"{asked.positions or 'own'} positions; change it, or --image"
+            )
+        return asked, wanted
 
     def figures(self, config: Config) -> ModelFigures:
         """Return the model as a run with ``config`` would train it.
@@ -249,16 +200,17 @@ class AskedModel:
         """
         kind, part = self.described.kind, self.described.part
         counts = counted(self._hf_config, config)
-        notes = (
-            self._notes
-            if part is None
-            else (
-                *self._notes,
-                f"of this model its text part alone, {part}, is planned",
+        alone = f"of this model its text part alone, {part}, is planned: --image plans it whole"
+        notes = self._notes if part is None else (*self._notes, alone)
+        if image := self._hf_config.get(IMAGE):
+            by = "as its processor sizes it" if image["settings"] else "sized as usual for its family"
+            what = f"an image of {image['pixels'][0]} by {image['pixels'][1]} pixels, {by}, is"
+            notes = (*notes, f"{what} {self.described.image_tokens:,} tokens of each sequence")
+        elif self.described.has_more:
+            notes = (
+                *notes,
+                "it is planned whole, and its batches as text alone: write --image, where they have one",
             )
-        )
-        if self.described.has_more:
-            notes = (*notes, "it is planned whole, and its batches as text alone: images and sound take more")
         if stored := self.described.stored:
             notes = (
                 *notes,
@@ -377,6 +329,15 @@ def _is_there(endpoint: str) -> bool:
         return bool(socket.getaddrinfo(urlsplit(endpoint).hostname, None))
     except OSError:
         return False
+
+
+def _image_settings(directory: Path) -> Mapping[str, Any]:
+    """Return the settings of the image processor in a model's directory; none where there are none."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (directory / name).is_file():
+            settings = _parsed(str(directory), directory / name)
+            return dict(settings.get("image_processor", settings))
+    return {}
 
 
 def _parsed(model: str, file: Path) -> Mapping[str, Any]:

@@ -91,7 +91,9 @@ class PlanFlags:
     ] = None
     image: Annotated[
         str | None,
-        typer.Option(metavar="WxH", help="Pixels of a sample, of a model of diffusers; default: 1024x1024."),
+        typer.Option(
+            metavar="WxH", help="Pixels of the image of a sample, of models that make or read them."
+        ),
     ] = None
     frames: Annotated[int | None, typer.Option(help="Frames of a sample, of a video model.")] = None
     tokens_per_step: Annotated[

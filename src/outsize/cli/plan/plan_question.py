@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 from outsize.accelerators import kind_of
 from outsize.choices import BlockKernels, Home
+from outsize.cli.plan.plan_data import count_data
 from outsize.cli.plan.plan_machine import check_nodes, machine_from, net_of, share_of, size_of, wire_of
 from outsize.cli.plan.plan_model import (
     SETTINGS,
     AskedModel,
     ModelFigures,
     adapted_modules,
-    count_data,
     is_run,
     read_config,
     read_run,

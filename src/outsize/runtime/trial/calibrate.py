@@ -23,15 +23,16 @@ from outsize.accelerators import CPU as HOST
 from outsize.accelerators import Devices, count_of, module_of
 from outsize.compat.torch_private import (
     fake_tensors,
-    form_grouped_product,
+    leaves_of,
     memory_key,
     parameters_of,
     watching,
+    without_fake_tensors,
 )
 from outsize.errors import ModelError, OutsizeError, model_raised
 from outsize.model.compiled import is_compiled
 from outsize.model.split import Split
-from outsize.model.walk import Boundaries, UnitCall, Walk
+from outsize.model.walk import Boundaries, Finished, UnitCall, Walk
 from outsize.runtime.device.device import open_device
 from outsize.runtime.forward.binding import Binder, buffers_on, weight_planes, weight_views
 from outsize.runtime.forward.microbatch import Ambient
@@ -219,6 +220,7 @@ def count(
     lengths: Sequence[int],
     chunk_tokens: int,
     shifted: bool = True,
+    twice: bool = False,
 ) -> list[Row]:
     """Count what a model takes; no weights exist, and nothing is computed.
 
@@ -228,6 +230,7 @@ def count(
         lengths: of the sequences that are run.
         chunk_tokens: tokens per chunk of the loss, where that is the cross-entropy of the head's own output.
         shifted: whether the loss is of the next token.
+        twice: whether two sequences of the first length are run as well: images do not grow with a length.
 
     Returns:
         What each pass noted.
@@ -241,8 +244,9 @@ def count(
     memory, parameters = _bind(parts, formed)
     try:
         with Boundaries(parts.modules) as boundaries:
-            for length in lengths:
-                inputs = make_inputs(1, length)
+            sizes = [(1, length) for length in lengths] + [(2, lengths[0])] * twice
+            for size in sizes:
+                inputs = make_inputs(*size)
                 one = _CountedPass(parts, boundaries.forwards, inputs, chunk_tokens, formed, shifted)
                 rows.append(one.run(memory.untyped_storage()))
     except OutsizeError:
@@ -277,13 +281,40 @@ def _bind(parts: Split, formed: Any) -> tuple[Tensor, list[tuple[nn.Module, str,
     return memory, parameters
 
 
+def form_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on tensors without values, or on real whole numbers: where images begin, units cut by these.
+
+    Of products of tokens with their experts torch knows the form for bf16 alone, and for sizes that its kernels take.
+    """
+    if func is torch.ops.aten._grouped_mm.default:
+        left, right = args[:2]
+        groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape if left.ndim == right.ndim == 2 else ()
+        rows = left.shape[:-1] if left.ndim <= right.ndim else left.shape[1:-1]
+        return left.new_empty(*groups, *rows[-2 if left.ndim == right.ndim == 3 else -1 :], right.shape[-1])
+    if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+        args = args[0], _places(args[1]), *args[2:]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+    is_real = all(type(one) is Tensor and one.ndim < 2 and not one.is_floating_point() for one in tensors)
+    with without_fake_tensors() if tensors and is_real else nullcontext():
+        return func(*args, **kwargs)
+
+
+def _places(indices: Sequence[Any]) -> list[Any]:
+    """Return indices with the places that real masks choose, whose number decides the form of what is chosen."""
+    chosen = (
+        each.nonzero().unbind(1) if type(each) is Tensor and each.dtype is torch.bool else (each,)
+        for each in indices
+    )
+    return [place for places in chosen for place in places]
+
+
 class _CountedUnits(UnitMeasure):
     """Units that are measured on tensors without values, of which nothing can be compared."""
 
     formed: Any
 
     def run(self, unit: int, call: UnitCall, live: LiveBytes) -> Any:
-        with self.formed, watching(form_grouped_product):
+        with self.formed, watching(form_operation):
             return super().run(unit, call, live)
 
     def effects_of(self, unit: int, call: UnitCall, live: LiveBytes) -> UnitEffects:
@@ -314,8 +345,12 @@ class _CountedPass(TrialPass):
         self._units.formed = self._formed = formed
         self._shifted = shifted
 
+    def _advance(self, walk: Walk, unit: int, outputs: Any) -> UnitCall | Finished:
+        with watching(form_operation):
+            return super()._advance(walk, unit, outputs)
+
     def _last(self, unit: int, call: UnitCall, walk: Walk, live: LiveBytes) -> None:
-        with self._formed, live, watching(form_grouped_product):
+        with self._formed, live, watching(form_operation):
             super()._last(unit, call, walk, live)
 
     def _note_loss(self, head_output: Any, output: Any) -> None:

@@ -43,7 +43,7 @@ class Counts:
         can_part: whether its MLPs could take their tokens in parts, and do not.
         chunk_tokens: tokens per chunk of the loss.
         lengths: that were run, ascending.
-        passes: over a sequence of each of them.
+        passes: over a sequence of each of them; perhaps one more, over two of the first length.
         forms: what units take, those alike once.
         form_of: of each streamed unit, which of them.
     """
@@ -84,7 +84,7 @@ class Counts:
 
     def workload(self, sequences: int, seq_len: int) -> Workload:
         """Return what a microbatch of ``sequences`` sequences of ``seq_len`` tokens takes."""
-        rows = [self._row(index) for index in range(len(self.lengths))]
+        rows = [self._row(index) for index in range(len(self.passes))]
         chunked = all(row.plain for row in rows)
         measured = scale(rows, self.lengths, sequences, seq_len, self.chunk_tokens if chunked else None)
         routed = measured.flops.routed(sequences, seq_len)

@@ -50,6 +50,7 @@ class Described:
         stored: the format of its weights and what that allows, where they are quantised.
         cached: of each layer that keeps keys and values, their elements of a token, and the tokens of its window or 0.
         experts: of a layer, and how many of them a token chooses; None of a dense model.
+        image_tokens: that the image in a sequence takes of it; 0 where none was asked about.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Described:
     stored: str | None
     cached: Sequence[tuple[int, int]]
     experts: tuple[int, int] | None
+    image_tokens: int
 
 
 def described(hf_config: Mapping[str, Any]) -> Described:
@@ -188,6 +190,8 @@ def _here() -> list[Any]:
 
 # Models of diffusers: the tokens that their pipelines make of an image or a video and a text.
 CLASS, SAMPLE = "_class_name", "_outsize_sample"
+# Of a vision-language model: the pixels of the image in each sequence, and the settings of its processor.
+IMAGE = "_outsize_image"
 # Tokens of the shortest sequence that is tried; longer ones are this twice and four times.
 _SHORTEST = 64
 
@@ -305,13 +309,13 @@ def sample_of(
         return Sample(seq_len - family.text, family.text)
     in_time, side = patch_of(hf_config)
     step = family.pixels * family.packs * side
-    sides = _sides(image or "1024x1024", step)
+    sides = [side // step for side in pixels_of(image or "1024x1024", step)]
     latents = 1 + ((frames or 1) - 1) // family.frames if family.frames else 1
     return Sample(math.ceil(latents / in_time) * math.prod(sides), family.text)
 
 
-def _sides(image: str, step: int) -> list[int]:
-    """Return tokens of both sides of an image."""
+def pixels_of(image: str, step: int = 1) -> list[int]:
+    """Return the width and the height of an image, of ``step`` at least."""
     try:
         pixels = [int(part) for part in image.lower().split("x")]
     except ValueError:
@@ -319,7 +323,7 @@ def _sides(image: str, step: int) -> list[int]:
     pixels = pixels * 2 if len(pixels) == 1 else pixels
     if len(pixels) != 2 or min(pixels) < step:
         raise ConfigError(f"--image: {image!r} is to be pixels, such as 1024x768, at least {step} a side")
-    return [side // step for side in pixels]
+    return pixels
 
 
 # Where configs have the width of what a text encoder hands on, the first that there is.

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import Devices
@@ -35,7 +34,16 @@ from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts
 from outsize.runtime.trial.measured import trial_lengths
 from outsize.runtime.trial.trial_pass import in_turn
-from outsize.session.job.known_models import CLASS, SAMPLE, Described, Sample, family_of, made_up_sample
+from outsize.session.job.known_models import (
+    CLASS,
+    IMAGE,
+    SAMPLE,
+    Described,
+    Sample,
+    family_of,
+    made_up_sample,
+)
+from outsize.session.job.made_up import ImageInputs, made_up_inputs
 from outsize.streamed.spec import BlockSettings, RunSpec
 
 Announce = Callable[[str], None]
@@ -179,24 +187,6 @@ def split_model(
     return replace(parts, spec=with_rates(parts.spec, optimizer.layer_decay, groups))
 
 
-def made_up_inputs(pack: str, hf_config: Any, num_sequences: int, seq_len: int) -> dict[str, Tensor]:
-    """A microbatch of random tokens, such as training will see: ids and labels [num_sequences, seq_len], and a mask.
-
-    Something is padded where anything may be, and there are two documents where there may be several: models of
-    transformers make a mask only where they need one.
-    """
-    vocabulary = hf_config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (num_sequences, seq_len), generator=generator)
-    inputs = {"input_ids": ids, "labels": ids}
-    if pack == "none":
-        inputs["attention_mask"] = torch.ones_like(ids)
-        inputs["attention_mask"][:, max(seq_len - 1, 1) :] = 0
-    elif pack == "documents":
-        inputs["position_ids"] = (torch.arange(seq_len) % max(seq_len // 2, 1)).expand_as(ids)
-    return inputs
-
-
 class NamedLoss:
     """Calls a function of logits and labels.
 
@@ -292,6 +282,9 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
         model = build_skeleton(described, dtype, config.model.attention, auto=auto, frozen=frozen)
         lengths = trial_lengths(config.data.seq_len, 2)
         make_inputs = partial(made_up_inputs, config.data.pack, text)
+        if image := hf_config.get(IMAGE):
+            images = ImageInputs(model, image)
+            make_inputs, lengths = partial(images), images.lengths
     adapters = put_in(model, lora_of(config, model), config.train.seed) if frozen else None
     parts = split_model(model, dtype, config, adapters)
     can_part = config.train.mlp_parts == 1 and can_take_in_parts(parts)
@@ -305,6 +298,7 @@ def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:
             parts,
             make_inputs,
             lengths=lengths,
+            twice=IMAGE in hf_config,
             chunk_tokens=config.train.head_chunk_tokens,
             shifted=not type(model).__name__.endswith("ForMaskedLM"),
         )
@@ -320,13 +314,18 @@ def describe(hf_config: Mapping[str, Any]) -> Described:
         ModelError: transformers does not know the architecture, or not with such values.
     """
     if CLASS in hf_config:
-        return Described(str(hf_config[CLASS]), None, None, False, None, (), None)
+        return Described(str(hf_config[CLASS]), None, None, False, None, (), None, 0)
     config, part = _text_part(hf_config)
     text = config.get_text_config()
     has_more = text is not config and not getattr(config, "is_encoder_decoder", False)
+    tokens = 0
+    if image := hf_config.get(IMAGE):
+        if not has_more:
+            raise ConfigError(f"--image: a {config.model_type} takes no images; leave it out")
+        tokens = ImageInputs(build_skeleton(config, "bf16", auto=_WHOLE, frozen=True), image).tokens
     positions = num_positions(text.to_dict())
     kind, stored = str(config.model_type), stored_as(hf_config)
-    return Described(kind, positions, part, has_more, stored, _cached(text), _experts(text))
+    return Described(kind, positions, part, has_more, stored, _cached(text), _experts(text), tokens)
 
 
 def _cached(config: Any) -> tuple[tuple[int, int], ...]:
@@ -386,7 +385,7 @@ def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
                 "weights"
             )
     text = config.get_text_config()
-    if text is config or encodes or not is_built_alone(text):
+    if text is config or encodes or IMAGE in hf_config or not is_built_alone(text):
         return config, None
     return text, str(text.model_type)
 

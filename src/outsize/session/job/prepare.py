@@ -46,11 +46,11 @@ from outsize.session.job.machine import (
     determinism_said,
     home_file,
 )
+from outsize.session.job.made_up import made_up_inputs
 from outsize.session.job.model_setup import (
     change_blocks,
     check_length,
     check_loss,
-    made_up_inputs,
     skeleton_of,
     sourced,
     split_model,
