@@ -248,13 +248,13 @@ def image_processor_of(config: Any, settings: Mapping[str, Any]) -> tuple[Any, d
 
     make: Any = IMAGE_PROCESSOR_MAPPING[type(config)]["pil"]
     processor = make.from_dict(dict(settings)) if settings else make(**_stated_sizes(make, config))
-    called_with: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     with suppress(ImportError):  # of one that asks for torchvision, for its videos
-        called_with = dict(getattr(PROCESSOR_MAPPING[type(config)], "images_kwargs", None) or {})
-    merged = getattr(config, "spatial_merge_size", None)
-    if merged and "patch_size" in vars(make):  # of Pixtral's, one token is of several patches
-        called_with["patch_size"] = config.vision_config.patch_size * merged
-    return processor, called_with
+        arguments = dict(getattr(PROCESSOR_MAPPING[type(config)], "images_kwargs", None) or {})
+    merge_size = getattr(config, "spatial_merge_size", None)
+    if merge_size and "patch_size" in vars(make):  # of Pixtral's, one token is of several patches
+        arguments["patch_size"] = config.vision_config.patch_size * merge_size
+    return processor, arguments
 
 
 def _stated_sizes(make: Any, config: Any) -> dict[str, Any]:
@@ -275,10 +275,10 @@ def _stated_sizes(make: Any, config: Any) -> dict[str, Any]:
         sizes["size"] = dict.fromkeys(usual, side)
     if side and getattr(make, "crop_size", None):
         sizes["crop_size"] = square
-    stated = {
+    others = {
         "patch_size": patch,
         "merge_size": getattr(vision, "spatial_merge_size", None),
         "temporal_patch_size": getattr(vision, "temporal_patch_size", None),
         "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
     }
-    return sizes | {name: value for name, value in stated.items() if value and getattr(make, name, None)}
+    return sizes | {name: value for name, value in others.items() if value and getattr(make, name, None)}

@@ -181,15 +181,15 @@ class AskedModel:
         if options.output_file is not None:
             raise ConfigError("--output: outsize train trains on text alone; wrap this model (outsize.wrap)")
         image = {"pixels": pixels, "settings": _image_settings(Path(self.path))}
-        asked = AskedModel(self.path, {**self._hf_config, IMAGE: image}, self.run, self._notes)
-        tokens = asked.described.image_tokens
-        wanted = options.seq_len or max(DEFAULT_SEQ_LEN, tokens + TEXT_OF_IMAGE)
-        if not tokens + 1 < wanted <= (asked.positions or wanted):
+        model = AskedModel(self.path, {**self._hf_config, IMAGE: image}, self.run, self._notes)
+        tokens = model.described.image_tokens
+        seq_len = options.seq_len or max(DEFAULT_SEQ_LEN, tokens + TEXT_OF_IMAGE)
+        if not tokens + 1 < seq_len <= (model.positions or seq_len):
             raise ConfigError(
-                f"--seq-len: {wanted} tokens are to hold the {tokens:,} of an image and a text, within the model's "
-                f"{asked.positions or 'own'} positions; change it, or --image"
+                f"--seq-len: {seq_len} tokens are to hold the {tokens:,} of an image and a text, within the model's "
+                f"{model.positions or 'own'} positions; change it, or --image"
             )
-        return asked, wanted
+        return model, seq_len
 
     def figures(self, config: Config) -> ModelFigures:
         """Return the model as a run with ``config`` would train it.

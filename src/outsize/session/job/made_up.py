@@ -36,7 +36,7 @@ class ImageInputs:
 
     Args:
         model: built of a whole config.
-        asked: what a config holds as `known_models.IMAGE`.
+        image: what a config holds as `known_models.IMAGE`.
 
     Attributes:
         tokens: of the text that one image takes the place of, as many as the model makes of it.
@@ -45,13 +45,13 @@ class ImageInputs:
         ConfigError: how its family sizes images is not known, or Pillow is missing.
     """
 
-    def __init__(self, model: Any, asked: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, image: Mapping[str, Any]) -> None:
         self._model, self._config = model, model.config
         try:
             from PIL import Image
 
-            self._image = Image.new("RGB", tuple(asked["pixels"]))
-            self._processor, self._defaults = image_processor_of(self._config, asked["settings"])
+            self._image = Image.new("RGB", tuple(image["pixels"]))
+            self._processor, self._defaults = image_processor_of(self._config, image["settings"])
             self.tokens = self._num_tokens()
         except ImportError as error:
             raise ConfigError("--image: sizing images takes Pillow; pip install pillow") from error
@@ -77,8 +77,8 @@ class ImageInputs:
         ids = torch.full(is_image.shape, token).masked_fill(is_image, self._image_token)
         kinds = is_image.long()
         inputs = {"token_type_ids": kinds, "mm_token_type_ids": kinds, **self._images(num_sequences)}
-        known = inspect.signature(self._model.forward).parameters
-        given = {name: value for name, value in inputs.items() if name in known}
+        signature = inspect.signature(self._model.forward).parameters
+        given = {name: value for name, value in inputs.items() if name in signature}
         return {"input_ids": ids, "labels": ids.masked_fill(is_image, -100), **given}
 
     @property
@@ -87,30 +87,30 @@ class ImageInputs:
         return int(self._config.image_token_index if value is None else value)
 
     def _images(self, number: int) -> dict[str, Any]:
-        made = self._processor(images=[[self._image]] * number, return_tensors="pt", **self._defaults)
+        batch = self._processor(images=[[self._image]] * number, return_tensors="pt", **self._defaults)
         dtype = next(self._model.parameters()).dtype
         return {
             name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in made.items()
+            for name, value in batch.items()
             if isinstance(value, Tensor)
         }
 
     def _num_tokens(self) -> int:
         """Return in how many rows the model's own code puts an image among the embeddings of tokens."""
         encode = getattr(self._model, "model", self._model).get_image_features
-        known = inspect.signature(encode).parameters
-        inputs = {name: value for name, value in self._images(1).items() if name in known}
+        signature = inspect.signature(encode).parameters
+        inputs = {name: value for name, value in self._images(1).items() if name in signature}
         each = [parameters_of(module) for module in self._model.modules()]
-        held = [(names, name, parameter) for names in each for name, parameter in names.items()]
+        parameters = [(names, name, parameter) for names in each for name, parameter in names.items()]
         try:
             with fake_tensors(allow_real=True), torch.no_grad():
-                for names, name, parameter in held:
+                for names, name, parameter in parameters:
                     if parameter is not None:
                         names[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             with torch.no_grad():
                 features = encode(**inputs)
         finally:
-            for names, name, parameter in held:
+            for names, name, parameter in parameters:
                 names[name] = parameter
         features = getattr(features, "pooler_output", features)
         parts = [features] if isinstance(features, Tensor) else features
