@@ -70,7 +70,7 @@ class ImageInputs:
     def __call__(self, num_sequences: int, seq_len: int) -> dict[str, Any]:
         """Return what the model's forward takes, with labels of the text."""
         names = [name for name in vars(self._config) if name.endswith(("token_id", "token_index"))]
-        special = {getattr(self._config, name) for name in names}
+        special = {value for name in names if isinstance(value := getattr(self._config, name), int)}
         token = min(set(range(len(special) + 1)) - special)
         is_image = torch.zeros(num_sequences, seq_len, dtype=torch.bool)
         is_image[:, 1 : 1 + self.tokens] = True
