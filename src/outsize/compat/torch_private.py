@@ -167,6 +167,11 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
+def is_grouped_product(func: Any) -> bool:
+    """Return whether an operation multiplies tokens by the experts that they visit."""
+    return func is torch.ops.aten._grouped_mm.default
+
+
 def fused_adamw(
     weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, count: int, **settings: Any
 ) -> None:

@@ -23,6 +23,7 @@ from outsize.accelerators import CPU as HOST
 from outsize.accelerators import Devices, count_of, module_of
 from outsize.compat.torch_private import (
     fake_tensors,
+    is_grouped_product,
     leaves_of,
     memory_key,
     parameters_of,
@@ -286,7 +287,7 @@ def form_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     Of products of tokens with their experts torch knows the form for bf16 alone, and for sizes that its kernels take.
     """
-    if func is torch.ops.aten._grouped_mm.default:
+    if is_grouped_product(func):
         left, right = args[:2]
         groups = (args[2] if len(args) > 2 else kwargs["offs"]).shape if left.ndim == right.ndim == 2 else ()
         rows = left.shape[:-1] if left.ndim <= right.ndim else left.shape[1:-1]
