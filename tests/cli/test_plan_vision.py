@@ -36,7 +36,7 @@ SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
 QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 
 
-# What the processors of published checkpoints make of these pixels.
+# By hand, from each family's rule at its usual settings: patches, those merged, tiles, and ends of rows.
 @pytest.mark.parametrize(
     ("kind", "vision", "more", "pixels", "want"),
     [
