@@ -327,3 +327,28 @@ def test_a_model_that_calls_all_it_has_twice_is_refused():
         pytest.raises(ModelError, match="Twice calls each of its layers"),
     ):
         model(INPUTS)
+
+
+class Late(Changing):
+    """Code between layers that changes what layers before were given, from the second forward on."""
+
+    num_forwards = 0
+
+    def through(self, hidden: Tensor, text: Tensor, time: Tensor) -> Tensor:
+        aside = self.time(text[:, :1])
+        for number, block in enumerate((*self.first, *self.second)):
+            hidden = block(hidden, aside)
+            if self.num_forwards and number == 1:
+                aside.mul_(2.0)
+        return hidden * aside
+
+
+@pytest.mark.parametrize("way", ["recomputed", "on two workers", "on three workers, in two"])
+def test_what_is_changed_in_place_behind_all_trials_is_refused(way: str):
+    """A layer that is run again would be given what it was not given."""
+    with wrapped(Late(), **{"home": "host", **WAYS[way]}) as model:
+        model(INPUTS[:2])
+        model.num_forwards = 1
+        loss = model(INPUTS[:2]).square().sum()
+        with pytest.raises(ModelError, match="has been changed in place since"):
+            loss.backward()

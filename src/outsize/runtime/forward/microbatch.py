@@ -77,8 +77,6 @@ class MicrobatchRun:
         below: units whose input lies in the memory below the device, too.
     """
 
-    _notes_versions = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -172,8 +170,7 @@ class MicrobatchRun:
                 f"unit {unit} changes its input in place, so its forward cannot be repeated from that input; "
                 "write `x = x + y` instead of `x += y` on what the unit receives"
             )
-        if self._notes_versions:
-            visit.note_versions(versions, returned.leaves)
+        visit.note_versions(versions, returned.leaves)
         self._set_waiting(unit, visit, returned)
         return returned.leaves
 

@@ -28,7 +28,7 @@ from outsize.runtime.forward.outer_code import OuterBackward, OuterForward
 from outsize.runtime.forward.saved_tensors import Form, SavedTensors, bytes_of, storages_of
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.unit_facts import NO_EFFECTS, SideEffects
-from outsize.runtime.forward.unit_visit import Forward, Roots, UnitVisit, box_of
+from outsize.runtime.forward.unit_visit import Forward, Roots, UnitVisit, box_of, versions_of
 
 # What asks a tensor for its form, or makes another view of it.
 READ_NO_VALUE = {"__get__", "size", "dim", "numel", "stride", "detach", "is_floating_point", "view_as"}
@@ -52,8 +52,6 @@ class StagedRun(MicrobatchRun):
         parameters: the rest's parameters as the model's own code saw them, by worker; the glue's own business.
         pulled_by: the worker that goes backward now.
     """
-
-    _notes_versions = False  # arguments move, and are counted anew
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class StagedRun(MicrobatchRun):
         self._handed: dict[
             int, tuple[frozenset[int], int]
         ] = {}  # what came from the unit before, and input bytes
-        self._copies: dict[tuple[torch.device, int, Form], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[torch.device, int, Form, int], tuple[Tensor, Tensor]] = {}
         self._gradient_forms: dict[int, dict[int, tuple[int, Form]]] = {}
 
     def _recompute(self, unit: int, visit: UnitVisit, forward: Forward) -> Roots:
@@ -194,7 +192,7 @@ class StagedRun(MicrobatchRun):
                     "worker, which a trial of the model did not show; use one device"
                 )
             if leaf.device != device:
-                key = (device, memory_key(leaf), Form.of(leaf))
+                key = (device, memory_key(leaf), Form.of(leaf), versions_of([leaf])[0])
                 if key not in self._copies:
                     self._copies[key] = (leaf, leaf.to(device, non_blocking=True))
                 visit.leaves[i] = self._copies[key][1]

@@ -304,7 +304,7 @@ class UnitVisit:
         """
         passed = {memory_key(leaf) for leaf in returned}
         given = zip(self.leaves, versions, strict=False)  # those of its state come last
-        self.versions = [one for one in given if memory_key(one[0]) not in passed]
+        self.versions = [(_counter(leaf), count) for leaf, count in given if memory_key(leaf) not in passed]
 
     def check_unchanged(self, unit: int) -> None:
         """Check that no argument has been changed in place since the unit, ``unit``, has run.
@@ -365,6 +365,18 @@ def visit_of(
         state,
         outlet,
     )
+
+
+def _counter(tensor: Tensor) -> Tensor:
+    """Return a tensor without elements that counts the changes of ``tensor`` and of whatever shares its memory.
+
+    What it counts may move to other memory, or be let go of.
+    """
+    if tensor.is_inference():
+        return tensor
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
