@@ -218,11 +218,8 @@ class _Writer:
         Raises:
             InfeasiblePlanError: the largest unit does not fit beside them.
         """
-        texts, question = self._texts, self._question
-        length = texts.prompt_tokens + texts.new_tokens
-        cache, mean = (
-            count * texts.cache_bytes(tokens) for tokens in (length, length - texts.new_tokens // 2)
-        )
+        question = self._question
+        cache, mean = self._caches(count)
         beside = question.fixed_bytes + self._rest_bytes
         beside += max(self._work_of(count).forward_workspace_bytes.values())
         room, hosted = question.budgets.device - beside, False
@@ -245,6 +242,12 @@ class _Writer:
             experts_room=left,
             held_bytes=held,
         )
+
+    def _caches(self, count: int) -> tuple[int, int]:
+        """Return the bytes of keys and values of texts: at their longest, and with half of their new tokens."""
+        texts = self._texts
+        length = texts.prompt_tokens + texts.new_tokens
+        return count * texts.cache_bytes(length), count * texts.cache_bytes(length - texts.new_tokens // 2)
 
     def _link_bytes(self, unit: int) -> int:
         return self._units[unit].link_bytes(self._question.model.dtype) - self._expert_bytes[unit]
@@ -273,7 +276,10 @@ class _Writer:
 
         def hides(count: int) -> bool:
             used, missing, _ = self._experts(count, one.experts_room)
-            return self._compute_s(count, used, 0.0) >= (one.moved_bytes + missing) / self.rate
+            return (
+                self._compute_s(count, used, self._caches(count)[1])
+                >= (one.moved_bytes + missing) / self.rate
+            )
 
         counts = range(1, MOST_TEXTS + 1)
         fewest = 1 + bisect_left(counts, True, key=hides)
