@@ -372,7 +372,7 @@ def _counter(tensor: Tensor) -> Tensor:
 
     What it counts may move to other memory, or be let go of.
     """
-    if tensor.is_inference():
+    if tensor.is_inference() or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return tensor
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
