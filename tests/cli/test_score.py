@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.command_line import status_of
 from outsize import files
+from outsize.units import format_bytes
 from support import make_model_dir
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -113,7 +114,7 @@ def test_a_text_file_is_scored_in_pieces_and_states_are_files(model: Path, tmp_p
     assert run(model, "--data", data, "--out", tmp_path / "x", "--context", 16, *ROOM) == 0
 
 
-def test_a_completion_is_scored_whole_or_refused(
+def test_a_completion_is_scored_whole(
     model: Path, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
 ):
     merging = shutil.copytree(model, tmp_path / "merging")
@@ -134,11 +135,60 @@ def test_a_completion_is_scored_whole_or_refused(
     assert "--context cuts a text file into pieces" in capsys.readouterr().err
     (line,) = map(json.loads, (tmp_path / "merged.out").read_text().splitlines())
     assert (len(line["token_logprobs"]), line["is_greedy"]) == (1, False)
-    capsys.readouterr()
-    good = {"prompt": "a", "completion": " b"}
-    assert status("none", good, {"prompt": "a", "completion": ""}) == 2
-    assert "none.jsonl:2: the completion has no token to score" in capsys.readouterr().err
-    assert status("alone", {"prompt": "imp", "completion": "ort"}) == 2
-    assert "alone.jsonl:1: no token stands before the completion" in " ".join(capsys.readouterr().err.split())
-    assert status("empty", {"text": ""}) == 2
-    assert "empty.jsonl:1: the text is empty" in " ".join(capsys.readouterr().err.split())
+
+
+def test_records_without_a_token_are_said_and_have_empty_results(
+    model: Path, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
+):
+    """A line each, so that lines are those of the data, and a run goes on behind them; `logits` and such as files."""
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    records = [
+        {"prompt": "a", "completion": ""},
+        {"prompt": "a", "completion": " b"},
+        {"text": ""},
+        {"text": "a b"},
+    ]
+    data.write_text("\n".join(map(json.dumps, records)))
+    assert run(model, "--data", data, "--out", out, *ROOM) == 0
+    assert f"of 4 texts 2 have no token to score, or none before the first: {data}:1, {data}:3" in caplog.text
+    said, lines = (
+        json.loads(capsys.readouterr().out),
+        [json.loads(line) for line in out.read_text().splitlines()],
+    )
+    assert [one["logprob"] is None for one in lines] == [True, False, True, False]
+    assert (lines[0]["is_greedy"], lines[0]["token_logprobs"]) == (None, [])
+    assert (said["num_done"], said["num_scored_tokens"]) == (
+        4,
+        sum(len(one["token_logprobs"]) for one in lines),
+    )
+    out.write_text("".join(line + "\n" for line in out.read_text().splitlines()[:1]))
+    assert run(model, "--data", data, "--out", out, *ROOM) == 0
+    again = [json.loads(line)["logprob"] for line in out.read_text().splitlines()]
+    assert again == pytest.approx([one["logprob"] for one in lines])
+    for want, empty in (("logits", 2), ("hidden", 1)):
+        place = tmp_path / want
+        assert run(model, "--data", data, "--out", place, "--want", want, *ROOM) == 0
+        sizes = [load_file(place / f"{number:08}.safetensors")[want].numel() for number in range(4)]
+        assert sizes.count(0) == empty
+    data.write_text(json.dumps({"text": ""}))
+    assert run(model, "--data", data, "--out", tmp_path / "x", *ROOM) == 2
+    assert "of 1 texts 1 have no token" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_files_take_is_said_before_and_refused_where_there_is_no_room(
+    model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "once upon a time"}))
+    for number, more in enumerate([("logits",), ("logits", "--top-k", 4), ("hidden",)]):
+        place = tmp_path / str(number)
+        assert run(model, "--data", data, "--out", place, "--want", *more, *ROOM) == 0
+        told = capsys.readouterr().err
+        tensors = load_file(place / "00000000.safetensors")
+        written = sum(
+            tensors[name].nbytes for name in ("logits", "hidden", "indices", "mass") if name in tensors
+        )
+        assert f"take {format_bytes(written)} in {place}" in " ".join(told.split())
+    monkeypatch.setattr(files, "free_bytes", lambda path: 100)
+    assert run(model, "--data", data, "--out", tmp_path / "x", "--want", "logits", *ROOM) == 2
+    assert "100 B are free" in " ".join(capsys.readouterr().err.split())

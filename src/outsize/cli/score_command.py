@@ -1,8 +1,9 @@
 """``outsize score``: logprobs, logits, hidden states and embeddings of many texts, by weights streamed once a wave."""
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,14 +16,16 @@ from outsize.cli.text.console import Output
 from outsize.cli.text.options import with_options
 from outsize.cli.text.records_text import ResumedLines, digest_of, digest_of_data, now_and_then, results_at
 from outsize.cli.text_writer import ModelOptions, TextWriter, state_of_model
-from outsize.errors import ConfigError, DataError
+from outsize.errors import ConfigError, DataError, StorageError
 from outsize.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from outsize.wrapped.writing.scoring import ScoredText, ScoringFigures
 
+_log = logging.getLogger(__name__)
 
 _CONTEXT = 1024
+_MOST_NAMED = 5  # of records that have no token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +84,21 @@ def score(options: ScoreOptions, output: Output) -> None:
         writer = stack.enter_context(
             TextWriter(opened, "none" if options.want in ("hidden", "embeddings") else "auto")
         )
-        texts = list(_texts(options, writer)) if sequences is None else sequences
+        texts = _texts(options, writer) if sequences is None else sequences
         choice: dict[str, Any] = {"top_k": options.top_k, "figures": figures}
         if sequences is not None:
             choice["group_tokens"] = sequences.step_sequences * sequences.seq_len
             results.num_done -= results.num_done % sequences.step_sequences
         if results.num_done:
             output.say(f"{results.num_done} of {len(texts)} texts are scored already: going on behind them")
-        to_do = (texts[number] for number in range(results.num_done, len(texts)))
-        for result in writer.score(to_do, options.want, **choice):
-            results.add(result, texts[results.num_done])
+        to_do = range(results.num_done, len(texts))
+        if options.in_files:
+            output.say(_tell_size(options, writer, (texts[number] for number in to_do)))
+        given = (text for number in to_do if (text := texts[number]) is not None)
+        found = writer.score(given, options.want, **choice)
+        for number in to_do:
+            text = texts[number]
+            results.add(None if text is None else next(found), text)
             tell(lambda: f"{results.num_done} of {len(texts)} texts, {_rate(figures)}")
     summary = {**asdict(figures), "num_done": results.num_done, **results.totals()}
     summary["tokens_per_s"] = figures.tokens_per_s
@@ -127,7 +135,35 @@ def _sequences(
     return ScoredSequences(config, stack, output.say), replace(options, dtype=dtype)
 
 
-def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
+def _texts(options: ScoreOptions, writer: TextWriter) -> "list[ScoredText | None]":
+    """Return what is to be scored, and None for a record that has no token to score; says which these are.
+
+    Raises:
+        DataError: there is no such text, or one is longer than the model takes.
+    """
+    texts: list[ScoredText | None] = []
+    empty = []
+    most, counts = writer.num_positions, options.want in ("logprobs", "logits")
+    for text, where in _records(options, writer):
+        if most and len(text.ids) > most:
+            raise DataError(
+                f"{where}: the text has {len(text.ids)} tokens, more than the {most} positions of the model; cut it"
+            )
+        has_token = 1 <= text.start < len(text.ids) if counts else bool(text.ids)
+        texts.append((text if counts else replace(text, start=1)) if has_token else None)
+        if not has_token:
+            empty.append(where)
+    if empty:
+        named = ", ".join(empty[:_MOST_NAMED]) + (", …" if len(empty) > _MOST_NAMED else "")
+        said = f"of {len(texts)} texts {len(empty)} have no token to score, or none before the first: {named}"
+        if len(empty) == len(texts):
+            raise DataError(f"{said}; name a file with texts")
+        _log.warning("%s; their results are empty", said)
+    return texts
+
+
+def _records(options: ScoreOptions, writer: TextWriter) -> "Iterator[tuple[ScoredText, str]]":
+    """Yield the texts of a file, and where each stands."""
     from outsize.cli.text.prompts import read_records, tell_unread
     from outsize.training.run_data import read_prompt, unread_of
     from outsize.wrapped.writing.scoring import ScoredText
@@ -141,23 +177,17 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
             ) from error
         context = options.context or _CONTEXT
         for start in range(0, max(len(ids) - 1, 1), context - 1):  # every token but the first counts once
-            yield _with_tokens(ScoredText(ids[start : start + context]), str(options.data))
+            yield ScoredText(ids[start : start + context]), str(options.data)
         return
     records = read_records(options.data)
     tell_unread((name for record, _ in records for name in unread_of(record, is_scored=True)), options.data)
     for record, where in records:
         completion = record.get("completion")
         if completion is None and isinstance(record.get("text"), str):
-            yield _with_tokens(writer.scored_text(record["text"], None), where)
+            yield writer.scored_text(record["text"], None), where
         elif isinstance(completion, str):
             text = writer.scored_text(read_prompt(record, where), completion)
-            if options.want in ("logprobs", "logits") and (not completion or text.start == len(text.ids)):
-                raise DataError(f"{where}: the completion has no token to score; leave the record out")
-            if options.want in ("logprobs", "logits") and not text.start:
-                raise DataError(
-                    f"{where}: no token stands before the completion, by which it could be scored; lengthen the prompt"
-                )
-            yield _with_tokens(text, where)
+            yield text if completion else replace(text, start=len(text.ids)), where
         elif options.want == "logprobs":
             spoken = (
                 "" if "messages" not in record else "; of a conversation, put the reply to be scored there"
@@ -166,13 +196,28 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "Iterator[ScoredText]":
                 f"{where}: a record needs 'text', or 'completion' beside 'prompt' or 'messages'{spoken}"
             )
         else:
-            yield _with_tokens(writer.scored_text(read_prompt(record, where), None), where)
+            yield writer.scored_text(read_prompt(record, where), None), where
 
 
-def _with_tokens(text: "ScoredText", where: str) -> "ScoredText":
-    if not text.ids:
-        raise DataError(f"{where}: the text is empty, which has no token to score; leave it out")
-    return text
+def _tell_size(options: ScoreOptions, writer: TextWriter, texts: "Iterable[ScoredText | None]") -> str:
+    """Return how much will be written.
+
+    Raises:
+        StorageError: the disk has less.
+    """
+    num_tokens = 0
+    for text in texts:
+        if text is not None:
+            counts = len(text.ids) - text.start if text.counts is None else int(text.counts.sum())
+            num_tokens += len(text.ids) if options.want == "hidden" else counts
+    num_bytes = num_tokens * writer.bytes_per_token(options.want, options.top_k)
+    said = f"{options.want} of {num_tokens} tokens take {format_bytes(num_bytes)} in {options.out}"
+    if num_bytes > (free := files.free_bytes(options.out)):
+        fewer = ", or write fewer by --top-k" if options.want == "logits" and options.top_k is None else ""
+        raise StorageError(
+            f"{said}, and {format_bytes(free)} are free; choose a place on another disk{fewer}"
+        )
+    return said
 
 
 def _settings(options: ScoreOptions) -> dict[str, str]:
@@ -225,15 +270,16 @@ class _Results:
                     f"{options.out}, line {number}: not what this command writes; choose another --out"
                 ) from error
 
-    def add(self, result: Any, text: "ScoredText") -> None:
+    def add(self, result: Any, text: "ScoredText | None") -> None:
         """Write what is wanted of ``text``, the next one; beside logits what they were computed from."""
         if self._lines is None:
             import torch
             from safetensors.torch import save_file
 
+            result = torch.empty(0) if text is None else result
             is_one = isinstance(result, torch.Tensor)
             tensors: dict[str, Any] = {self._want: result} if is_one else asdict(result)
-            if self._want == "logits":
+            if self._want == "logits" and text is not None:
                 tensors["logits"] = tensors.pop("values", result)
                 vocab_size = tensors.get("vocab_size", tensors["logits"].shape[-1])
                 ids = torch.tensor(text.ids, dtype=torch.int32)
@@ -266,8 +312,10 @@ class _Results:
         }
 
     def _line(self, result: Any) -> dict[str, Any]:
-        if not hasattr(result, "tokens"):
-            return {"embedding": result.tolist()}
+        if self._want == "embeddings":
+            return {"embedding": None if result is None else result.tolist()}
+        if result is None:
+            return {"logprob": None, "is_greedy": None, "token_logprobs": []}
         self._count(result.tokens)
         return {"logprob": result.total, "is_greedy": result.is_greedy, "token_logprobs": list(result.tokens)}
 
