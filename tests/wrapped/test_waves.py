@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import outsize
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError
@@ -49,7 +49,8 @@ def alone(place: Path, prompts: list[list[int]], seed: int | None = None, **choi
             torch.manual_seed(seed + number)
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
-        out = resident.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, pad_token_id=0, **choice)
+        choice = {"pad_token_id": 0, **choice}
+        out = resident.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, **choice)
         written.append(out[0, len(prompt) :].tolist())
     return written
 
@@ -108,6 +109,34 @@ def test_batches_fly_together_and_are_handed_over_in_order(tmp_path: Path, load:
     assert numbers == list(range(len(prompts)))
 
 
+ENDS = list(range(3, 130))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"min_length": 11, "eos_token_id": ENDS},
+        {"encoder_repetition_penalty": 3.0, "pad_token_id": 9},
+        {"eos_token_id": torch.tensor(ENDS)},
+        {"generation_config": GenerationConfig(do_sample=True, temperature=1.6)},
+        {"generation_config": GenerationConfig(eos_token_id=ENDS, min_length=9)},
+        {"generation_config": GenerationConfig(num_beams=2)},
+    ],
+    ids=str,
+)
+def test_what_is_said_beside_the_checkpoint_counts_as_what_it_says(
+    tmp_path: Path, load: Callable[..., Any], choice: dict[str, Any]
+):
+    """In batches of prompts of several lengths, whose padding is no text, and by a config that is given."""
+    place = make_model_dir(tmp_path / "model", "llama")
+    prompts = make_prompts(6)
+    got = outsize.generate(load(place), prompts, max_new_tokens=NUM_NEW, batch_size=3, seed=5, **choice)
+    want = alone(place, prompts, 5, **choice)
+    ends = set(ENDS if "eos_token_id" in str(choice) else ())
+    ended = [next((n for n, token in enumerate(row, 1) if token in ends), None) for row in want]
+    assert got == [row[:end] for row, end in zip(want, ended, strict=True)]
+
+
 def test_only_as_many_fly_as_have_room(tmp_path: Path, load: Callable[..., Any]):
     """And one that has none by itself is refused as ever."""
     place = make_model_dir(tmp_path / "model", "llama")
@@ -137,6 +166,10 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, load: Callable[...,
     model = load(make_model_dir(tmp_path / "model"))
     with pytest.raises(ConfigError, match="num_return_sequences"):
         outsize.generate(model, [[5]], max_new_tokens=2, num_return_sequences=2)
+    with pytest.raises(ConfigError, match="num_return_sequences"):
+        outsize.generate(
+            model, [[5]], max_new_tokens=2, generation_config=GenerationConfig(num_return_sequences=2)
+        )
     with pytest.raises(ConfigError, match="in_flight 0"):
         outsize.generate(model, [[5]], max_new_tokens=2, in_flight=0)
     with pytest.raises(DataError, match="an empty prompt"):

@@ -173,6 +173,7 @@ def looks_at_padding(settled: Any, *, encodes: bool) -> bool:
 def ends_of(settled: Any) -> frozenset[int]:
     """Return the ids that end a text, of which a model may have several, or none."""
     found = settled.eos_token_id
+    found = found.flatten().tolist() if isinstance(found, Tensor) else found
     return frozenset(found if isinstance(found, list | tuple) else () if found is None else (found,))
 
 

@@ -5,6 +5,7 @@ loading of weights (`outsize.inference.waves`). Where tokens are drawn, each pro
 ``torch.manual_seed(seed + its number)``, whatever runs beside it.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from outsize.inference.waves import in_order
 from outsize.model.sizes.model_spec import num_positions
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.detokenizer import Endings, TextUntil, Token
-from outsize.wrapped.writing.generation_settings import check_counts, looks_at_padding, settled_in
+from outsize.wrapped.writing.generation_settings import check_counts, ends_of, looks_at_padding, settled_in
 
 _SEVERAL = ("num_return_sequences", "return_dict_in_generate")  # what would return more than rows of tokens
 
@@ -116,8 +117,8 @@ class GenerationChoice:
     """How tokens are generated.
 
     Attributes:
-        settled: a generation config of transformers.
-        choice: keyword arguments of `generate` beside it, ``max_new_tokens`` among them.
+        settled: a generation config of transformers, with all that is said beside the checkpoint's own.
+        choice: keyword arguments of `generate` that are none of it, and ``max_new_tokens``.
         padding: token that fills short rows up.
         batch_size: prompts that are computed together.
         in_flight: batches that share each load of weights, at most; None for as many as hide it.
@@ -134,13 +135,12 @@ class GenerationChoice:
     @property
     def beams(self) -> int:
         """Of each prompt."""
-        return int(self.choice.get("num_beams") or self.settled.num_beams or 1)
+        return int(self.settled.num_beams or 1)
 
     @property
     def draws(self) -> bool:
         """Whether tokens are drawn."""
-        said = self.choice.get("do_sample")
-        return bool(self.settled.do_sample if said is None else said)
+        return bool(self.settled.do_sample)
 
 
 def generate(
@@ -172,14 +172,15 @@ def generate(
         InfeasiblePlanError: a batch takes more of the device than there is.
     """
     check_counts(max_new_tokens, batch_size, in_flight)
-    config = cast(Any, model).generation_config
+    own = cast(Any, model).generation_config
+    config = copy.deepcopy(choice.pop("generation_config", None) or own)
+    config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+    choice = config.update(**choice)
     for name in _SEVERAL:
-        if (choice.get(name) or getattr(config, name, None) or 1) != 1:
+        if (getattr(config, name, None) or 1) != 1:
             raise ConfigError(f"{name}: each prompt gets its new tokens, once; leave it out")
-    ends = config.eos_token_id if choice.get("eos_token_id") is None else choice["eos_token_id"]
-    marks = frozenset(ends if isinstance(ends, list | tuple) else () if ends is None else (ends,))
-    pad = next((one for one in (config.pad_token_id, *sorted(marks)) if one is not None), 0)
-    padding = choice.pop("pad_token_id", pad)
+    marks = ends_of(config)
+    padding = next((one for one in (config.pad_token_id, *sorted(marks)) if one is not None), 0)
     settings = GenerationChoice(
         settled=config,
         choice={**choice, "max_new_tokens": max_new_tokens},

@@ -193,6 +193,7 @@ def write(
         ConfigError: the checkpoint's generation_config.json asks for what is not done.
     """
     settled = settle_settings(model, tokenizer, choice)
+    choice = settled.update(**choice)
     encoded = [_encode(model, tokenizer, prompt) for prompt in prompts]
     names = [f"the prompt {prompt.text[:40]!r}" for prompt in prompts]
     check_lengths(model, encoded, options.max_new_tokens, names)
