@@ -208,12 +208,12 @@ class TextWriter:
 
     def bytes_per_token(self, want: Scored, top_k: int | None) -> int:
         """Return the bytes of a token's logits, of the largest K with their tokens and mass, or of its hidden state."""
-        config, size = self._model.config.get_text_config(), self._model.dtype.itemsize
+        model: Any = self._model
+        config, size = model.config.get_text_config(), model.dtype.itemsize
         if want == "hidden":
             return int(config.hidden_size * size)
-        return int(
-            config.vocab_size * size if top_k is None else min(top_k, config.vocab_size) * (size + 4) + 4
-        )
+        vocab_size: int = config.vocab_size
+        return vocab_size * size if top_k is None else min(top_k, vocab_size) * (size + 4) + 4
 
     def score(self, texts: "Iterable[ScoredText]", want: Scored, **choice: Any) -> Iterator[Any]:
         """Yield what is wanted of each text; see `outsize.wrapped.writing.scoring.score`."""

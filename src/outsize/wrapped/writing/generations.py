@@ -174,11 +174,11 @@ def generate(
     check_counts(max_new_tokens, batch_size, in_flight)
     own = cast(Any, model).generation_config
     config = copy.deepcopy(choice.pop("generation_config", None) or own)
+    for name in _SEVERAL:
+        if (choice.get(name) or getattr(config, name, None) or 1) != 1:
+            raise ConfigError(f"{name}: each prompt gets its new tokens, once; leave it out")
     config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
     choice = config.update(**choice)
-    for name in _SEVERAL:
-        if (getattr(config, name, None) or 1) != 1:
-            raise ConfigError(f"{name}: each prompt gets its new tokens, once; leave it out")
     marks = ends_of(config)
     padding = next((one for one in (config.pad_token_id, *sorted(marks)) if one is not None), 0)
     settings = GenerationChoice(
