@@ -10,6 +10,7 @@ to its result. It is served as users serve theirs, from disk under a budget, and
 
 import argparse
 import importlib.metadata
+import json
 import socket
 import subprocess
 import sys
@@ -123,6 +124,19 @@ def asked(command: list[str], folder: Path | None = None) -> dict[str, str]:
     return common.last_json(told.stdout) or dict.fromkeys(clients.FEATURES, told.stderr[-300:])
 
 
+def versions(args: argparse.Namespace) -> dict[str, Any]:
+    """Of the clients that asked."""
+    code = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+    names = [name for name in clients.CLIENTS if name != "curl"]
+    python = subprocess.run([args.python, "-c", code, *names], capture_output=True, text=True, check=False)
+    packages = ("openai", "ai", "@ai-sdk/openai-compatible") if args.npm else ()
+    npm = {
+        name: json.loads((args.npm / "node_modules" / name / "package.json").read_text())["version"]
+        for name in packages
+    }
+    return {"versions": {"python": dict(zip(names, python.stdout.split(), strict=False)), "npm": npm}}
+
+
 def main() -> None:
     """Have every client that is installed ask, and print the table."""
     parser = argparse.ArgumentParser(
@@ -147,7 +161,8 @@ def main() -> None:
     common.print_table(["client", *clients.FEATURES], table, "what clients get")
     met = all(value in ("ok", "-") for row in rows.values() for value in row.values())
     common.finish(
-        {"clients": rows, "met": met, "outsize": importlib.metadata.version("outsize")}, args.output
+        {"clients": rows, "met": met, "outsize": importlib.metadata.version("outsize"), **versions(args)},
+        args.output,
     )
 
 

@@ -64,6 +64,13 @@ async function openai() {
       assert.equal(parts.at(-1).usage.completion_tokens, usage.completion_tokens);
     },
     errors: () => assert.rejects(create({ messages: [{ role: "oracle", content: "x" }] }), { status: 400, message: /oracle/ }),
+    formats: async () => {
+      const schema = { type: "json_schema", json_schema: { name: "sum", schema: parameters } };
+      for (const response_format of [{ type: "json_object" }, schema])
+        await assert.rejects(create({ messages: HELLO, response_format }), { status: 400, message: /response_format/ });
+      for (const tool_choice of ["required", { type: "function", function: { name: "add" } }])
+        await assert.rejects(create({ messages: SUM, tools: [ADD], tool_choice }), { status: 400, message: /tool_choice/ });
+    },
     abort: async () => {
       const stream = await create({ ...wild, max_tokens: 2000, stream: true });
       for await (const _ of stream) { stream.controller.abort(); break; }
@@ -73,7 +80,7 @@ async function openai() {
 }
 
 async function aiSdk() {
-  const { generateText, streamText, tool, jsonSchema, stepCountIs } = await load("ai");
+  const { generateObject, generateText, streamText, tool, jsonSchema, stepCountIs } = await load("ai");
   const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
   const model = createOpenAICompatible({ name: "outsize", baseURL: url, includeUsage: true }).chatModel("tiny");
   const given = (choice) => ({ model, temperature: 0, maxRetries: 0, messages: HELLO, ...choice });
@@ -108,6 +115,11 @@ async function aiSdk() {
       assert.equal((await result.usage).outputTokens, usage.outputTokens);
     },
     errors: () => assert.rejects(generateText(given({ topP: -1 })), { statusCode: 400, message: /top_p/ }),
+    formats: async () => {
+      const schema = jsonSchema(parameters);
+      await assert.rejects(generateObject(given({ schema })), { statusCode: 400, message: /response_format/ });
+      await assert.rejects(generateText(given({ ...called, toolChoice: "required" })), { statusCode: 400, message: /tool_choice/ });
+    },
     abort: async () => {
       const stop = new AbortController();
       const { fullStream } = streamText(given({ ...wild, maxOutputTokens: 2000, abortSignal: stop.signal, onError: () => {} }));

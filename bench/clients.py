@@ -44,8 +44,15 @@ GREEDY: Mapping[str, Any] = {"temperature": 0}
 NO_ROLE: list[Any] = [{"role": "oracle", "content": "x"}]
 
 
-def refused(ask: Callable[[], Any]) -> None:
-    """Have a request refused, by the exception that the client has for it."""
+FORMATS: tuple[Any, ...] = (
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "sum", "schema": ADD["function"]["parameters"]}},  # type: ignore[index]
+)
+CALLS: tuple[Any, ...] = ("required", {"type": "function", "function": {"name": "add"}})
+
+
+def refused(ask: Callable[[], Any], name: str = "oracle") -> None:
+    """Have a request refused by what it names, by the exception that the client has for it."""
     try:
         ask()
     except Exception as error:
@@ -53,7 +60,7 @@ def refused(ask: Callable[[], Any]) -> None:
     else:
         said = "no error"
     assert "Request" in said, said
-    assert "oracle" in said, said
+    assert name in said, said
 
 
 def drawn(text: Callable[[int], str]) -> None:
@@ -126,6 +133,12 @@ class OpenAI:
 
     def errors(self) -> None:
         refused(lambda: self.create(messages=NO_ROLE))
+
+    def formats(self) -> None:
+        for form in FORMATS:
+            refused(lambda form=form: self.create(messages=HELLO, response_format=form), "response_format")
+        for call in CALLS:
+            refused(lambda call=call: self.create(messages=SUM, tools=[ADD], tool_choice=call), "tool_choice")
 
     def abort(self) -> None:
         stream = self.create(messages=WILD, stream=True, temperature=2.0, max_tokens=2000)
@@ -206,6 +219,16 @@ class LangChain:
     def errors(self) -> None:
         refused(lambda: self.greedy.invoke(WILD, extra_body={"oracle": 1}))
 
+    def formats(self) -> None:
+        schema = {"title": "Sum", "description": "A sum.", **ADD["function"]["parameters"]}  # type: ignore[index]
+        for how, name in (
+            ("json_schema", "response_format"),
+            ("json_mode", "response_format"),
+            ("function_calling", "tool_choice"),
+        ):
+            refused(lambda how=how: self.greedy.with_structured_output(schema, method=how).invoke(SUM), name)
+        refused(lambda: self.greedy.bind_tools([ADD], tool_choice="any").invoke(SUM), "tool_choice")
+
     def abort(self) -> None:
         stream = self.chat(temperature=2.0, max_tokens=2000).stream(WILD)
         next(stream)
@@ -219,7 +242,9 @@ class Llm:
     def __init__(self, url: str) -> None:
         from llm.default_plugins.openai_models import Chat
 
-        self.model: Any = Chat("tiny", api_base=url, can_stream=True, supports_tools=True)
+        self.model: Any = Chat(
+            "tiny", api_base=url, can_stream=True, supports_tools=True, supports_schema=True
+        )
         self.model.needs_key = None
 
     def whole(self) -> None:
@@ -271,6 +296,10 @@ class Llm:
             return
         raise AssertionError("no error")
 
+    def formats(self) -> None:
+        schema = ADD["function"]["parameters"]  # type: ignore[index]
+        refused(lambda: self.model.prompt("hello", stream=False, schema=schema).text(), "response_format")
+
     def abort(self) -> None:
         response = iter(self.model.prompt("anything", stream=True, temperature=2.0, max_tokens=2000))
         next(response)
@@ -301,6 +330,12 @@ class Curl:
     def errors(self) -> None:
         assert "oracle" in json.loads(self.ask(messages=NO_ROLE))["error"]["message"]
 
+    def formats(self) -> None:
+        for name, values in (("response_format", FORMATS), ("tool_choice", CALLS)):
+            for value in values:
+                told = json.loads(self.ask(messages=SUM, tools=[ADD], **{name: value}))["error"]
+                assert told["message"].startswith(name), told
+
     def abort(self) -> None:
         self.ask("--max-time", "0.5", messages=WILD, stream=True, temperature=2.0, max_tokens=2000)
         self.whole()
@@ -315,7 +350,7 @@ CLIENTS: Mapping[str, type[Any]] = {
 }
 FEATURES = (
     *("whole", "stream", "tools", "tools_in_a_stream", "n", "seed"),
-    *("logprobs", "stop", "usage", "errors", "abort"),
+    *("logprobs", "stop", "usage", "errors", "formats", "abort"),
 )
 
 

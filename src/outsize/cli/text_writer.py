@@ -212,8 +212,8 @@ class TextWriter:
         config, size = model.config.get_text_config(), model.dtype.itemsize
         if want == "hidden":
             return int(config.hidden_size * size)
-        vocab_size: int = config.vocab_size
-        return vocab_size * size if top_k is None else min(top_k, vocab_size) * (size + 4) + 4
+        rows, each = int(config.vocab_size), int(size)
+        return rows * each if top_k is None else min(top_k, rows) * (each + 4) + 4
 
     def score(self, texts: "Iterable[ScoredText]", want: Scored, **choice: Any) -> Iterator[Any]:
         """Yield what is wanted of each text; see `outsize.wrapped.writing.scoring.score`."""
