@@ -9,8 +9,9 @@ The roofline is the slower of two bounds, each measured here: the same texts by 
 fastest of those tried, and one visit to the weights at the rate at which the disk gives the file. A machine's speed
 drifts by more than what is asked for, so a share is of neighbours in time: each turn of `outsize` lies between two of
 the resident model, and is held to their mean. Shares are the median of all turns, with the least and the most; the
-first scoring of a model that was just opened is told apart (``first_s``). Where computing alone takes more than half of
-`accelerate`'s time, nothing can be twice as fast (``bound_times``).
+first scoring of a model that was just opened is told apart (``first_s``). ``share_in_cpu_seconds`` is of the time that
+the processor worked, all threads and reading included, which other programs on the machine change less. Where computing
+alone takes more than half of `accelerate`'s time, nothing can be twice as fast (``bound_times``).
 
     python bench/bench_score.py                      # 36M parameters, batches of 128, 512 and 1,024 tokens: 5 minutes
 """
@@ -143,6 +144,7 @@ def measure(directory: Path, plain: Any, length: int, args: argparse.Namespace) 
     )
     first_s, found, _ = with_outsize(model, groups)
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    cpu: dict[str, list[float]] = {name: [] for name in NAMES[2:]}
     disk = [disk_bytes_per_s(directory / "model")]
     seconds["resident"].append(timed(plain, batches)[0])
     told: dict[str, Any] = {}
@@ -153,9 +155,13 @@ def measure(directory: Path, plain: Any, length: int, args: argparse.Namespace) 
             took, want = timed(rival, groups, directory / "offloaded")
             seconds["accelerate, cold"].append(took)
             seconds["resident"][-1] = timed(plain, batches)[0]  # the neighbour of what comes next
+        cpu_began = time.process_time()
         took, found, told = with_outsize(model, groups)
+        cpu["outsize, disk"].append(time.process_time() - cpu_began)
         seconds["outsize, disk"].append(took)
+        cpu_began = time.process_time()
         seconds["resident"].append(timed(plain, batches)[0])
+        cpu["resident"].append(time.process_time() - cpu_began)
         disk.append(disk_bytes_per_s(directory / "model"))
     runner_of(model).close()
     ours, resident = seconds["outsize, disk"], seconds["resident"]
@@ -179,6 +185,10 @@ def measure(directory: Path, plain: Any, length: int, args: argparse.Namespace) 
         "disk_bytes_per_s": round(statistics.median(disk)),
         "roofline_tokens_per_s": round(num_tokens / roofline_s, 1),
         "roofline_is": "computing" if weights / statistics.median(disk) < roofline_s else "disk",
+        "cpu_seconds": {name: [round(one, 3) for one in each] for name, each in cpu.items()},
+        "share_in_cpu_seconds": spread(
+            [cpu["resident"][n] / cpu["outsize, disk"][n] for n in range(args.turns)]
+        ),
         "share_of_roofline": spread([bound / own for bound, own in zip(bounds, ours, strict=True)]),
         "times_cold": spread(times["cold"]),
         "times_warm": spread(times["warm"]),
@@ -224,6 +234,7 @@ def main() -> None:
         ],
     )
     result = {
+        "machine": common.machine(),
         "grid": grid,
         "target_cold": TARGET,
         "target_share": TARGET_SHARE,

@@ -175,6 +175,18 @@ def test_records_without_a_token_are_said_and_have_empty_results(
     assert "of 1 texts 1 have no token" in " ".join(capsys.readouterr().err.split())
 
 
+def test_embeddings_of_a_model_of_sentence_transformers_are_said_to_be_means(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    data, copy = tmp_path / "data.jsonl", Path(shutil.copytree(model, tmp_path / "model"))
+    data.write_text(json.dumps({"text": "once"}))
+    for number, names in enumerate([(), ("modules.json",)]):
+        for name in names:
+            (copy / name).write_text("[]")
+        assert run(copy, "--data", data, "--out", tmp_path / str(number), "--want", "embeddings", *ROOM) == 0
+        assert ("by none of its modules" in caplog.text) is bool(names)
+
+
 def test_what_files_take_is_said_before_and_refused_where_there_is_no_room(
     model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):

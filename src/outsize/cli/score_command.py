@@ -66,6 +66,7 @@ class ScoreOptions(ModelOptions):
 def score(options: ScoreOptions, output: Output) -> None:
     """Score texts with a model that may be larger than the device; run again, it goes on where it ended."""
     from outsize.checkpoint.begun_adapters import servable
+    from outsize.checkpoint.files.checkpoint_files import locate_checkpoint
     from outsize.wrapped.writing.scoring import ScoringFigures
 
     if options.top_k is not None and options.want != "logits":
@@ -84,6 +85,10 @@ def score(options: ScoreOptions, output: Output) -> None:
         writer = stack.enter_context(
             TextWriter(opened, "none" if options.want in ("hidden", "embeddings") else "auto")
         )
+        if options.want == "embeddings" and (locate_checkpoint(options.model) / "modules.json").exists():
+            _log.warning(
+                "modules.json: embeddings are the mean of the last hidden states, and by none of its modules"
+            )
         texts = _texts(options, writer) if sequences is None else sequences
         choice: dict[str, Any] = {"top_k": options.top_k, "figures": figures}
         if sequences is not None:
@@ -94,11 +99,11 @@ def score(options: ScoreOptions, output: Output) -> None:
         to_do = range(results.num_done, len(texts))
         if options.in_files:
             output.say(_tell_size(options, writer, (texts[number] for number in to_do)))
-        given = (text for number in to_do if (text := texts[number]) is not None)
-        found = writer.score(given, options.want, **choice)
+        scored = (text for number in to_do if (text := texts[number]) is not None)
+        scores = writer.score(scored, options.want, **choice)
         for number in to_do:
             text = texts[number]
-            results.add(None if text is None else next(found), text)
+            results.add(None if text is None else next(scores), text)
             tell(lambda: f"{results.num_done} of {len(texts)} texts, {_rate(figures)}")
     summary = {**asdict(figures), "num_done": results.num_done, **results.totals()}
     summary["tokens_per_s"] = figures.tokens_per_s
@@ -147,7 +152,8 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "list[ScoredText | None
     for text, where in _records(options, writer):
         if most and len(text.ids) > most:
             raise DataError(
-                f"{where}: the text has {len(text.ids)} tokens, more than the {most} positions of the model; cut it"
+                f"{where}: {len(text.ids)} tokens are more than the {most} positions of the model; cut the text, one "
+                "that is no record by --context"
             )
         has_token = 1 <= text.start < len(text.ids) if counts else bool(text.ids)
         texts.append((text if counts else replace(text, start=1)) if has_token else None)
@@ -155,26 +161,23 @@ def _texts(options: ScoreOptions, writer: TextWriter) -> "list[ScoredText | None
             empty.append(where)
     if empty:
         named = ", ".join(empty[:_MOST_NAMED]) + (", …" if len(empty) > _MOST_NAMED else "")
-        said = f"of {len(texts)} texts {len(empty)} have no token to score, or none before the first: {named}"
+        problem = (
+            f"of {len(texts)} texts {len(empty)} have no token to score, or none before the first: {named}"
+        )
         if len(empty) == len(texts):
-            raise DataError(f"{said}; name a file with texts")
-        _log.warning("%s; their results are empty", said)
+            raise DataError(f"{problem}; name a file with texts")
+        _log.warning("%s; their results are empty", problem)
     return texts
 
 
 def _records(options: ScoreOptions, writer: TextWriter) -> "Iterator[tuple[ScoredText, str]]":
     """Yield the texts of a file, and where each stands."""
-    from outsize.cli.text.prompts import read_records, tell_unread
+    from outsize.cli.text.prompts import read_records, read_text, tell_unread
     from outsize.training.run_data import read_prompt, unread_of
     from outsize.wrapped.writing.scoring import ScoredText
 
     if options.data.suffix != ".jsonl":
-        try:
-            ids = writer.scored_text(files.read_text(options.data, "utf-8-sig", files.MOST_TEXT), None).ids
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{options.data} cannot be read as text: {error}; name a file in UTF-8"
-            ) from error
+        ids = writer.scored_text(read_text(options.data), None).ids
         context = options.context or _CONTEXT
         for start in range(0, max(len(ids) - 1, 1), context - 1):  # every token but the first counts once
             yield ScoredText(ids[start : start + context]), str(options.data)
@@ -211,13 +214,13 @@ def _tell_size(options: ScoreOptions, writer: TextWriter, texts: "Iterable[Score
             counts = len(text.ids) - text.start if text.counts is None else int(text.counts.sum())
             num_tokens += len(text.ids) if options.want == "hidden" else counts
     num_bytes = num_tokens * writer.bytes_per_token(options.want, options.top_k)
-    said = f"{options.want} of {num_tokens} tokens take {format_bytes(num_bytes)} in {options.out}"
+    size = f"{options.want} of {num_tokens} tokens take {format_bytes(num_bytes)} in {options.out}"
     if num_bytes > (free := files.free_bytes(options.out)):
         fewer = ", or write fewer by --top-k" if options.want == "logits" and options.top_k is None else ""
         raise StorageError(
-            f"{said}, and {format_bytes(free)} are free; choose a place on another disk{fewer}"
+            f"{size}, and {format_bytes(free)} are free; choose a place on another disk{fewer}"
         )
-    return said
+    return size
 
 
 def _settings(options: ScoreOptions) -> dict[str, str]:

@@ -149,13 +149,7 @@ class TextWriter:
         Raises:
             DataError: it is no text.
         """
-        from outsize.wrapped.writing.text import check_text
-
-        text_prompt = self._prompt_of(prompt)
-        check_text(text_prompt.text, "the prompt")
-        return len(
-            self._tokenizer(text_prompt.text, add_special_tokens=not text_prompt.is_templated)["input_ids"]
-        )
+        return len(self.scored_text(prompt, None).ids)
 
     def token_text(self, token: int) -> str:
         """Return the text of one token, special ones among them."""
@@ -191,20 +185,15 @@ class TextWriter:
         from outsize.wrapped.writing.text import check_text
 
         text_prompt = self._prompt_of(prompt)
-        before = (
-            text_prompt.text if completion is None or text_prompt.is_templated else text_prompt.text.rstrip()
-        )
+        special = not text_prompt.is_templated
         text = text_prompt.text + (completion or "")
         check_text(text, "the text")
-        ids, prompt_ids = (
-            self._tokenizer(words, add_special_tokens=not text_prompt.is_templated)["input_ids"]
-            for words in (text, before)
-        )
-        return (
-            ScoredText(ids)
-            if completion is None
-            else ScoredText(ids, sum(takewhile(bool, map(eq, ids, prompt_ids))))
-        )
+        ids = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        if completion is None:
+            return ScoredText(ids)
+        before = text_prompt.text if text_prompt.is_templated else text_prompt.text.rstrip()
+        prompt_ids = self._tokenizer(before, add_special_tokens=special)["input_ids"]
+        return ScoredText(ids, sum(takewhile(bool, map(eq, ids, prompt_ids))))
 
     def bytes_per_token(self, want: Scored, top_k: int | None) -> int:
         """Return the bytes of a token's logits, of the largest K with their tokens and mass, or of its hidden state."""

@@ -80,17 +80,22 @@ def conversation(
 
 def _lines(file: Path) -> list[str]:
     """Return the lines of a file in UTF-8: they end at a line feed, and at nothing else that may be in a text."""
+    return [line.removesuffix("\r") for line in read_text(file).split("\n")]
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a file; ``-`` is standard input.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
     try:
         if str(file) == "-":
             piped = getattr(sys.stdin, "buffer", None)  # of bytes: the locale has no say in what they are
-            text = sys.stdin.read() if piped is None else piped.read().decode("utf-8-sig")
-        else:
-            text = files.read_bytes(file, files.MOST_TEXT).decode("utf-8-sig")
+            return sys.stdin.read() if piped is None else str(piped.read(), "utf-8-sig")
+        return files.read_bytes(file, files.MOST_TEXT).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{file} cannot be read as text: {error}; name a file in UTF-8 with a prompt on each line"
-        ) from error
-    return [line.removesuffix("\r") for line in text.split("\n")]
+        raise DataError(f"{file} cannot be read as text: {error}; name a file in UTF-8") from error
 
 
 def _record(line: str, where: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._shows_special = shows_special
+        self._left_out = frozenset(() if shows_special else tokenizer.all_special_ids)
         self._cleans = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._ids: list[int] = []
         self._shown = ""  # of the text of these ids
@@ -54,6 +55,8 @@ class Detokenizer:
 
     def put(self, token: int) -> str:
         """Return what is new with a token; empty where it has to wait for the next."""
+        if token in self._left_out:  # part of no character that is under way
+            return ""
         self._ids.append(token)
         num_waiting = len(self._ids) - self._num_complete
         text = self._decode(self._ids)

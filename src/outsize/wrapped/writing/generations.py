@@ -137,11 +137,6 @@ class GenerationChoice:
         """Of each prompt."""
         return int(self.settled.num_beams or 1)
 
-    @property
-    def draws(self) -> bool:
-        """Whether tokens are drawn."""
-        return bool(self.settled.do_sample)
-
 
 def generate(
     model: nn.Module,
@@ -290,7 +285,7 @@ def _flies(model: nn.Module, settings: GenerationChoice) -> bool:
     """
     implementations: Mapping[str, str] = getattr(model, "get_experts_implementation", dict)()
     switches = runner_of(model).device.type != "cpu" and "grouped_mm" in implementations.values()
-    drawn_together = settings.draws and (settings.beams > 1 or settings.seed is None)
+    drawn_together = settings.settled.do_sample and (settings.beams > 1 or settings.seed is None)
     return not (encodes(model) or drawn_together or switches)
 
 
@@ -343,7 +338,7 @@ def _rows(
     asked: dict[str, Any] = dict(settings.choice)
     if watch is not None:
         asked = watch(first_row, num_before, asked)
-    if settings.draws and settings.seed is not None:
+    if settings.settled.do_sample and settings.seed is not None:
         seed = settings.seed + first_row
         if settings.beams == 1:
             asked["custom_generate"] = sampling_by(_Draws(seed, len(ids)))
