@@ -16,7 +16,7 @@ FAMILIES = (
     "llama", "llama_tied", "qwen3_moe", "gemma3_text", "gpt2", "gpt_neox", "falcon", "bloom", "gpt_oss", "deepseek_v3",
     "mamba2", "bert", "qwen3_next", "phi3",
 )  # fmt: skip
-ROUTES_WITH_NOISE = "phimoe"  # in training; its random numbers are others when streamed
+ROUTES_WITH_NOISE = "phimoe"  # in training; its random numbers are others in several microbatches
 OTHERS = tuple(name for name in zoo.ARCHITECTURES if name not in FAMILIES)
 ROUNDING = 1e-6
 

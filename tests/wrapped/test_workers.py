@@ -128,6 +128,20 @@ def test_forwards_without_a_backward_and_modes():
         assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), want_ids)
 
 
+def test_a_batch_that_goes_whole_draws_what_the_plain_model_draws():
+    """Kept and recomputed, and what is drawn behind it."""
+    plain = zoo.build("phi", dropout=0.5)
+    torch.manual_seed(2)
+    want = [resident_backward(plain, BATCH, 1) for _ in range(2)], torch.rand(3)
+    with wrapped(zoo.build("phi", dropout=0.5), **FOUR) as model:
+        torch.manual_seed(2)
+        losses = [streamed_backward(model, BATCH) for _ in range(2)]
+        assert torch.equal(torch.rand(3), want[1])
+        found = gradients(model)
+    assert all(map(torch.equal, losses, want[0]))
+    assert_equal(found, gradients(plain))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_forward_that_is_only_looked_at_comes_between_another_and_its_backward(training: bool):
     plain, other = zoo.build("llama"), zoo.batch("llama", seed=1, num_sequences=4)

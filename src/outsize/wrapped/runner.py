@@ -33,7 +33,7 @@ from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.forward.short_recompute import random_states, set_random_states
+from outsize.runtime.forward.short_recompute import Drawing, random_states, set_random_states
 from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, watching
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.wrapped import batching, loop_records, wrap_planning
@@ -147,16 +147,14 @@ class Runner(Inferring):
             )
         arriving = InputGradients(inputs if into_inputs else {}, batching.cut(inputs, rows, sizes))
         parts = arriving.parts
-        weights = batching.divisors(parts, sizes, self._measured.shifted)
         programs = self._programs_for(plan, len(sizes))
-        joined = Joined(sizes, weights)
-        draws_on = len(sizes) == 1 and self.session.machine.num_workers == 1
+        joined = Joined(sizes, batching.divisors(parts, sizes, self._measured.shifted))
         context = StepContext(
-            number=self._number(model, draws_on=draws_on),
+            number=self._number(model, seeded=len(sizes) > 1),
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
             ambient=autocast.enter,
-            draws_on=draws_on,
+            drawing=Drawing(self._device) if len(sizes) == 1 else None,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
             times_home=programs.times_home,
@@ -209,9 +207,9 @@ class Runner(Inferring):
         """Have the model run forward on all microbatches, all rounds but the first to be run again."""
         passes = programs.passes
         if not context.keeps:
-            self._walk(passes.inference, context, draws=context.draws_on)
+            self._walk(passes.inference, context, drawing=context.drawing)
             return
-        self._walk(passes.lean_forward if lean else passes.forward, context, draws=context.draws_on)
+        self._walk(passes.lean_forward if lean else passes.forward, context, drawing=context.drawing)
         if passes.following.ops:
             again = partial(joined.add, again=True)
             slots = programs.following_slots
@@ -220,7 +218,7 @@ class Runner(Inferring):
                 replace(context, again=True, slots=slots, deliver=again, runs={}, moved={}),
             )
 
-    def _number(self, model: nn.Module, *, draws_on: bool) -> int:
+    def _number(self, model: nn.Module, *, seeded: bool) -> int:
         """What tells a forward from others: what leaves the device goes by it, and perhaps the model's random numbers.
 
         Where these are not drawn as by the plain model, one number from the caller's generator seeds them, as long as
@@ -228,7 +226,7 @@ class Runner(Inferring):
         """
         self._num_forwards += 1
         draws = model.training and (self._measured is None or self._measured.draws_random)
-        return int(torch.randint(2**62, ())) if draws and not draws_on else self._num_forwards
+        return int(torch.randint(2**62, ())) if draws and seeded else self._num_forwards
 
     def _passage(
         self,
@@ -349,15 +347,16 @@ class Runner(Inferring):
         self.settle()
         return self._held()
 
-    def _walk(self, program: Program, context: StepContext, *, draws: bool = False) -> None:
-        """Have the engine walk ``program``; the modules' parameters, and unless it ``draws`` generators, are as before.
+    def _walk(self, program: Program, context: StepContext, *, drawing: Drawing | None = None) -> None:
+        """Have the engine walk ``program``; the modules' parameters are as before, and generators but for ``drawing``.
 
         Lanes read what the caller's stream may still be making: inputs on their way, gradients of outputs.
         """
         engine = self._engine
         assert engine is not None
         self._caller.finish()
-        states = random_states(self._device)
+        devices = [each.torch_device for each in self.session.machine.devices.each]
+        states = {device: random_states(device) for device in devices}
         self._walking = True
         try:
             with nullcontext() if self.records is None else self.records.passing(engine, context):
@@ -366,8 +365,8 @@ class Runner(Inferring):
                 engine.settle()
             if engine.num_noted > loop_records.MOST_EVENTS:  # nobody has asked for long
                 engine.take_timeline()
-            if draws:
-                states = random_states(self._device)
+            if drawing is not None:
+                states[self._device] = drawing.states()
         except BaseException:  # Ctrl-C as well
             engine.recover()
             context.runs.clear()
@@ -379,7 +378,8 @@ class Runner(Inferring):
         finally:
             self._walking = False
             engine.let_go()
-            set_random_states(self._device, states)
+            for device in reversed(states):  # the first is the caller's, and has the CPU's of the call
+                set_random_states(device, states[device])
 
     def _held(self) -> dict[int, frozenset[int]]:
         units = self.split.spec.units

@@ -63,8 +63,8 @@ class Resources:
 class Worker:
     """A device, the memory reserved on it, and the handlers of its ops.
 
-    Where workers draw random numbers from one generator, ``turn`` is held while one computes: it is seeded and drawn
-    from in one go.
+    Where units draw random numbers, ``turn`` is held while a worker computes: generators are seeded and drawn from in
+    one go.
     """
 
     slots: list[Tensor]
@@ -191,7 +191,8 @@ def make_crew(
         assert isinstance(device, Workers)
         originals = Originals(split)
         outer, units = _replicas(split, boundaries, device, layout, memories, settings.num_threads)
-    turns = _turns(devices) if settings.draws_random and len(devices) > 1 else {}
+    # One for all: the generators of CPU, Python and numpy are the process's own.
+    turn = threading.Lock() if settings.draws_random and len(devices) > 1 else nullcontext()
     fetches = [] if outer is None else [count_fetches(program) for program in plan.programs]
     unit_settings, codec, below = _asked_of_units(plan, settings), activation_codec(plan.transport), Below()
     binders = [Binder(each.split, memory.sums) for each, memory in zip(units, memories, strict=True)]
@@ -204,7 +205,6 @@ def make_crew(
         activations = ActivationOps(
             each, resources.scratch, codec, resources.rooms, layout.kept, fetches, below, devices
         )
-        turn = turns.get(each.torch_device, nullcontext())
         planes = memory.slots, memory.accumulators
         workers.append(Worker(*planes, memory.weights, memory.gradients, activations, compute, turn))
     closes = [binder.close for binder in binders]
@@ -259,11 +259,6 @@ def _asked_of_units(plan: Plan, settings: "EngineSettings") -> ComputeSettings:
         needed=settings.needed,
         num_products=settings.num_products,
     )
-
-
-def _turns(devices: Sequence[Device]) -> dict[torch.device, threading.Lock]:
-    """Return a lock for each device that has a generator of random numbers."""
-    return {device.torch_device: threading.Lock() for device in devices}
 
 
 def take_step_memory(plan: Plan, host: Arena) -> StepMemory:

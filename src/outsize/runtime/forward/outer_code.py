@@ -254,6 +254,7 @@ class OuterForward:
         self._resting = False
 
     def _piece(self, run: "StagedRun", worker: int, piece: Callable[[], T]) -> T:
+        self.worker = worker  # of this thread, too
         if self._resting:
             self._put_stand_ins()
         # Autograd runs the hook of a parameter on the stream that was current when the parameter was made.

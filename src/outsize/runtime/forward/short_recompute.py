@@ -344,19 +344,27 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 class Drawing:
-    """Lets pieces of a forward draw where the generators are, and a piece that runs again what it drew at first.
+    """Lets pieces of a forward draw where the piece before stopped, and a piece that runs again what it drew at first.
+
+    So do pieces on several devices, each of which has a generator of its own.
 
     Args:
-        device: that computes.
+        device: whose generators the first piece goes on from.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._states: dict[tuple[int, bool], States] = {}
 
-    def __call__(self, unit: int, glue: bool) -> None:
-        """Called before each piece: a unit, or the code before it."""
-        if (unit, glue) in self._states:
-            set_random_states(self._device, self._states[unit, glue])
-        else:
-            self._states[unit, glue] = random_states(self._device)
+    def __call__(self, device: torch.device, unit: int, glue: bool) -> None:
+        """Have what runs next on ``device`` draw: a unit, or the code before it."""
+        if (unit, glue) not in self._states:
+            self._states[unit, glue] = self.states()
+            moves, self._device = device != self._device, device
+            if not moves:
+                return
+        set_random_states(device, self._states[unit, glue])
+
+    def states(self) -> States:
+        """Return where the piece that was first to run last has stopped."""
+        return random_states(self._device)

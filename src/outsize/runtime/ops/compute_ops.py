@@ -21,7 +21,7 @@ from outsize.runtime.forward.binding import Binder, Originals
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.outer_code import OuterForward
 from outsize.runtime.forward.saved_tensors import Keeping, Selected
-from outsize.runtime.forward.short_recompute import Drawing, Shortcuts, is_watched, seed_generators
+from outsize.runtime.forward.short_recompute import Shortcuts, is_watched, seed_generators
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.forward.unit_facts import NO_EFFECTS, Needed, SideEffects
 from outsize.runtime.forward.unit_state import UnitState
@@ -325,26 +325,26 @@ class ComputeOps:
 
     def _begin(self, microbatch: int, context: StepContext) -> MicrobatchRun:
         # Not `self` and `context`, which hold the run that will hold this.
-        seed, step = self._settings.seed, context.number
-        where = self._device.torch_device
-        among_all = context.first_microbatch + microbatch
+        seed, step, among_all = self._settings.seed, context.number, context.first_microbatch + microbatch
+        drawing, device = context.drawing, self._device.torch_device
+        outer = None if self._stage is None else self._stage.outer
 
-        def seeded(unit: int, glue: bool) -> None:
-            seed_generators(where, seed_of(seed, step, unit, among_all, glue))
+        def reseed(unit: int, glue: bool) -> None:
+            where = device if outer is None else outer.device()
+            if drawing is None:
+                seed_generators(where, seed_of(seed, step, unit, among_all, glue))
+            else:
+                drawing(where, unit, glue)
 
-        reseed = Drawing(where) if context.draws_on else seeded
-        inputs = torch_private.map_only(
-            Tensor,
-            lambda tensor: tensor.to(self._device.torch_device, non_blocking=True),
-            dict(context.microbatches[microbatch].inputs),
-        )
+        given = dict(context.microbatches[microbatch].inputs)
+        inputs = torch_private.map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), given)
         if self._settings.chunk_tokens is not None:
             inputs.pop("labels", None)
         tracked = self._tracked if context.keeps else (False,) * len(self._tracked)
         common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
         effects, state_of = self._settings.effects, self._state_of if context.keeps else None
-        if self._stage is not None:
-            run: MicrobatchRun = StagedRun(*common, effects, outer=self._stage.outer)
+        if outer is not None:
+            run: MicrobatchRun = StagedRun(*common, effects, outer=outer)
         else:
             run = MicrobatchRun(*common, effects, state_of)
         self._runs.add(run)

@@ -14,6 +14,7 @@ from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program
 from outsize.planner.program.table import ROWS
 from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.short_recompute import Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class StepContext:
         brought: how often the gradient of each unit has come home; in stages, once for every round.
         fetched: how often the input of each unit for each microbatch has been fetched.
         ambient: what code of the model runs in: the caller's autocast, say, which a thread has for itself.
-        draws_on: whether code of the model draws random numbers where the generators are, as a plain forward does; else
+        drawing: has code of the model draw random numbers where the generators are, as a plain forward does; None where
             each piece of it has a seed.
         keeps: whether a backward will follow; without one nothing is kept of a forward.
         again: whether that backward will run this forward again, so that nothing is kept of it either.
@@ -96,7 +97,7 @@ class StepContext:
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
     ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
-    draws_on: bool = False
+    drawing: Drawing | None = None
     keeps: bool = True
     again: bool = False
     arrivals: Mapping[Op, Sequence[Op]] = field(default_factory=dict)
