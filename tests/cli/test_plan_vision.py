@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -101,3 +102,27 @@ def test_a_model_is_planned_with_an_image_in_each_sequence(
         outsize.predict(tmp_path, gpus="4090", image="640x480", seq_len=16, tokens_per_step=256)
     with pytest.raises(ConfigError, match="--frames: is of video models"):
         outsize.predict(tmp_path, gpus="4090", frames=2)
+
+
+def test_of_a_hub_id_the_settings_of_its_processor_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Neither there nor at hand they are those of the family, which the answer says."""
+    texts = {
+        "config.json": zoo_of_lists.build("paligemma")[0].config.to_dict(),
+        "processor_config.json": {"image_processor": {"size": {"height": 16, "width": 16}}},
+    }
+
+    def download(repo: str, name: str, *, local_files_only: bool) -> str:
+        if name not in texts:
+            raise LocalEntryNotFoundError(name)
+        (tmp_path / name).write_text(json.dumps(texts[name]))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    asked = ("owner/tiny", "--gpus", "4090", "--image", "640x480", "--no-advice", "--seq-len", 64)
+    by_its_own = answer(capsys, *asked)["assumptions"]
+    del texts["processor_config.json"]
+    as_usual = answer(capsys, *asked)["assumptions"]
+    assert any("as its processor sizes it" in line for line in by_its_own)
+    assert any("since no settings of its processor are there" in line for line in as_usual)

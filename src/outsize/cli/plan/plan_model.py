@@ -180,7 +180,7 @@ class AskedModel:
         """Return this model with an image in each sequence, and the tokens of one with its text."""
         if options.output_file is not None:
             raise ConfigError("--output: outsize train trains on text alone; wrap this model (outsize.wrap)")
-        image = {"pixels": pixels, "settings": _image_settings(Path(self.path))}
+        image = {"pixels": pixels, "settings": _image_settings(self.path)}
         model = AskedModel(self.path, {**self._hf_config, IMAGE: image}, self.run, self._notes)
         tokens = model.described.image_tokens
         seq_len = options.seq_len or max(DEFAULT_SEQ_LEN, tokens + TEXT_OF_IMAGE)
@@ -203,7 +203,8 @@ class AskedModel:
         alone = f"of this model its text part alone, {part}, is planned: --image plans it whole"
         notes = self._notes if part is None else (*self._notes, alone)
         if image := self._hf_config.get(IMAGE):
-            by = "as its processor sizes it" if image["settings"] else "sized as usual for its family"
+            usual = "sized as usual for its family, since no settings of its processor are there"
+            by = "as its processor sizes it" if image["settings"] else usual
             what = f"an image of {image['pixels'][0]} by {image['pixels'][1]} pixels, {by}, is"
             notes = (*notes, f"{what} {self.described.image_tokens:,} tokens of each sequence")
         elif self.described.has_more:
@@ -275,7 +276,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def read_config(model: str) -> tuple[str, Mapping[str, Any]]:
     """Return what ``model.path`` of a run would be, and the config.
 
-    Of a hub id only ``config.json`` is fetched; without a network the one of an earlier time is taken.
+    Of a hub id no weights are fetched; without a network the file of an earlier time is taken.
 
     Raises:
         ModelError: neither a path that exists nor an id whose config can be had.
@@ -298,7 +299,6 @@ def fetch_config(hub_id: str) -> Path:
     Raises:
         ModelError: there is no such file or directory, and the hub has no such model or cannot be asked.
     """
-    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -308,8 +308,7 @@ def fetch_config(hub_id: str) -> Path:
 
     what = f"{hub_id}: no such file or directory"
     try:
-        only_here = constants.HF_HUB_OFFLINE or not _is_there(constants.ENDPOINT)
-        return Path(hf_hub_download(hub_id, "config.json", local_files_only=only_here))
+        return _fetched(hub_id, "config.json")
     except GatedRepoError as error:
         raise ModelError(
             f"{what}, and the model of that name on the hub is gated; `hf auth login` first"
@@ -323,6 +322,13 @@ def fetch_config(hub_id: str) -> Path:
         ) from error
 
 
+def _fetched(hub_id: str, name: str) -> Path:
+    from huggingface_hub import constants, hf_hub_download
+
+    only_here = constants.HF_HUB_OFFLINE or not _is_there(constants.ENDPOINT)
+    return Path(hf_hub_download(hub_id, name, local_files_only=only_here))
+
+
 def _is_there(endpoint: str) -> bool:
     """Whether the name of a host is known: without a network it is not, and the hub's client would try for long."""
     try:
@@ -331,11 +337,15 @@ def _is_there(endpoint: str) -> bool:
         return False
 
 
-def _image_settings(directory: Path) -> Mapping[str, Any]:
-    """Return the settings of the image processor in a model's directory; none where there are none."""
+def _image_settings(model: str) -> Mapping[str, Any]:
+    """Return the settings of the image processor beside a config, here or on the hub; none where there are none."""
     for name in ("preprocessor_config.json", "processor_config.json"):
-        if (directory / name).is_file():
-            settings = _parsed(str(directory), directory / name)
+        try:
+            file = Path(model) / name if Path(model).exists() else _fetched(model, name)
+        except OSError:  # the hub has no such file, or cannot be asked
+            continue
+        if file.is_file():
+            settings = _parsed(model, file)
             return dict(settings.get("image_processor", settings))
     return {}
 
