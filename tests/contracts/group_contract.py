@@ -18,11 +18,18 @@ from torch import Tensor
 
 from contracts.device_contract import raises, same_bits
 from outsize.errors import LostRankError
-from outsize.group.group import CHUNK_BYTES, Group, even_ranges
+from outsize.group.group import CHUNK_BYTES, Group
 
 T = TypeVar("T")
 # To wait in vain means that a rank hangs, not that the machine is slow.
 _PATIENCE_S = 600.0
+
+
+def even_ranges(length: int, size: int, granule: int) -> tuple[range, ...]:
+    """Cut ``length`` elements into ranges for ``size`` ranks: as even as whole granules allow, in order, none lost."""
+    granules = -(-length // granule)
+    bounds = [min(granules * rank // size * granule, length) for rank in range(size + 1)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
 class ThreadWorld:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from contracts import GroupContract, ThreadWorld, in_ranks
 from outsize.errors import LostRankError
 from outsize.group.gloo import GlooGroup
-from outsize.group.group import SingleGroup, even_ranges
+from outsize.group.group import SingleGroup
 from patience import PATIENCE_S
 
 
@@ -137,12 +137,3 @@ def test_a_thread_rank_that_is_lost_ends_who_waits():
     waiting, _ = in_ranks(2, work, world=world)
     assert isinstance(waiting, LostRankError)
     assert waiting.rank == 1
-
-
-def test_even_ranges_lose_nothing():
-    for length in (0, 1, 63, 64, 65, 1000):
-        for size in (1, 2, 3, 7):
-            ranges = even_ranges(length, size, 16)
-            assert [element for part in ranges for element in part] == list(range(length))
-            assert max(map(len, ranges)) - min(map(len, ranges)) <= 16 + 15
-            assert all(part.start % 16 == 0 or part.start == length for part in ranges)

@@ -2,8 +2,23 @@
 
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
-from outsize.planner.simulate.discrete import Work, fair_rates
+from outsize.planner.simulate.discrete import Cost, fair_rates
+
+
+class Work(NamedTuple):
+    """A piece of work.
+
+    Attributes:
+        lane: what does it; work without a lane takes no turn, it only waits.
+        cost: what it takes.
+        after: indices of earlier work that must be done.
+    """
+
+    lane: str
+    cost: Cost
+    after: tuple[int, ...] = ()
 
 
 def run_plainly(work, capacity):

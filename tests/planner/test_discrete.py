@@ -1,12 +1,19 @@
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outsize.planner.simulate.discrete import Cost, Work, run_work
+from outsize.planner.simulate.discrete import Cost, LaneRun, Order, run_order
 from planner.held_bytes import critical_path
-from planner.plain_clock import run_plainly
+from planner.plain_clock import Work, run_plainly
+
+
+def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> LaneRun:
+    """Return when each piece of ``work`` runs, see `run_order`."""
+    order = Order([item.lane for item in work], [item.after for item in work])
+    return run_order(order, [item.cost for item in work], capacity)
 
 
 def seconds(lane, duration, *after):

@@ -10,7 +10,6 @@ bytes are those of a ring: scattering a sum of n bytes over N ranks sends and re
 to and from N - 1 partners.
 """
 
-import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,13 +22,6 @@ from torch import Tensor
 # Bytes of a piece that is added at once: large enough that a message's latency is small beside its bytes (some ten
 # microseconds against 3 ms at 10 Gbit/s), small enough that what is staged stays in the caches of a server.
 CHUNK_BYTES = 4 * 2**20
-
-
-def even_ranges(length: int, size: int, granule: int = 1) -> tuple[range, ...]:
-    """Cut ``length`` elements into ranges for ``size`` ranks: as even as whole granules allow, in order, none lost."""
-    granules = -(-length // granule)
-    bounds = [min(granules * rank // size * granule, length) for rank in range(size + 1)]
-    return tuple(range(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
 class Group(ABC):

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
 
 
 def fair_rates(flows: Sequence[tuple[str, ...]], capacity: Mapping[str, float]) -> list[float]:
@@ -92,20 +91,6 @@ class Cost:
             part.amount / min(capacity[name] for name in part.through) for part in self.parts if part.amount
         )
         return sum(part.seconds for part in self.parts) + sum(flows)
-
-
-class Work(NamedTuple):
-    """A piece of work.
-
-    Attributes:
-        lane: what does it; work without a lane takes no turn, it only waits.
-        cost: what it takes.
-        after: indices of earlier work that must be done.
-    """
-
-    lane: str
-    cost: Cost
-    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +184,8 @@ class Order:
     """Dependency order of work items; built once, then simulated with different costs.
 
     Args:
-        lanes: of each piece of work.
-        after: what each waits for, see `Work`.
+        lanes: what does each piece of work; work without one takes no turn, it only waits.
+        after: indices of earlier work that each waits for.
 
     Raises:
         ValueError: work that waits for later work.
@@ -320,12 +305,6 @@ class _Clock:
             if not pending[dependent] and is_due[dependent] and self.start[dependent] < 0:
                 self.start[dependent], self.cause[dependent] = now, index
                 heappush(self.fixed, (now + self.costs[dependent].seconds, dependent))
-
-
-def run_work(work: Sequence[Work], capacity: Mapping[str, float]) -> LaneRun:
-    """Return when each piece of ``work`` runs, see `run_order`."""
-    order = Order([item.lane for item in work], [item.after for item in work])
-    return run_order(order, [item.cost for item in work], capacity)
 
 
 def run_order(order: Order, costs: Sequence[Cost], capacity: Mapping[str, float]) -> LaneRun:
