@@ -13,12 +13,21 @@ dispatch (RoundPipe, 2026).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from outsize.planner.simulate.discrete import Cost, Work, run_work
+from outsize.planner.simulate.discrete import Cost, Order, run_order
 from outsize.planner.simulate.simulator import Event, Timeline
 
 Action = tuple[str, int, int]  # "F" or "B" (with its R), stage, microbatch
 _Key = tuple[str, int, int]
+
+
+class _Work(NamedTuple):
+    """What a lane does, or a wait without one, and the indices of what comes before."""
+
+    lane: str
+    cost: Cost
+    after: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +161,8 @@ def run_schedule(schedule: Schedule, layers: Layers) -> tuple[Timeline, Idle]:
         ValueError: the ranks would wait for each other for ever.
     """
     work, names = _work(schedule, layers)
-    run = run_work(work, {})
+    order = Order([item.lane for item in work], [item.after for item in work])
+    run = run_order(order, [item.cost for item in work], {})
     events = tuple(
         Event(lane=item.lane, op=name, start_s=start, end_s=end)
         for item, name, start, end in zip(work, names, run.start_s, run.end_s, strict=True)
@@ -230,10 +240,10 @@ class _Costs:
         return next((s for s, end in enumerate(ends) if below <= end), None) if below else None
 
 
-def _work(schedule: Schedule, layers: Layers) -> tuple[list[Work], list[str]]:
+def _work(schedule: Schedule, layers: Layers) -> tuple[list[_Work], list[str]]:
     """Return the work of all ranks, each action behind what it needs, and its names."""
     costs = _Costs(schedule, layers)
-    work: list[Work] = []
+    work: list[_Work] = []
     names: list[str] = []
     made: dict[_Key, tuple[int, int]] = {}  # -> index of the work, rank
 
@@ -242,11 +252,11 @@ def _work(schedule: Schedule, layers: Layers) -> tuple[list[Work], list[str]]:
         for need in needs:
             index, source = made[need]
             if source != rank and layers.hop_s:
-                work.append(Work("", Cost(seconds=layers.hop_s), (index,)))
+                work.append(_Work("", Cost(seconds=layers.hop_s), (index,)))
                 names.append("")
                 index = len(work) - 1
             after.append(index)
-        work.append(Work(f"rank {rank}", Cost(seconds=seconds), tuple(after)))
+        work.append(_Work(f"rank {rank}", Cost(seconds=seconds), tuple(after)))
         names.append(name)
         return len(work) - 1
 
