@@ -36,7 +36,7 @@ BY_SCORES = frozenset(
             "guidance_scale",
         ),
         *("stop_strings", "max_time", "eos_token_id", "bos_token_id", "decoder_start_token_id"),
-        *("prefill_chunk_size"),
+        "prefill_chunk_size",
     ]
 )
 # These look at the tokens before, or count them, padding among them; each with what it is where it does nothing.
@@ -60,7 +60,7 @@ WITHOUT_EFFECT = frozenset(
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind", "speculation_type"),
         *("max_matching_ngram_size", "max_new_tokens", "pad_token_id", "use_cache", "transformers_version"),
-        *("_from_model_config"),
+        "_from_model_config",
     ]
 )
 MODES: Mapping[str, tuple[str, ...]] = {
