@@ -99,6 +99,32 @@ def pushed_and_popped(net: Any, x: Tensor) -> Tensor:
     return net.head(net.trunk(net.seen[-1]) + net.seen.pop())
 
 
+def hung_on_layers(net: Any, x: Tensor) -> Tensor:
+    """Hooks for the call, with a value a row in them, as PEFT's for activated LoRA."""
+    rows = x.detach().amax((1, 2), keepdim=True)
+    hooks = [layer.register_forward_pre_hook(lambda m, given: (given[0] * rows,)) for layer in net.layers]
+    output = net.head(net.trunk(net.embed(x)))
+    for hook in hooks:
+        hook.remove()
+    return output
+
+
+def put_on_layers(net: Any, x: Tensor) -> Tensor:
+    for layer in net.layers:
+        layer.rows = x.detach().amax((1, 2), keepdim=True)
+    output = net.head(net.trunk(net.embed(x)))
+    for layer in net.layers:
+        del layer.rows
+    return output
+
+
+def reading() -> Leaving:
+    net = Leaving(put_on_layers)
+    for layer in net.layers:
+        layer.register_forward_pre_hook(lambda module, given: (given[0] * module.rows,))
+    return net
+
+
 def made_once(net: Any, x: Tensor) -> Tensor:
     if not hasattr(net, "table"):
         net.table = torch.full((16,), 0.5)
@@ -145,10 +171,11 @@ BODIES = [
         buffer_crosses,
         attribute_crosses,
     ),
-    *(attribute_crosses_and_goes, attribute_crosses_without_history, pushed_and_popped),
+    *(attribute_crosses_and_goes, attribute_crosses_without_history, pushed_and_popped, hung_on_layers),
 ]
 MEMBERS: dict[str, Callable[[], Leaving]] = {
     **{body.__name__: (lambda body=body: Leaving(body)) for body in BODIES},
+    "put_on_layers": reading,
     **{f"appended_{w.__name__}": hooked(w, appends=True) for w in (of_norm, of_layer, of_inner)},
     **{f"named_{w.__name__}": hooked(w, appends=False) for w in (of_norm, of_layer, of_inner)},
 }

@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from outsize.compat.torch_private import memory_key, version_of
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall
-from outsize.runtime.forward.outline import outline_of
+from outsize.runtime.forward.outline import Outline, outline_of
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import UnitVisit, is_differentiable, visit_of
@@ -157,10 +157,11 @@ def _firsts_of(weight: Tensor) -> Tensor:
 
 
 class CrossedState:
-    """State of the modules outside of units, from the start of a forward on.
+    """State of the modules outside of units, and of each unit until it is called, from the start of a forward on.
 
     The model's own code may pass values by a unit: it sets an attribute, pushes onto a list, writes into a buffer, and
-    looks there behind the unit. Microbatches take turns at units, so that each would find what another has left.
+    looks there behind the unit. Microbatches take turns at units, so that each would find what another has left. So
+    it is with what that code puts on units to come (hooks that hold values of the batch, as PEFT's for aLoRA do).
 
     What differs at a unit and no longer at the end has crossed it, and so has a tensor with a history. Changes in place
     count as well, but for those of PyTorch's own modules (BatchNorm). What else is there in the end may have been made
@@ -170,8 +171,7 @@ class CrossedState:
     def __init__(self, split: Split) -> None:
         inside = {id(child) for module in split.modules for child in module.modules()}
         outer = [module for module in split.model.modules() if id(module) not in inside]
-        state = UnitState(outer)
-        self._leaves, self._outline = outline_of((), state.modules, state.others)
+        self._leaves, self._outline = _outline_of(outer)
         counting = {
             id(buffer)
             for module in outer
@@ -181,24 +181,51 @@ class CrossedState:
         self._versions = {
             at: _version(leaf) for at, leaf in enumerate(self._leaves) if id(leaf) not in counting
         }
-        self._at_units: set[tuple[int, Any]] = set()
-        self._crossed: tuple[int, Any] | None = None
+        self._seen = _Seen(self._leaves, self._outline)
+        self._units = [_Seen(*_outline_of(module.modules())) for module in split.modules]
+        self._called: set[int] = set()
 
-    def reach_unit(self) -> None:
-        """Note what is another where a unit is called."""
-        written = self._outline.written(self._leaves)
-        self._at_units |= written.keys()
-        with_history = (key for key, one in written.items() if isinstance(one, Tensor) and one.requires_grad)
-        self._crossed = self._crossed or next(with_history, None)
+    def reach_unit(self, unit: int) -> None:
+        """Note what is another where ``unit`` is called, on the unit itself the first time."""
+        self._seen.look()
+        if unit not in self._called:
+            self._called.add(unit)
+            self._units[unit].look()
 
     def crossing(self) -> str:
         """Return the name of something that has crossed a unit, once the forward has returned; empty for nothing."""
         for at, version in self._versions.items():
             if _version(self._leaves[at]) != version:
                 return self._outline.name_of_leaf(at)
-        gone = self._at_units - self._outline.written(self._leaves).keys()
-        crossed = self._crossed or next(iter(sorted(gone, key=str)), None)
-        return "" if crossed is None else self._outline.name_of(*crossed)
+        return next((name for seen in (self._seen, *self._units) if (name := seen.crossed())), "")
+
+
+class _Seen:
+    """What differed from an outline at some times: its keys, and the first that was a tensor with a history."""
+
+    def __init__(self, leaves: list[Tensor], outline: Outline) -> None:
+        self._leaves, self._outline = leaves, outline
+        self._keys: set[tuple[int, Any]] = set()
+        self._with_history: tuple[int, Any] | None = None
+
+    def look(self) -> None:
+        written = self._outline.written(self._leaves)
+        self._keys |= written.keys()
+        with_history = (key for key, one in written.items() if isinstance(one, Tensor) and one.requires_grad)
+        self._with_history = self._with_history or next(with_history, None)
+
+    def crossed(self) -> str:
+        """Return the name of what had a history or is as it was again; empty for nothing."""
+        if not self._keys:
+            return ""
+        gone = self._keys - self._outline.written(self._leaves).keys()
+        found = self._with_history or next(iter(sorted(gone, key=str)), None)
+        return "" if found is None else self._outline.name_of(*found)
+
+
+def _outline_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], Outline]:
+    state = UnitState(modules)
+    return outline_of((), state.modules, state.others)
 
 
 def _version(tensor: Tensor) -> int:

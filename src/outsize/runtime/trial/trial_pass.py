@@ -220,7 +220,7 @@ class TrialPass:
             call = walk.advance(outputs)
         self._units.note_random(state)
         if isinstance(call, UnitCall):
-            self._crossed.reach_unit()
+            self._crossed.reach_unit(call.unit)
         else:
             self._row.effects |= SideEffects(crosses=self._crossed.crossing())
         return call
