@@ -16,6 +16,7 @@ def libuv():
 def test_a_process_on_its_own_was_not_launched():
     assert launched({}) is None
     assert launched({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}) is None
+    assert launched({"WORLD_SIZE": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}) is None
     assert isinstance(open_group(None, timeout_s=1), SingleGroup)
     assert isinstance(open_group(launched(rank_variables(0, 1, 29500)), timeout_s=1), SingleGroup)
 
