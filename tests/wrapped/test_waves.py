@@ -56,7 +56,8 @@ def alone(place: Path, prompts: list[list[int]], seed: int | None = None, **choi
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "gemma2", "qwen3_moe", "gpt2", "falcon_alibi", "mamba", "deepseek_v3"]
+    "name",
+    ["llama_tied", "gemma2", "qwen3_moe", "gpt2", "falcon_alibi", "mamba", "deepseek_v3", "recurrent_gemma"],
 )
 def test_tokens_are_those_of_each_prompt_alone(name: str, tmp_path: Path, load: Callable[..., Any]):
     place = make_model_dir(tmp_path / "model", name)

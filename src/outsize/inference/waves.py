@@ -185,6 +185,7 @@ class GenerationWave:
         sizes: how far each generation goes on.
         in_flight: at most so many at once; None for as many as hide loading.
         on_output: see `Wave`.
+        keeps_state: tells whether layers keep of themselves what they have read, so that one goes behind the other.
 
     Attributes:
         most_rows: of all in flight, at most.
@@ -197,9 +198,10 @@ class GenerationWave:
         sizes: Sequence[Growth],
         in_flight: int | None,
         on_output: Callable[[int, Any], None],
+        keeps_state: Callable[[], bool],
     ) -> None:
         self._session, self._sizes, self._in_flight = session, sizes, in_flight
-        self._on_output = on_output
+        self._on_output, self._keeps_state = on_output, keeps_state
         self._wave = Wave(session, boundaries, self._leave)
         self._break_even = LoadHiding()
         self._row_bytes: Mapping[int, float] = {}  # of keys and values, by the length of a row
@@ -244,6 +246,7 @@ class GenerationWave:
         took = time.perf_counter() - began
         if is_first:
             self._learn(first.cache, sizes[0], held)
+            self._in_flight = 1 if self._keeps_state() else self._in_flight
         if is_first or not has_new:  # a prompt costs more than the token that follows
             self._break_even.took(rows, took, before, self._session.statistics())
 

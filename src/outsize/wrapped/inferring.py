@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.kv_cache import Growth, ordinary
@@ -164,7 +164,17 @@ class Inferring(Planned):
                     on_output(number, start())
                 return max((one.rows for one in sizes), default=0)
             assert self._scan is not None
-            wave = GenerationWave(self._scan, self.session.boundaries, sizes, in_flight, on_output)
+            model = self._model()
+            assert model is not None
+            before = _kept_by_modules(model)
+            wave = GenerationWave(
+                self._scan,
+                self.session.boundaries,
+                sizes,
+                in_flight,
+                on_output,
+                lambda: any(before.get(key) is not value for key, value in _kept_by_modules(model).items()),
+            )
             wave.run(starts)
             return wave.most_rows
 
@@ -230,3 +240,9 @@ class Inferring(Planned):
         if self._scan is not None:
             self._scan.close()
             self._scan = None
+
+
+def _kept_by_modules(model: nn.Module) -> dict[tuple[int, str], Tensor]:
+    """Return the tensors that modules hold beside parameters and buffers, by module and name."""
+    held = ((id(module), name, value) for module in model.modules() for name, value in vars(module).items())
+    return {(module, name): value for module, name, value in held if isinstance(value, Tensor)}
