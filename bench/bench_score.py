@@ -211,8 +211,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--turns-of-accelerate", type=int, default=2)
     parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
     import outsize  # noqa: F401 - before torch, whose threads would spin while they wait
+
+    args = parser.parse_args()
     import torch
     from transformers import LlamaForCausalLM
 
