@@ -346,7 +346,7 @@ def _image_settings(model: str) -> Mapping[str, Any]:
             continue
         if file.is_file():
             settings = _parsed(model, file)
-            return dict(settings.get("image_processor", settings))
+            return dict(settings.get("image_processor", settings if name.startswith("pre") else {}))
     return {}
 
 
