@@ -4,18 +4,19 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from outsize.choices import Masters, Moments
 from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError
-from outsize.hardware.machine_spec import HOST_SHARE, Figure, Machine
+from outsize.hardware.machine_spec import HOST_SHARE, Disk, Figure, Host, Link, Machine, Peer
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.question import Question
 from outsize.units import parse_bytes
 
 Change = Callable[[Question], Question]
+_Part = TypeVar("_Part", Link, Peer, Host, Disk)
 
 
 def parse_change(text: str) -> Change:
@@ -29,33 +30,17 @@ def parse_change(text: str) -> Change:
         near = get_close_matches(name, CHANGES, n=1)
         hint = f"did you mean {near[0]}?" if near else "write for example vram=+8GB, link=x2 or gpus=+1"
         raise ConfigError(f"unknown what-if {text!r}; {hint} There are {', '.join(CHANGES)}")
-    how, apply = CHANGES[name]
+    example, change_by = CHANGES[name]
     try:
-        if how == "more":
-            return _bound(apply, _size(_after("+", amount)))
-        if how == "codec":
-            return _with_codec(amount)
-        if how == "state":
-            return _with_state(amount)
-        if how == "tier":
-            return _with_home(amount)
-        if how == "parts":
-            return _with_mlp_parts(int(amount))
-        if how == "count":
-            return _bound(apply, int(_after("+", amount)))
-        return _bound(apply, float(_after("x", amount)))
+        return change_by(amount)
     except ValueError as error:
-        raise ConfigError(f"what-if {text!r}: {EXAMPLES[how]}") from error
+        raise ConfigError(f"what-if {text!r}: {example}") from error
 
 
 def _with_codec(name: str) -> Change:
     """The weights go over the link as codec ``name`` writes them."""
     transport = Transport(weights=name)
-
-    def change(question: Question) -> Question:
-        return question.deciding(transport=transport)
-
-    return change
+    return lambda question: question.deciding(transport=transport)
 
 
 def _with_state(name: str) -> Change:
@@ -89,9 +74,10 @@ def _with_home(tier: str) -> Change:
     return lambda question: replace(question, home=cast(Tier, tier))
 
 
-def _with_mlp_parts(num_parts: int) -> Change:
+def _with_mlp_parts(amount: str) -> Change:
+    num_parts = int(amount)
     if num_parts < 2:
-        raise ValueError(num_parts)
+        raise ValueError(amount)
 
     def change(question: Question) -> Question:
         if question.in_mlp_parts is None:
@@ -117,8 +103,10 @@ def _size(text: str) -> int:
     return parse_bytes(text)
 
 
-def _bound(apply: Callable[[Question, float], Question], amount: float) -> Change:
-    return lambda question: apply(question, amount)
+def _scaled(part: _Part, factor: float, *names: str) -> _Part:
+    """Return a part of a machine with some of its rates times ``factor``."""
+    changed: dict[str, Any] = {name: _times(getattr(part, name), factor) for name in names}
+    return replace(part, **changed)
 
 
 def _vram(question: Question, num_bytes: float) -> Question:
@@ -143,19 +131,9 @@ def _gpus(question: Question, count: float) -> Question:
 
 def _link(question: Question, factor: float) -> Question:
     machine = question.machine
-    links = tuple(
-        replace(
-            link,
-            up_bytes_per_s=_times(link.up_bytes_per_s, factor),
-            down_bytes_per_s=_times(link.down_bytes_per_s, factor),
-        )
-        for link in machine.links
-    )
+    links = tuple(_scaled(link, factor, "up_bytes_per_s", "down_bytes_per_s") for link in machine.links)
     uplinks = {name: _times(figure, factor) for name, figure in machine.uplinks.items()}
-    peers = tuple(
-        peer if peer.own_wire else replace(peer, bytes_per_s=_times(peer.bytes_per_s, factor))
-        for peer in machine.peers
-    )
+    peers = tuple(p if p.own_wire else _scaled(p, factor, "bytes_per_s") for p in machine.peers)
     return replace(question, machine=replace(machine, links=links, uplinks=uplinks, peers=peers))
 
 
@@ -173,12 +151,7 @@ def _compute(question: Question, factor: float) -> Question:
 
 def _bandwidth(question: Question, factor: float) -> Question:
     """Host memory bandwidth, and with it the optimizer, which it bounds."""
-    host = question.machine.host
-    host = replace(
-        host,
-        bytes_per_s=_times(host.bytes_per_s, factor),
-        adamw_params_per_s=_times(host.adamw_params_per_s, factor),
-    )
+    host = _scaled(question.machine.host, factor, "bytes_per_s", "adamw_params_per_s")
     return replace(question, machine=replace(question.machine, host=host))
 
 
@@ -186,11 +159,7 @@ def _disk(question: Question, factor: float) -> Question:
     machine: Machine = question.machine
     if machine.disk is None:
         raise ConfigError(f"what-if disk: {machine.name} has no disk")
-    disk = replace(
-        machine.disk,
-        read_bytes_per_s=_times(machine.disk.read_bytes_per_s, factor),
-        write_bytes_per_s=_times(machine.disk.write_bytes_per_s, factor),
-    )
+    disk = _scaled(machine.disk, factor, "read_bytes_per_s", "write_bytes_per_s")
     return replace(question, machine=replace(machine, disk=disk))
 
 
@@ -211,28 +180,37 @@ def _times(figure: Figure, factor: float) -> Figure:
     return Figure(value=figure.value * factor, source=f"what if: x{factor:g} of {figure.source}")
 
 
-EXAMPLES = {
-    "more": "write how much more, for example +8GB",
-    "count": "write how many more, for example +1",
-    "times": "write how many times as fast, for example x2",
-    "codec": "write a codec that keeps every bit: lossless4 or lossless3",
-    "state": "write what moments are kept in: fp32, bf16 or int8",
-    "parts": "write how many parts, at least 2",
-    "tier": "write where it rests: host or disk",
-}
-# What can change: how its amount is written, and what it does.
-CHANGES: Mapping[str, tuple[str, Callable[[Question, float], Question]]] = {
-    "vram": ("more", _vram),
-    "ram": ("more", _ram),
-    "gpus": ("count", _gpus),
-    "compute": ("times", _compute),
-    "link": ("times", _link),
-    "bandwidth": ("times", _bandwidth),
-    "disk": ("times", _disk),
-    "weights": ("codec", lambda question, _: question),
-    "state": ("state", lambda question, _: question),
-    "mlp_parts": ("parts", lambda question, _: question),
-    "home": ("tier", lambda question, _: question),
-    "net": ("times", _net),
-    "nodes": ("count", _nodes),
+# How an amount is written, and how it is read.
+_MORE = "write how much more, for example +8GB", lambda text: _size(_after("+", text))
+_COUNT = "write how many more, for example +1", lambda text: int(_after("+", text))
+_TIMES = "write how many times as fast, for example x2", lambda text: float(_after("x", text))
+
+
+def _by(
+    example: str, read: Callable[[str], float], apply: Callable[[Question, float], Question]
+) -> tuple[str, Callable[[str], Change]]:
+    """Return the row of what ``apply`` changes by an amount."""
+
+    def change_by(text: str) -> Change:
+        amount = read(text)
+        return lambda question: apply(question, amount)
+
+    return example, change_by
+
+
+# What can change: how its amount is written, and what makes a change of that.
+CHANGES: Mapping[str, tuple[str, Callable[[str], Change]]] = {
+    "vram": _by(*_MORE, _vram),
+    "ram": _by(*_MORE, _ram),
+    "gpus": _by(*_COUNT, _gpus),
+    "compute": _by(*_TIMES, _compute),
+    "link": _by(*_TIMES, _link),
+    "bandwidth": _by(*_TIMES, _bandwidth),
+    "disk": _by(*_TIMES, _disk),
+    "weights": ("write a codec that keeps every bit: lossless4 or lossless3", _with_codec),
+    "state": ("write what moments are kept in: fp32, bf16 or int8", _with_state),
+    "mlp_parts": ("write how many parts, at least 2", _with_mlp_parts),
+    "home": ("write where it rests: host or disk", _with_home),
+    "net": _by(*_TIMES, _net),
+    "nodes": _by(*_COUNT, _nodes),
 }
