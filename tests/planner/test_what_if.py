@@ -180,7 +180,7 @@ def test_what_cannot_gain_is_not_simulated(gpus, monkeypatch):
 def test_an_answer_simulates_few_steps(monkeypatch):
     """A home on disk, and what would help: what a user waits for is these, and plans of which none is written out."""
     counts = Counter()
-    for module, name in ((decision, "simulate"), (step_plan, "cycle_peak"), (step_plan, "count_traffic")):
+    for module, name in ((decision, "simulate"), (step_plan, "cycle_peak"), (step_plan, "OpBytes")):
         monkeypatch.setattr(module, name, counted(getattr(module, name), counts, name))
     question = ask(budgets=TIGHT)
     base = fastest(question)
@@ -190,7 +190,7 @@ def test_an_answer_simulates_few_steps(monkeypatch):
     assert alone["simulate"] <= 8
     assert alone["cycle_peak"] <= 800
     assert counts["simulate"] <= 18  # with host memory for the whole home another plan is searched
-    assert not counts["count_traffic"]
+    assert not counts["OpBytes"]
 
 
 def counted(function, counts, name):

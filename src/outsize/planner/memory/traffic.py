@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from outsize.codecs.transport import Transport
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
-from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout, layout_of
-from outsize.planner.memory.memory_table import NO_CODECS, Tier
+from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout
+from outsize.planner.memory.memory_table import Tier
 from outsize.planner.memory.step_bytes import (
-    NOTHING,
     activation_bytes,
     encoded_bytes,
     gradient_bytes,
@@ -40,38 +39,6 @@ class Traffic:
     across: int = 0
 
 
-def count_traffic(
-    program: Program,
-    model: ModelSpec,
-    layout: StepLayout,
-    boundary_bytes: Sequence[int],
-    *,
-    home: Tier,
-    below: Tier,
-    tile_elements: int,
-    transport: Transport = NO_CODECS,
-    state: StateLayout | None = None,
-    kept_bytes: KeptBytes = NOTHING,
-) -> Traffic:
-    """Return the bytes that ``program`` moves; the arguments are those of its plan."""
-    op_bytes = OpBytes(
-        model=model,
-        layout=layout,
-        boundary_bytes=boundary_bytes,
-        home=home,
-        below=below,
-        tile_elements=tile_elements,
-        transport=transport,
-        state=layout_of(model.dtype if state is None else state),
-        kept_bytes=kept_bytes,
-    )
-    moved: Counter[str] = Counter()
-    for op in program:
-        for way, num_bytes in op_bytes.moved_by(op):
-            moved[way] += num_bytes
-    return Traffic(**moved)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpBytes:
     """How many bytes each op of a plan moves, and from where to where; attributes are those of the plan."""
@@ -85,6 +52,14 @@ class OpBytes:
     transport: Transport
     state: StateLayout
     kept_bytes: KeptBytes
+
+    def traffic(self, program: Program) -> Traffic:
+        """Return the bytes that the ops of ``program`` move."""
+        moved: Counter[str] = Counter()
+        for op in program:
+            for way, num_bytes in self.moved_by(op):
+                moved[way] += num_bytes
+        return Traffic(**moved)
 
     def moved_by(self, op: Op) -> Iterator[tuple[str, int]]:
         """Yield the ways that an op moves something, fields of `Traffic`, and how many bytes."""

@@ -29,7 +29,7 @@ from outsize.planner.memory.memory_table import (
     update_workspace_bytes,
 )
 from outsize.planner.memory.step_bytes import Live, device_bytes, host_bytes
-from outsize.planner.memory.traffic import Traffic, count_traffic
+from outsize.planner.memory.traffic import OpBytes, Traffic
 from outsize.planner.passes.cycle import cycle_peak
 from outsize.planner.passes.step_parts import build_step, successive_steps
 from outsize.planner.program.program import Program, render
@@ -162,11 +162,10 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes that cross links in one step."""
-        return count_traffic(
-            self.program,
-            self.model,
-            self.layout,
-            self.demand.boundary_bytes,
+        moved = OpBytes(
+            model=self.model,
+            layout=self.layout,
+            boundary_bytes=self.demand.boundary_bytes,
             home=self.home,
             below=self.below,
             tile_elements=self.tile_elements,
@@ -174,6 +173,7 @@ class Plan:
             kept_bytes=self.demand.kept_bytes,
             state=self.state,
         )
+        return moved.traffic(self.program)
 
     @property
     def programs(self) -> tuple[Program, ...]:

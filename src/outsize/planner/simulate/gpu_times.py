@@ -137,7 +137,7 @@ class StageTraffic:
     They cross the links of all workers in a step, counted from the numbers of its stages alone. All of it goes through
     host memory, which the optimizer and a disk use too, and what workers behind one switch move through its uplink.
     What is shared is in use for a time of its own, and the more of a step that is, the more copies wait for each other
-    that would be hidden otherwise (`with_shared`). `memory.traffic.count_traffic` counts the same of a program, op by
+    that would be hidden otherwise (`with_shared`). `memory.traffic.OpBytes` counts the same of a program, op by
     op.
 
     Args:
