@@ -119,9 +119,11 @@ def export(
         ModelError: the adapters cannot be merged.
         StorageError: ``out_dir`` cannot be written.
     """
-    from outsize.checkpoint.export import export as export_run
+    from outsize.checkpoint.checkpoint_state import exported
+    from outsize.checkpoint.export import write_export
 
-    return export_run(run_dir, out_dir, merge=merge, trust_remote_code=trust_remote_code, base=base)
+    source, target = exported(Path(run_dir)), Path(out_dir)
+    return write_export(source, target, merge=merge, trust_remote_code=trust_remote_code, base=base)
 
 
 def config_of(run: Run) -> Config:

@@ -10,8 +10,8 @@ import pytest
 
 from bad_input.world import World, change_weight, command, half_written, names_below, process_state, run_well
 from outsize import files
-from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, DataError, InfeasiblePlanError, OutsizeError, StorageError
+from outsize.functions import export
 from outsize.training.run import train
 from outsize.training.short_runs import verify
 
@@ -71,7 +71,7 @@ def test_a_dry_run_leaves_nothing(world: World) -> None:
 
 
 def test_export_of_what_is_no_run(world: World) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint; is it the directory of a run"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint: a run has one once it has saved"):
         export(world.root, world.root / "out")
     outcome = command("export", str(world.root), "--json")
     assert (outcome.status, outcome.result["error"]) == (2, "CheckpointError")

@@ -83,13 +83,13 @@ class Backend:
             differing=[] if self.equal else ["model.norm.weight"],
         )
 
-    def export(self, run_dir, out_dir, *, merge=False, trust_remote_code=False, base=None, ready=None):
+    def write_export(self, source, target, *, merge=False, trust_remote_code=False, base=None, ready=None):
         assert not merge
         assert base is None
         assert ready is None
         assert not trust_remote_code
-        self.calls.append((run_dir, out_dir))
-        return out_dir
+        self.calls.append((source, target))
+        return target
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def backend(monkeypatch):
         (outsize.training, "run", {"train": fake.train}),
         (outsize.training, "forecast", {"foresee": fake.foresee}),
         (outsize.training, "short_runs", {"verify": fake.verify}),
-        (outsize.checkpoint, "export", {"export": fake.export}),
+        (outsize.checkpoint, "export", {"write_export": fake.write_export}),
     )
     for room, name, functions in parts:
         module = ModuleType(f"{room.__name__}.{name}")
@@ -230,7 +230,7 @@ def test_verify_fails_with_status_1_where_runs_differ(backend, capsys):
 def test_export_writes_next_to_the_run_unless_told_where(backend, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("outsize.checkpoint.checkpoint_state.exported", lambda run: run / "step-00000001")
     assert status_of("export", str(tmp_path)) == 0
-    assert backend.calls[0] == (tmp_path, tmp_path / "export")
+    assert backend.calls[0] == (tmp_path / "step-00000001", tmp_path / "export")
     assert status_of("export", str(tmp_path), "--out", str(tmp_path / "m"), "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["model_dir"] == str(tmp_path / "m")
 

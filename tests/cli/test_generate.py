@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import zoo
 from cli.command_line import status_of
-from outsize.checkpoint.export import export
 from outsize.cli.text.records_text import ResumedLines, results_at
 from outsize.errors import ConfigError, StorageError
+from outsize.functions import export
 from outsize.training.run import train
 from support import make_run, save_model
 from tiny import tiny_model

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli.command_line import status_of
-from outsize.checkpoint.export import export
 from outsize.errors import CheckpointError, ConfigError
+from outsize.functions import export
 from outsize.training.run import train
 from support import make_model_dir, make_run
 

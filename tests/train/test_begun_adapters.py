@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import outsize
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
 from outsize.config import Config, load_config
 from outsize.data.chat import CHATML_TEMPLATE
 from outsize.errors import CheckpointError, ConfigError, OutsizeError
+from outsize.functions import export
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.forecast import preview

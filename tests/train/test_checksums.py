@@ -11,9 +11,9 @@ import pytest
 import outsize
 from crash.faults import Layer, layered
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
 from outsize.cli import main
 from outsize.errors import CheckpointError
+from outsize.functions import export
 from outsize.training.run import train
 from outsize.training.short_runs import verify
 from tiny import tiny_run

@@ -124,6 +124,6 @@ def test_no_clean_up_hides_the_first_error(tmp_path: Path):
 def test_a_run_that_has_not_saved_says_so(tmp_path: Path):
     (tmp_path / "heartbeat.jsonl").write_text("{}\n")
     with pytest.raises(
-        CheckpointError, match="a run that has not saved yet: Ctrl-C ends it after a step and saves"
+        CheckpointError, match="holds no checkpoint: a run has one once it has saved, as Ctrl-C does"
     ):
         servable(str(tmp_path))

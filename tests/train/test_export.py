@@ -21,10 +21,11 @@ from cli.command_line import status_of
 from crash.faults import Fault, Key, Layer, layered
 from outsize import files
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import Hub, _is_on_the_hub, export
+from outsize.checkpoint.export import Hub, _is_on_the_hub
 from outsize.checkpoint.files.checkpoint_shards import join_shards
 from outsize.checkpoint.files.checkpoint_writer import new_directory
 from outsize.errors import CheckpointError, ConfigError, StorageError
+from outsize.functions import export
 from outsize.storage.prealloc import preallocate
 from outsize.training.run import train
 from outsize.training.run_dir import claimed

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
 from outsize.checkpoint.files.checkpoint_files import is_own_file
+from outsize.functions import export
 from outsize.training.records import StepRecord
 from outsize.training.run import train
 from tiny import tiny_model, tiny_run

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
+from outsize.functions import export
 from outsize.model.adapters import AdapterSource, base_name, peft_config, put_in
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.planner.memory.step_bytes import encoded_bytes, load_bytes

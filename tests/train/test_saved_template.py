@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 import outsize
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
 from outsize.data.chat import CHATML_TEMPLATE, FALLBACK_TEMPLATE, ChatTemplate
 from outsize.errors import CheckpointError, DataError
+from outsize.functions import export
 from outsize.training.run import train
 from outsize.wrapped.module import runner_of
 from support import make_model_dir, make_run

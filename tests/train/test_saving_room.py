@@ -8,9 +8,9 @@ import pytest
 from outsize import files
 from outsize.checkpoint import saver
 from outsize.checkpoint.checkpoint_state import latest
-from outsize.checkpoint.export import export
 from outsize.checkpoint.saver import checkpoint_bytes
 from outsize.errors import StorageError
+from outsize.functions import export
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.run import train

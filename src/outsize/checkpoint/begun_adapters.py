@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest
+from outsize.checkpoint.checkpoint_state import CHECKPOINTS, exported
 from outsize.checkpoint.files.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -25,7 +25,7 @@ from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.config import Config
 from outsize.config.messages import as_config_error
 from outsize.config.train_section import OWN_KEYS, LoraConfig
-from outsize.errors import CheckpointError, ConfigError
+from outsize.errors import ConfigError
 from outsize.model.adapters import Adapters
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.stored_adapters import StoredAdapters, find_adapters
@@ -96,13 +96,7 @@ def servable(model: str) -> str:
     is_run = (path / "heartbeat.jsonl").is_file() and not (path / "config.json").is_file()
     if not is_run and not (path / CHECKPOINTS).is_dir():
         return model
-    checkpoint = best(path) or latest(path)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"{path} is a run that has not saved yet: Ctrl-C ends it after a step and saves, and train.save_every and "
-            "save_minutes say when else; name a model, or a run that has saved one"
-        )
-    return str(checkpoint)
+    return str(exported(path))
 
 
 # What PEFT notes of adapters that says nothing of what they compute.

